@@ -1,0 +1,43 @@
+# Every target sets up what it needs; nothing is done twice.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test check bench soak clean
+help:
+	@echo "make demo    processes that all-reduce while some of them are killed"
+	@echo "make test    all tests (minus the soaks)"
+	@echo "make check   ruff (format, lint) and mypy"
+	@echo "make bench   the benchmarks"
+	@echo "make soak    the long tests"
+	@echo "make setup   only the virtual environment"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ReCoVer needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/recover demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/recover bench collectives
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
