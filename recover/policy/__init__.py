@@ -1,0 +1,43 @@
+"""The top layer: how the B microbatches of a step are shared out, and shared out again after a loss.
+
+Pure functions on integers and slot sets; nothing here knows of tensors, processes or messages.
+"""
+
+from __future__ import annotations
+
+from recover.policy.adaptive import AdaptiveWorldPolicy
+from recover.policy.balanced import BalancedWorldPolicy
+from recover.policy.base import Policy
+from recover.policy.census import FailureEvent, Holding
+from recover.policy.plan import Layout, PolicyDecision, Share
+from recover.policy.roles import RestoreMode, Role
+from recover.policy.slots import SlotSet
+from recover.policy.static import StaticWorldPolicy
+
+__all__ = [
+    "AdaptiveWorldPolicy",
+    "BalancedWorldPolicy",
+    "FailureEvent",
+    "Holding",
+    "Layout",
+    "Policy",
+    "PolicyDecision",
+    "RestoreMode",
+    "Role",
+    "Share",
+    "SlotSet",
+    "StaticWorldPolicy",
+    "get_policy",
+]
+
+
+def get_policy(name: str, initial_replicas: int) -> Policy:
+    """The policy of this name, for a job that starts with so many replicas (`adaptive` needs to know)."""
+    match name:
+        case "static":
+            return StaticWorldPolicy()
+        case "balanced":
+            return BalancedWorldPolicy()
+        case "adaptive":
+            return AdaptiveWorldPolicy(initial_replicas)
+    raise ValueError(f"policy {name!r} is not known: choose static, balanced or adaptive")

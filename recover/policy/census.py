@@ -1,0 +1,96 @@
+"""The census: what every survivor has in hand after a repair, and the event that hands it to the policy."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recover.policy.roles import Role
+from recover.policy.slots import SlotSet
+
+_HEAD = struct.Struct("<IBB")
+_ROLES = tuple(Role)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one surviving replica has in its local sum.
+
+    The sum cannot be taken apart: all of its slots enter the step or none does. `counts` says whether it
+    enters as things stand; a spare's does not, until the policy admits it.
+    """
+
+    replica: int
+    role: Role
+    slots: SlotSet
+    counts: bool
+
+    def to_bytes(self) -> bytes:
+        return _HEAD.pack(self.replica, _ROLES.index(self.role), self.counts) + self.slots.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Holding:
+        try:
+            replica, role, counts = _HEAD.unpack_from(data)
+            return cls(replica, _ROLES[role], SlotSet.from_bytes(data[_HEAD.size :]), bool(counts))
+        except (struct.error, IndexError, ValueError) as error:
+            raise ValueError(
+                f"a census record of {len(data)} bytes cannot be read ({error}): "
+                "all ranks must run the same version of recover"
+            ) from None
+
+
+@dataclass(frozen=True)
+class FailureEvent:
+    """What a repair tells the policy: the survivors' holdings, in whatever order, and B.
+
+    The dead need no mention: what they had is what is missing. The ranks of one replica may each send its
+    record; equal records are one.
+    """
+
+    census: tuple[Holding, ...]
+    global_batch: int
+
+    def __init__(self, census: Iterable[Holding], global_batch: int) -> None:
+        object.__setattr__(self, "census", tuple(sorted(set(census), key=lambda holding: holding.replica)))
+        object.__setattr__(self, "global_batch", global_batch)
+        self._check()
+
+    def _check(self) -> None:
+        """A census that breaks these was not gathered from one step of one job: no plan could be right."""
+        if not self.census:
+            raise ValueError("the census is empty: a step can only go on while at least one replica lives")
+        if len({holding.replica for holding in self.census}) < len(self.census):
+            clash = next(
+                a.replica
+                for a, b in zip(self.census, self.census[1:], strict=False)
+                if a.replica == b.replica
+            )
+            raise ValueError(
+                f"replica {clash} is in the census twice with different records: its ranks must agree"
+            )
+        union = SlotSet.union(holding.slots for holding in self.census)
+        if len(union) < sum(len(holding.slots) for holding in self.census):
+            raise ValueError(
+                f"a slot is held twice in the census ({self._shared()}): every slot has one holder"
+            )
+        counted = sum(len(holding.slots) for holding in self.census if holding.counts)
+        if counted > self.global_batch:
+            raise ValueError(
+                f"{counted} microbatches count already, but the global batch is {self.global_batch}"
+            )
+        for holding in self.census:
+            if not holding.counts and any(start < self.global_batch for start, _ in holding.slots.ranges):
+                raise ValueError(
+                    f"replica {holding.replica} does not count but holds slots {holding.slots}: "
+                    f"spares run slots from {self.global_batch} on"
+                )
+
+    def _shared(self) -> str:
+        return next(
+            f"slots {a.slots & b.slots} by replicas {a.replica} and {b.replica}"
+            for i, a in enumerate(self.census)
+            for b in self.census[i + 1 :]
+            if a.slots & b.slots
+        )

@@ -1,0 +1,109 @@
+"""A rehearsal: losses played through a policy, without a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recover.policy.base import Policy
+from recover.policy.census import FailureEvent, Holding
+from recover.policy.losses import Loss
+from recover.policy.plan import Layout, PolicyDecision
+from recover.policy.roles import Role
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One loss, and the step as it ends if nothing else dies in it."""
+
+    loss: Loss
+    layout: Layout  # of the step in which it happens
+    lost: tuple[Role, ...]
+    promoted: tuple[Holding, ...]  # the spares that are admitted, as they were
+    decision: PolicyDecision
+    next: Layout  # of the steps that follow
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    policy: str
+    global_batch: int
+    start: Layout
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def extra_rounds(self) -> int:
+        return sum(outcome.decision.rounds for outcome in self.outcomes)
+
+    @property
+    def spare_work(self) -> int:
+        """What spares ran for nothing, in the steps that lost somebody."""
+        steps = (outcome.layout for outcome in self.outcomes if not outcome.loss.extra_round)
+        used = sum(len(spare.slots) for outcome in self.outcomes for spare in outcome.promoted)
+        return sum(layout.spare_work for layout in steps) - used
+
+
+def rehearse(
+    policy: Policy, replicas: int, accum: int, losses: Iterable[Loss], until: int | None = None
+) -> Rehearsal:
+    """Each loss hits a step of its own, after all have run what they were dealt, unless it says otherwise.
+
+    With `until`, the losses are followed by single ones until so many replicas are left.
+    """
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas cannot run a job; give at least 1")
+    if accum < 1:
+        raise ValueError(f"an accumulation of {accum} runs nothing; give at least 1 microbatch per replica")
+    global_batch = replicas * accum
+    start = policy.layout(range(replicas), global_batch)
+    outcomes: list[Outcome] = []
+    for loss in losses:
+        outcomes.append(_lose(policy, global_batch, loss, start, outcomes))
+    left = len(outcomes[-1].next.replicas if outcomes else start.replicas)
+    if until is not None and not 1 <= until <= left:
+        raise ValueError(
+            f"cannot lose replicas until {until} are left when there are {left}; give 1 to {left}"
+        )
+    for _ in range(left - (until or left)):
+        outcomes.append(_lose(policy, global_batch, Loss.parse("1"), start, outcomes))
+    return Rehearsal(policy.name, global_batch, start, tuple(outcomes))
+
+
+def _lose(policy: Policy, global_batch: int, loss: Loss, start: Layout, before: list[Outcome]) -> Outcome:
+    layout = before[-1].next if before else start
+    census = layout.holdings()
+    if loss.extra_round:
+        _check_round(loss, before)
+        # Who survives finishes what it was dealt before it votes: which round it was makes no difference.
+        layout, census = before[-1].layout, before[-1].decision.holdings()
+    dead = loss.choose(census)
+    gone = {holding.replica for holding in dead}
+    survivors = tuple(holding for holding in census if holding.replica not in gone)
+    decision = policy.respond(FailureEvent(survivors, global_batch))
+    shares = ((holding, decision.share(holding.replica)) for holding in survivors)
+    promoted = tuple(h for h, share in shares if not h.counts and share.counts and share.kept)
+    lost = tuple(holding.role for holding in dead)
+    return Outcome(loss, layout, lost, promoted, decision, policy.layout(decision.replicas, global_batch))
+
+
+def _check_round(loss: Loss, before: list[Outcome]) -> None:
+    if not before:
+        raise ValueError(
+            f"loss {loss.text!r} is the first one; put the loss whose extra round it means before it"
+        )
+    rounds = before[-1].decision.rounds
+    if loss.extra_round > rounds:
+        mend = (
+            f"its last extra round is extra{rounds}"
+            if rounds
+            else "it takes no extra round, so leave out the @"
+        )
+        raise ValueError(
+            f"loss {loss.text!r} does not fit the loss before it, {before[-1].loss.text!r}: {mend}"
+        )
+
+
+def promotions(outcome: Outcome) -> Counter[Role]:
+    """How many spares stepped in, by the role that they stepped into."""
+    return Counter(spare.role.promoted for spare in outcome.promoted)

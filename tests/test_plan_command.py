@@ -1,0 +1,158 @@
+"""`recover plan`: what it tells people and programs, and how it refuses what it cannot do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from recover.cli import app
+
+
+def plan(*args: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "160"})
+
+
+def events(*args: str) -> list[dict[str, Any]]:
+    result = plan(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["events"]
+
+
+JOB = ("--replicas", "32", "--accum", "8")
+
+
+def test_json_of_one_loss_is_exactly_as_documented() -> None:
+    assert json.loads(plan(*JOB, "--lose", "1", "--json").stdout) == {
+        "global_batch": 256,
+        "events": [
+            {
+                "lost": ["major"],
+                "survivors": 31,
+                "boundary": True,
+                "promoted": {"major": 0, "minor": 0},
+                "extra": {"rounds": 1, "full": 8, "boundary_minors": 23},
+                "discarded_microbatches": 0,
+                "committed_microbatches": 256,
+                "next": {
+                    "accum": 9,
+                    "major": 28,
+                    "minor": 1,
+                    "remainder": 4,
+                    "major_spare": 1,
+                    "minor_spare": 1,
+                },
+            }
+        ],
+    }
+
+
+def test_losses_follow_each_other() -> None:
+    _, minor, majors = events(*JOB, "--lose", "1", "--lose", "minor", "--lose", "major,major")
+    assert (minor["lost"], minor["survivors"], minor["boundary"]) == (["minor"], 30, False)
+    assert minor["promoted"] == {"major": 0, "minor": 1}
+    assert minor["extra"] == {"rounds": 0, "full": 0, "boundary_minors": 0}
+    assert (majors["lost"], majors["survivors"], majors["boundary"]) == (["major", "major"], 28, True)
+    assert majors["promoted"] == {"major": 1, "minor": 0}
+    assert majors["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 19}
+
+
+def test_a_number_takes_that_many_at_the_same_moment_majors_first() -> None:
+    (event,) = events("--replicas", "4", "--accum", "3", "--lose", "3")
+    assert (event["lost"], event["survivors"]) == (["major"] * 3, 1)
+    _, event = events("--replicas", "7", "--accum", "1", "--lose", "1", "--lose", "5")
+    assert event["lost"] == ["major"] * 3 + ["minor", "major-spare"]
+    assert event["committed_microbatches"] == 7
+
+
+def test_a_loss_inside_an_extra_round_belongs_to_the_step_of_the_loss_before_it() -> None:
+    _, inside = events(*JOB, "--lose", "major", "--lose", "major@extra1")
+    # 30 survivors, of whom 7 hold 9 and 23 hold 8: 9 are missing. In a later step, a spare would step in.
+    assert inside["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 21}
+    assert inside["committed_microbatches"] == 256
+    _, later = events(*JOB, "--lose", "major", "--lose", "boundary-minor@extra1")
+    assert later["lost"] == ["boundary-minor"]
+    assert later["extra"] == {"rounds": 1, "full": 8, "boundary_minors": 22}
+
+
+def test_of_several_in_a_role_the_one_with_most_in_hand_dies() -> None:
+    # At five, 7x2 has four majors at 3 and a minor at 2. When a major dies, the minor and two majors run one
+    # more and are its majors, with 3, 4 and 4 in hand. The loss of a 4 leaves 4 to be run by three.
+    event = events("--replicas", "7", "--accum", "2", "--lose", "2", "--lose", "1", "--lose", "major@extra1")[
+        -1
+    ]
+    assert event["extra"] == {"rounds": 2, "full": 1, "boundary_minors": 2}
+
+
+def test_a_spare_that_did_not_fit_is_used_by_the_next_loss_of_the_same_step() -> None:
+    losses = (*JOB, "--lose", "11", "--lose", "minor", "--lose", "major@extra1")
+    assert events(*losses)[-1]["promoted"] == {"major": 1, "minor": 0}
+    assert "0 microbatches of spare work" in plan(*losses).stdout
+
+
+def test_a_major_spare_that_does_not_fit_is_left_out() -> None:
+    event = events(*JOB, "--lose", "11", "--lose", "minor")[-1]
+    assert event["promoted"] == {"major": 0, "minor": 0}
+    assert event["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 11}
+    assert (event["committed_microbatches"], event["discarded_microbatches"]) == (256, 13)
+
+
+@pytest.mark.parametrize("policy", ["static", "balanced"])
+def test_every_loss_down_to_one_survivor_commits_the_batch(policy: str, tmp_path: Path) -> None:
+    all_events = events(*JOB, "--until", "1", "--policy", policy, "--png", str(tmp_path / "plan.png"))
+    assert [event["survivors"] for event in all_events] == list(range(31, 0, -1))
+    assert {event["committed_microbatches"] for event in all_events} == {256}
+
+
+def test_the_adaptive_policy_is_shown_to_lose_the_batch() -> None:
+    first, second = events(*JOB, "--policy", "adaptive", "--lose", "1", "--lose", "3")
+    assert (first["committed_microbatches"], second["committed_microbatches"]) == (248, 224)
+    assert second["next"]["accum"] == 8
+
+
+def test_a_range_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = plan(*JOB, "--until", "1")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_tells_the_story_and_ends_with_the_totals() -> None:
+    result = plan(*JOB, "--lose", "1", "--lose", "minor")
+    assert result.exit_code == 0
+    assert "8 run 1 more, 23 boundary-minors run 0" in result.stdout
+    assert "1 minor-spare promoted" in result.stdout
+    assert "28 major x 9, 1 minor x 4, 1 major-spare, 1 minor-spare" in result.stdout
+    # In the second step the spares ran 9 + 4, of which 4 were used.
+    assert "2 replicas lost, 1 extra round, 9 microbatches of spare work" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--replicas", "0", "--accum", "8"], ["0 replicas", "at least 1"]),
+        (["--replicas", "4", "--accum", "0"], ["accumulation of 0", "at least 1"]),
+        ([*JOB, "--lose", "33"], ["'33'", "33 of 32", "31 at most"]),
+        ([*JOB, "--lose", "32"], ["'32'", "leave at least one alive"]),
+        ([*JOB, "--lose", "chief"], ["'chief'", "major-spare"]),
+        ([*JOB, "--lose", "0"], ["'0'", "from 1 on"]),
+        ([*JOB, "--lose", "major,"], ["'major,'", "neither a role nor a number"]),
+        ([*JOB, "--lose", "minor"], ["no minor is left alive", "32 major"]),
+        ([*JOB, "--lose", "major@extra1"], ["'major@extra1' is the first one"]),
+        ([*JOB, "--lose", "1", "--lose", "major@extra2"], ["'major@extra2'", "last extra round is extra1"]),
+        ([*JOB, "--lose", "1", "--lose", "minor", "--lose", "1@extra1"], ["'1@extra1'", "no extra round"]),
+        ([*JOB, "--lose", "1", "--lose", "major@noon"], ["'noon'", "extra1"]),
+        ([*JOB, "--lose", "1", "--lose", "1@extra1,1@extra2"], ["two moments"]),
+        ([*JOB, "--until", "0"], ["until 0", "1 to 32"]),
+        ([*JOB, "--policy", "greedy"], ["'greedy'", "static, balanced or adaptive"]),
+        ([*JOB, "--lose", "1", "--png", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
+    ],
+)
+def test_bad_input_gets_one_clear_sentence_and_exit_code_2(args: list[str], words: list[str]) -> None:
+    result = plan(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr

@@ -1,0 +1,213 @@
+"""Whoever dies, whenever: properties of the policies over any world, any losses, any progress."""
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover.policy import (
+    AdaptiveWorldPolicy,
+    BalancedWorldPolicy,
+    FailureEvent,
+    Holding,
+    Layout,
+    Policy,
+    PolicyDecision,
+    RestoreMode,
+    Role,
+    Share,
+    SlotSet,
+    StaticWorldPolicy,
+)
+from recover.policy.response import complete_batch
+
+keeping = pytest.mark.parametrize(
+    "policy", [StaticWorldPolicy(), BalancedWorldPolicy()], ids=lambda p: p.name
+)
+worlds = st.tuples(st.integers(1, 256), st.integers(1, 256))
+
+
+def progress(share: Share, chance: random.Random, complete: bool) -> Holding:
+    """What a replica has in hand when the census is taken: all of its share, or any part of it."""
+    done = len(share.run) if complete else chance.randint(0, len(share.run))
+    return share.holding(share.run.take(done)[0])
+
+
+def check_layout(layout: Layout, replicas: list[int], batch: int) -> None:
+    assert layout.replicas == tuple(sorted(replicas))
+    counted = [share.run for share in layout.shares if share.counts]
+    assert sum(map(len, counted)) == batch
+    assert SlotSet.union(counted) == SlotSet.span(0, batch)
+    everything = [share.run for share in layout.shares]
+    assert len(SlotSet.union(everything)) == sum(map(len, everything))
+
+
+def check_decision(census: list[Holding], batch: int, decision: PolicyDecision) -> None:
+    assert decision.replicas == tuple(sorted(holding.replica for holding in census))
+    assert decision.committed == batch
+
+    # Every slot that counts is dealt once.
+    counted = [part for share in decision.shares if share.counts for part in (share.kept, share.run)]
+    assert len(SlotSet.union(counted)) == batch
+
+    wanted = batch - sum(len(holding.slots) for holding in census if holding.counts)
+    rounds = decision.rounds
+    for holding in census:
+        share = decision.share(holding.replica)
+        # Nothing that was contributed is thrown away, and a sum is kept as a whole or not at all.
+        assert share.kept in ((holding.slots,) if holding.counts else (holding.slots, SlotSet()))
+        assert share.counts or not holding.counts
+        # Nobody is asked for what cannot be: fresh slots of this step, none of them for a spare in reserve.
+        assert not share.run - SlotSet.span(0, batch)
+        assert share.counts or not share.run
+        assert share.role.is_spare == (not share.counts)
+        assert rounds - 1 <= len(share.run) <= rounds
+
+    assert decision.boundary == any(share.run for share in decision.shares)
+    if wanted == 0:
+        assert decision.restore is RestoreMode.SKIP
+        assert decision.holdings() == tuple(sorted(census, key=lambda holding: holding.replica))
+    else:
+        assert decision.restore is (RestoreMode.NON_BLOCKING if decision.boundary else RestoreMode.BLOCKING)
+
+
+@keeping
+@settings(deadline=None, max_examples=300)
+@given(world=worlds, seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 40), max_size=10))
+def test_every_step_commits_exactly_B_microbatches(
+    policy: Policy, world: tuple[int, int], seed: int, sizes: list[int]
+) -> None:
+    """Sets of deaths down to one survivor, in steps of their own and inside extra rounds, at any progress."""
+    replicas, accum = world
+    batch = replicas * accum
+    chance = random.Random(seed)
+    living = list(range(replicas))
+    layout = policy.layout(living, batch)
+    check_layout(layout, living, batch)
+    plan: Layout | PolicyDecision = layout
+    while len(living) > 1:
+        size = min(sizes.pop() if sizes else len(living), len(living) - 1)
+        dead = set(chance.sample(living, size))
+        living = [replica for replica in living if replica not in dead]
+        complete = chance.random() < 0.5
+        census = [progress(plan.share(replica), chance, complete) for replica in living]
+        chance.shuffle(census)
+        decision = policy.respond(FailureEvent(census, batch))
+        check_decision(census, batch, decision)
+        if policy.name == "balanced":
+            parts = [part for share in decision.shares for part in (share.kept, share.run)]
+            assert SlotSet.union(parts) == SlotSet.span(0, batch)
+            assert decision.discarded == 0
+        plan = decision
+        if chance.random() < 0.5:  # the step commits; the next loss hits a later one
+            plan = policy.layout(living, batch)
+            check_layout(plan, living, batch)
+
+
+@keeping
+@settings(deadline=None, max_examples=60)
+@given(world=worlds, seed=st.integers(0, 2**32))
+def test_every_order_of_the_census_gives_the_same_plan(
+    policy: Policy, world: tuple[int, int], seed: int
+) -> None:
+    replicas, accum = world
+    chance = random.Random(seed)
+    layout = policy.layout(chance.sample(range(replicas), replicas), replicas * accum)
+    assert layout == policy.layout(range(replicas), replicas * accum)
+    survivors = chance.sample(layout.shares, chance.randint(1, replicas))
+    census = [progress(share, chance, complete=False) for share in survivors]
+    decision = policy.respond(FailureEvent(census, replicas * accum))
+    chance.shuffle(census)
+    assert policy.respond(FailureEvent(census, replicas * accum)) == decision
+
+
+@settings(deadline=None, max_examples=200)
+@given(world=worlds, living=st.integers(1, 300))
+def test_a_steady_static_layout_has_at_most_one_minor_and_the_smallest_accumulation(
+    world: tuple[int, int], living: int
+) -> None:
+    batch = world[0] * world[1]
+    layout = StaticWorldPolicy().layout(range(living), batch)
+    roles = layout.roles()
+    assert roles[Role.MINOR] <= 1
+    assert roles[Role.MINOR_SPARE] <= roles[Role.MINOR]
+    assert (layout.accum - 1) * living < batch <= layout.accum * living
+    assert roles[Role.MAJOR] * layout.accum + layout.remainder == batch
+    assert layout.remainder < layout.accum
+    check_layout(layout, list(range(living)), batch)
+
+
+@settings(deadline=None, max_examples=200)
+@given(world=worlds, living=st.integers(1, 300))
+def test_a_balanced_layout_has_no_spares_and_differs_by_one_at_most(
+    world: tuple[int, int], living: int
+) -> None:
+    batch = world[0] * world[1]
+    layout = BalancedWorldPolicy().layout(range(living), batch)
+    sizes = [len(share.run) for share in layout.shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(share.counts for share in layout.shares)
+    check_layout(layout, list(range(living)), batch)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    counted=st.lists(st.integers(0, 6), max_size=4),
+    spares=st.lists(st.integers(0, 7), max_size=6),
+    missing=st.integers(0, 25),
+    seed=st.integers(0, 2**32),
+)
+def test_no_plan_has_fewer_extra_rounds_nor_fewer_discarded_microbatches(
+    counted: list[int], spares: list[int], missing: int, seed: int
+) -> None:
+    """Against all choices of spares, tried one by one."""
+    if not counted and not spares:
+        counted = [0]
+    batch = max(1, sum(counted) + missing)
+    missing = batch - sum(counted)
+    ids = random.Random(seed).sample(range(20), len(counted) + len(spares))
+    hands = SlotSet.span(0, batch).deal(counted) + SlotSet.span(batch, batch + sum(spares)).deal(spares)
+    census = [
+        Holding(replica, Role.MAJOR if place < len(counted) else Role.MAJOR_SPARE, hand, place < len(counted))
+        for place, (replica, hand) in enumerate(zip(ids, hands, strict=True))
+    ]
+    decision = complete_batch(FailureEvent(census, batch))
+    check_decision(census, batch, decision)
+
+    choices = itertools.product([0, 1], repeat=len(spares))
+    sums = (sum(itertools.compress(spares, choice)) for choice in choices)
+    rounds, left_out = min(
+        (-(-(missing - used) // len(census)), sum(spares) - used) for used in sums if used <= missing
+    )
+    kept = sum(len(share.kept) for share in decision.shares if share.counts)
+    assert decision.rounds == rounds
+    assert sum(counted) + sum(spares) - kept == left_out
+    assert decision.discarded == (left_out if rounds else 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(world=worlds, seed=st.integers(0, 2**32))
+def test_the_adaptive_policy_never_exceeds_the_batch_and_never_adds_work(
+    world: tuple[int, int], seed: int
+) -> None:
+    replicas, accum = world
+    chance = random.Random(seed)
+    policy = AdaptiveWorldPolicy(replicas)
+    layout = policy.layout(range(replicas), replicas * accum)
+    survivors = chance.sample(layout.shares, chance.randint(1, replicas))
+    decision = policy.respond(FailureEvent([share.holding() for share in survivors], replicas * accum))
+    assert decision.committed == len(survivors) * accum
+    assert decision.rounds == 0
+
+
+@keeping
+def test_64_replicas_times_128_lost_one_at_a_time_are_planned_in_under_a_second(policy: Policy) -> None:
+    batch = 64 * 128
+    start = time.perf_counter()
+    for living in range(64, 1, -1):
+        census = policy.layout(range(living), batch).holdings()
+        assert policy.respond(FailureEvent(census[1:], batch)).committed == batch
+    assert time.perf_counter() - start < 1
