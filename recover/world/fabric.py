@@ -1,0 +1,60 @@
+"""The seam under the protocol: all that membership asks of a message-passing library that survives deaths.
+
+Two implementations: `openmpi.py` (mpi4py on Open MPI's ULFM) and `simulated.py` (many virtual ranks in one
+process, under a scheduler that can kill any of them at any call). The contract is as weak as the real thing
+was measured to be, and the protocol may rely on nothing stronger.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+WORD_BITS = 31  # an agreement carries one non-negative C int
+
+
+class FabricError(Exception):
+    """A point-to-point operation failed. Which error the library named is chance, so it is not kept apart."""
+
+
+class Transfer(Protocol):
+    """A message under way."""
+
+    def done(self) -> bool:
+        """Whether it is complete. Raises FabricError if it never will be."""
+
+    @property
+    def data(self) -> bytes:
+        """What was received, once done."""
+
+
+class Fabric(Protocol):
+    rank: int
+    size: int
+
+    def agree(self, word: int) -> int | None:
+        """The bitwise AND of the words of all ranks, the same on every survivor.
+
+        None, on every survivor alike, if a death was met that somebody had not acknowledged. The word is then
+        lost. A rank that contributed and then died may be counted in. All living ranks must take part.
+        """
+
+    def failed(self) -> frozenset[int]:
+        """The ranks that this rank knows to be dead. It may lag behind what others know, and never shrinks."""
+
+    def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
+        """Acknowledge known deaths, in the order of their notices, up to the first that is not in `only`.
+
+        Returns all that is acknowledged so far: these deaths alone no longer fail an agreement.
+        """
+
+    def send(self, data: bytes, to: int, tag: int) -> Transfer: ...
+
+    def receive(self, source: int, tag: int) -> Transfer: ...
+
+    def fence(self, rank: int) -> None:
+        """Make sure that `rank` is dead, as far as this host can."""
+
+    def now(self) -> float: ...
+
+    def pause(self, seconds: float) -> None:
+        """Let others run (and notices of deaths arrive) for a moment."""

@@ -1,0 +1,252 @@
+"""Who is left: one agreement over the whole world, and the repair that follows when it fails.
+
+No communicator is made here. Membership is agreed on the original one: acknowledge the known deaths, agree on
+the bitmap of who is alive, take the census by messages among those, build the carrier of the new epoch, and
+agree that all of it worked; if not, again. Start-up is the first pass of this loop.
+
+Every decision that leads a rank into or out of a collective phase comes from an agreement, never from what the
+rank knows by itself: two survivors may know different things, but they are never in different phases.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from recover.world.fabric import WORD_BITS, Fabric, FabricError, Transfer
+from recover.world.grid import Grid
+
+POLL = 0.0002  # seconds between two looks at a message under way
+FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
+
+
+class CarrierError(Exception):
+    """A carrier could not be built, or an operation on it failed or was freed."""
+
+
+class Carrier(Protocol):
+    """What moves the data of one epoch among the members, made anew for each epoch."""
+
+    def offer(self) -> bytes:
+        """What the other members must know before the carrier can be built (addresses, say)."""
+
+    def build(
+        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
+    ) -> None:
+        """Build and try it once. Raises CarrierError.
+
+        `confirm(ok)` is an agreement: True if it went well everywhere; all members must call it equally often.
+        `alarmed()` says that a member has died, so that a wait for it must be given up.
+        """
+
+    def free(self) -> None:
+        """Free whoever is blocked in an operation, from any thread. The carrier is of no use afterwards."""
+
+
+C = TypeVar("C", bound=Carrier)
+C_made = TypeVar("C_made", bound=Carrier, covariant=True)
+
+
+class Carriers(Protocol[C_made]):
+    """Makes the carrier of an epoch. `settle`: how long no new death must be noticed before it is built."""
+
+    settle: float
+
+    def make(self, members: tuple[int, ...]) -> C_made: ...
+
+
+class ExcludedError(Exception):
+    """The survivors have agreed to go on without this rank, which must not act any more."""
+
+    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool) -> None:
+        self.orphan = orphan
+        why = "lost a mate of its replica" if orphan else "was excluded by the others"
+        super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a repair found out, the same on all members but for the time it took."""
+
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]  # the members of the epoch before that are no more
+    records: Mapping[int, bytes]  # one opaque record from every member
+    rounds: int
+    seconds: float
+
+
+class Membership(Generic[C]):
+    """One rank's view of the membership, equal on all members because it changes by agreement only."""
+
+    def __init__(
+        self, fabric: Fabric, grid: Grid, carriers: Carriers[C], probe: Callable[[str, object], None]
+    ) -> None:
+        self.fabric = fabric
+        self.grid = grid
+        self.epoch = 0
+        self.members: tuple[int, ...] = tuple(range(grid.ranks))
+        self.carrier: C | None = None
+        self._carriers = carriers
+        self._probe = probe
+        self._round = 0  # counts agreed bitmaps, so it is the same everywhere; tells old messages from new
+
+    def agree(self, word: int) -> int | None:
+        """The AND of the members' words, or None if somebody has died: then everyone must call `repair`."""
+        if not 0 <= word < 1 << WORD_BITS:
+            raise ValueError(
+                f"an agreement carries {WORD_BITS} bits; {word} does not fit: agree in several calls"
+            )
+        self._forget_late_notices()
+        return self.fabric.agree(word)
+
+    def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
+        """Agree on who is left, exchange one record each, build the carrier of the next epoch.
+
+        Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
+        live; they, and those who lost a mate, get `ExcludedError`.
+        """
+        started, before, rounds = self.fabric.now(), self.members, 0
+        while True:
+            rounds += 1
+            self._probe("repair", "members")
+            members = self._agree_on_members(evict)
+            if members is None:
+                continue
+            carrier = self._carriers.make(members)
+            self._probe("repair", "census")
+            rows = self._take_census(members, carrier.offer(), record)
+            if not self.fabric.agree(rows is not None):
+                continue
+            assert rows is not None
+            self._probe("repair", "carrier")
+            offers = {rank: offer for rank, (offer, _) in rows.items()}
+            built = self._build(carrier, offers, members)
+            self._probe("repair", "closing")
+            if not self._close(built):
+                carrier.free()
+                continue
+            self.epoch += 1
+            self.members, self.carrier = members, carrier
+            return Census(
+                epoch=self.epoch,
+                members=members,
+                lost=tuple(sorted(set(before) - set(members))),
+                records={rank: theirs for rank, (_, theirs) in rows.items()},
+                rounds=rounds,
+                seconds=self.fabric.now() - started,
+            )
+
+    def dead_members(self) -> frozenset[int]:
+        """Members whose death has been noticed since the last repair."""
+        return self.fabric.failed() & frozenset(self.members)
+
+    def _forget_late_notices(self) -> None:
+        """A late notice of a rank that is already excluded must not fail the next agreement."""
+        gone = frozenset(range(self.grid.ranks)) - frozenset(self.members)
+        if gone:
+            self.fabric.acknowledge(only=gone)
+
+    def _agree_on_members(self, evict: frozenset[int]) -> tuple[int, ...] | None:
+        """One try. The agreed bitmap, cut down to whole replicas; None if a further death got in the way."""
+        self._settle()
+        dead = self.fabric.acknowledge()
+        everyone = range(self.grid.ranks)
+        alive: list[int] = []
+        for first in range(0, self.grid.ranks, WORD_BITS):
+            chunk = everyone[first : first + WORD_BITS]
+            word = sum(1 << i for i, rank in enumerate(chunk) if rank not in dead and rank not in evict)
+            # Each rank's own list may lag; the AND is the same for all, and holds no rank that anybody misses.
+            agreed = self.fabric.agree(word)
+            if agreed is None:
+                return None
+            alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
+        self._round += 1
+        members = self.grid.whole(alive)
+        if self.fabric.rank not in members:
+            raise ExcludedError(self.fabric.rank, members, orphan=self.fabric.rank in alive)
+        return members
+
+    def _settle(self) -> None:
+        """Wait until notices of deaths have stopped coming, where the carrier cannot stand one while it is built."""
+        since, known = self.fabric.now(), self.fabric.failed()
+        while self.epoch and self.fabric.now() - since < self._carriers.settle:
+            self.fabric.pause(0.001)
+            if (failed := self.fabric.failed()) != known:
+                since, known = self.fabric.now(), failed
+
+    def _take_census(
+        self, members: tuple[int, ...], offer: bytes, record: bytes
+    ) -> dict[int, tuple[bytes, bytes]] | None:
+        """Everyone's row to the lowest member, and the whole table back. None if a member died meanwhile."""
+        if not self._see_off_the_excluded(members):
+            return None
+        me, root, tag = self.fabric.rank, members[0], 2 * self._round
+        row = _pack([struct.pack("<q", me), offer, record])
+        try:
+            if me != root:
+                self._complete([self.fabric.send(row, root, tag)], members)
+                (table,) = self._complete([self.fabric.receive(root, tag + 1)], members)
+            else:
+                others = self._complete([self.fabric.receive(m, tag) for m in members[1:]], members)
+                table = _pack([row, *others])
+                self._complete([self.fabric.send(table, m, tag + 1) for m in members[1:]], members)
+        except FabricError:
+            return None
+        rows = {}
+        for packed in _unpack(table):
+            rank, theirs, record_of = _unpack(packed)
+            rows[struct.unpack("<q", rank)[0]] = (theirs, record_of)
+        return rows
+
+    def _see_off_the_excluded(self, members: tuple[int, ...]) -> bool:
+        """Wait until all who were left out are dead, so that none of them can act any more, and acknowledge it."""
+        gone = frozenset(range(self.grid.ranks)) - frozenset(members)
+        deadline = self.fabric.now() + FENCE_AFTER
+        while gone - self.fabric.failed():
+            if self._alarmed(members):
+                return False
+            if self.fabric.now() > deadline:
+                for rank in gone - self.fabric.failed():
+                    self.fabric.fence(rank)
+                deadline += FENCE_AFTER
+            self.fabric.pause(0.001)
+        self.fabric.acknowledge(only=gone)
+        return True
+
+    def _complete(self, transfers: Sequence[Transfer], members: tuple[int, ...]) -> list[bytes]:
+        """Drive messages to their end; give up as soon as a member is known dead."""
+        pending = list(transfers)
+        while pending := [transfer for transfer in pending if not transfer.done()]:
+            if self._alarmed(members):
+                raise FabricError("a member died during the census")
+            self.fabric.pause(POLL)
+        return [transfer.data for transfer in transfers]
+
+    def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> bool:
+        try:
+            carrier.build(offers, lambda ok: bool(self.fabric.agree(ok)), lambda: self._alarmed(members))
+        except CarrierError:
+            return False
+        return True
+
+    def _close(self, built: bool) -> bool:
+        """Whether all of it worked everywhere. Without this, one member may go on where another starts again."""
+        return bool(self.fabric.agree(built))
+
+    def _alarmed(self, members: tuple[int, ...]) -> bool:
+        return not self.fabric.failed().isdisjoint(members)
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<q", len(part)) + part for part in parts)
+
+
+def _unpack(packed: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(packed):
+        (length,) = struct.unpack_from("<q", packed, at)
+        at += 8 + length
+        yield packed[at - length : at]

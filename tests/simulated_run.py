@@ -1,0 +1,158 @@
+"""A small step protocol on the simulated world, and the laws that every schedule must keep.
+
+Each step has a fixed set of slots; replicas reduce what they did, vote, and after a death redo what was lost. The
+laws are checked over all that the ranks wrote down, the dead ones included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover.world.grid import Grid
+from recover.world.membership import CarrierError, Census, ExcludedError, Membership
+from recover.world.simulated import SimulatedCarriers, SimulatedFabric, Simulation
+
+STEPS = 3
+SLOTS = 6
+
+
+@dataclass
+class Diary:
+    """What a rank wrote down: its censuses, by epoch, and its commits, by step."""
+
+    censuses: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    commits: dict[int, tuple[int, frozenset[Any]]] = field(default_factory=dict)
+
+
+class Rank:
+    """One virtual rank's training run."""
+
+    membership_class: type[Membership] = Membership
+
+    def __init__(self, simulation: Simulation, fabric: SimulatedFabric, diary: Diary) -> None:
+        self.simulation, self.fabric, self.diary = simulation, fabric, diary
+        self.grid = simulation.grid
+        carriers = SimulatedCarriers(simulation, fabric)
+        self.world = self.membership_class(fabric, self.grid, carriers, lambda location, detail: None)
+        self.replica, self.shard = self.grid.replica(fabric.rank), self.grid.shard(fabric.rank)
+
+    def run(self) -> str:
+        try:
+            self.note(self.world.repair(b"{}"))
+            for step in range(STEPS):
+                self.step(step)
+            while self.world.agree(1) is None:  # the closing agreement: nobody leaves before all are through
+                self.note(self.world.repair(json.dumps({"step": STEPS}).encode()))
+        except ExcludedError:
+            self.simulation.kill(self.fabric.rank, "excluded")
+            return "excluded"
+        return "done"
+
+    def step(self, step: int) -> None:
+        living = self.grid.replicas_of(self.world.members)
+        mine = {slot for slot in range(SLOTS) if living[slot % len(living)] == self.replica}
+        while True:
+            total = self.attempt(step, mine)
+            if self.verdict(total):
+                break
+            record = {"step": step, "slots": sorted(mine), "complete": total is not None}
+            census = self.world.repair(json.dumps(record).encode())
+            self.note(census)
+            records = {rank: json.loads(data) for rank, data in census.records.items()}
+            assert {theirs["step"] for theirs in records.values()} == {step}, f"steps differ: {records}"
+            if all(theirs["complete"] for theirs in records.values()):
+                break  # every survivor has the whole sum: commit, although somebody died since
+            living = self.grid.replicas_of(census.members)
+            held = {r: set(records[r * self.grid.replica_size]["slots"]) for r in living}
+            for slot in sorted(set(range(SLOTS)) - set().union(*held.values())):
+                poorest = min(living, key=lambda r: (len(held[r]), r))
+                held[poorest].add(slot)
+            mine = held[self.replica]
+        assert total is not None, "committed without a sum"
+        self.diary.commits[step] = (self.world.epoch, total)
+
+    def verdict(self, total: frozenset[Any] | None) -> bool:
+        return self.world.agree(total is not None) == 1
+
+    def attempt(self, step: int, slots: set[int]) -> frozenset[Any] | None:
+        """Exchange with the mates, reduce across replicas, exchange again. None if the reduction failed."""
+        self.fabric.outside_protocol = True
+        try:
+            self.meet_mates()
+            try:
+                mark = self.world.epoch  # a stale part would carry another epoch
+                return self.world.carrier.reduce(frozenset((step, slot, mark) for slot in slots))
+            except CarrierError:
+                return None
+            finally:
+                self.meet_mates()
+        finally:
+            self.fabric.outside_protocol = False
+
+    def meet_mates(self) -> None:
+        """A call inside the replica: a dead mate leaves the others blocked for ever, unless they leave."""
+        key = ("mates", self.replica)
+        arrivals = self.simulation.reductions.setdefault(key, {})
+        arrivals[self.fabric.rank] = mine = arrivals.get(self.fabric.rank, 0) + 1
+        mates = self.grid.mates(self.fabric.rank)
+        self.fabric.wait("meeting its mates", lambda: all(arrivals.get(mate, 0) >= mine for mate in mates))
+
+    def note(self, census: Census) -> None:
+        facts = (census.members, census.lost, tuple(sorted(census.records.items())))
+        self.diary.censuses[census.epoch] = facts
+
+
+def check(simulation: Simulation, diaries: list[Diary]) -> None:
+    """The laws. Deaths may cost their own replica and nothing else; survivors hold one view and one sum."""
+    grid, outcome = simulation.grid, simulation.finished
+    culprits = {r for r, why in simulation.dead.items() if why in ("killed", "fenced")}
+    spoiled = {grid.replica(rank) for rank in culprits}
+    for rank, why in simulation.dead.items():
+        assert why in ("killed", "fenced") or grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
+    survivors = [rank for rank in range(grid.ranks) if outcome.get(rank) == "done"]
+    whole = [rank for rank in range(grid.ranks) if grid.replica(rank) not in spoiled]
+    assert set(whole) <= set(survivors), f"lost without a cause: {set(whole) - set(survivors)}"
+    for what in ("censuses", "commits"):
+        for key in set().union(*(getattr(diary, what) for diary in diaries)):
+            views: dict[Any, list[int]] = {}
+            for rank, diary in enumerate(diaries):
+                if key in getattr(diary, what):
+                    entry = getattr(diary, what)[key]
+                    views.setdefault(entry if what == "censuses" else entry[1], []).append(rank)
+            assert len(views) == 1, f"{what} {key} differ: {views}"
+    for rank in survivors:
+        assert set(diaries[rank].commits) == set(range(STEPS))
+    for diary in diaries:
+        for step, (_, total) in diary.commits.items():
+            slots = sorted(slot for _, slot, _ in total)
+            assert slots == list(range(SLOTS)), f"step {step} committed slots {slots}"
+            assert len({mark for _, _, mark in total}) == 1, f"step {step} mixes epochs: {total}"
+
+
+def random_schedule(seed: int) -> tuple[Grid, dict[int, int], int]:
+    """A world of 2 to 8 ranks and up to size-1 deaths, some of them in bursts, with now and then a stall."""
+    rng = random.Random(seed)
+    replica_size = rng.choice((1, 1, 2))
+    replicas = rng.randint(2, 8 // replica_size)
+    grid = Grid(replicas, replica_size)
+    victims = rng.sample(range(grid.ranks), rng.randint(0, grid.ranks - 1))
+    burst = rng.randint(0, 60)
+    kills = {v: rng.randint(0, 80) if rng.random() < 0.5 else burst + rng.randint(0, 6) for v in victims}
+    return grid, kills, rng.random() < 0.1
+
+
+def play(
+    seed: int, rank_class: type[Rank] = Rank, on_end: Callable[[Simulation], None] | None = None
+) -> None:
+    """Run one schedule and check it."""
+    grid, kills, stalls = random_schedule(seed)
+    simulation = Simulation(grid, seed, kills, int(stalls))
+    diaries = [Diary() for _ in range(grid.ranks)]
+    simulation.run(lambda fabric: rank_class(simulation, fabric, diaries[fabric.rank]).run())
+    if on_end:
+        on_end(simulation)
+    check(simulation, diaries)

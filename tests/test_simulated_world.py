@@ -1,0 +1,83 @@
+"""The protocol under thousands of schedules that no real machine would show us in a year."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulated_run import Rank, play
+
+from recover.world.membership import ExcludedError, Membership
+from recover.world.simulated import HangError
+
+
+def explore(seeds: range, rank_class: type[Rank] = Rank) -> Counter[str]:
+    deaths: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            play(seed, rank_class, on_end=lambda simulation: deaths.update(simulation.dead.values()))
+        except (AssertionError, HangError) as violation:
+            pytest.fail(f"schedule {seed}: {type(violation).__name__}: {violation}")
+    return deaths
+
+
+def first_violation(rank_class: type[Rank], schedules: int = 3000) -> str | None:
+    for seed in range(schedules):
+        try:
+            play(seed, rank_class)
+        except (AssertionError, HangError) as violation:
+            return f"{type(violation).__name__}: {violation}"
+    return None
+
+
+def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
+    deaths = explore(range(4000))
+    # The schedules must really contain what they claim to explore.
+    assert deaths["killed"] > 4000
+    assert min(deaths[how] for how in ("orphan", "excluded", "fenced")) > 50, deaths
+
+
+@pytest.mark.soak
+def test_no_schedule_out_of_a_hundred_thousand_tears_hangs_or_corrupts_the_world() -> None:
+    explore(range(100_000))
+
+
+class TrustsItsOwnList(Membership):
+    """Broken: takes the members from the rank's own list of deaths instead of from the agreed bitmap."""
+
+    def _agree_on_members(self, evict: frozenset[int]) -> tuple[int, ...] | None:
+        dead = self.fabric.acknowledge()
+        if self.fabric.agree(1) is None:
+            return None
+        self._round += 1
+        members = self.grid.whole(set(range(self.grid.ranks)) - dead - evict)
+        if self.fabric.rank not in members:
+            raise ExcludedError(self.fabric.rank, members, orphan=True)
+        return members
+
+
+class SkipsTheClosingAgreement(Membership):
+    """Broken: a member that built its carrier goes on, whatever became of the others."""
+
+    def _close(self, built: bool) -> bool:
+        return built
+
+
+class CommitsOnLocalSuccess(Rank):
+    """Broken: a rank whose own reduction succeeded commits, and votes only to be polite."""
+
+    def verdict(self, total: frozenset | None) -> bool:
+        return super().verdict(total) or total is not None
+
+
+def with_membership(broken: type[Membership]) -> type[Rank]:
+    return type(broken.__name__, (Rank,), {"membership_class": broken})
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [with_membership(TrustsItsOwnList), with_membership(SkipsTheClosingAgreement), CommitsOnLocalSuccess],
+    ids=lambda broken: broken.__name__,
+)
+def test_a_broken_protocol_is_caught(broken: type[Rank]) -> None:
+    assert first_violation(broken) is not None
