@@ -1,0 +1,21 @@
+"""ReCoVer: pre-training that loses processes and goes on, every optimizer step on exactly B microbatches."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recover.step.step import Step
+    from recover.world.world import World, init
+
+__all__ = ["Step", "World", "init"]
+_HOMES = {"Step": "recover.step.step", "World": "recover.world.world", "init": "recover.world.world"}
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Names are fetched when first used: the command line must not pay for MPI and torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'recover' has no attribute {name!r}")

@@ -1,0 +1,80 @@
+"""The progress board: one line of counters per rank, in memory that every process of the host can read.
+
+It is written without any communication library, so it still tells the truth when communication is stuck.
+The launcher reads it to see whether a job makes progress; a rank reads it to see whether it is the one
+that an agreement has forgotten.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+PID, STARTED, ENTERED, FINISHED, ACTIVITY = range(5)
+_COLUMNS = 8  # 64 bytes: one cache line per rank, so that writers do not disturb each other
+
+
+class Board:
+    """A table of `size` ranks by a few 64-bit counters; each rank writes its own row only."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        nbytes = size * _COLUMNS * 8
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                os.ftruncate(fd, nbytes)  # idempotent: whoever comes first makes room, filled with zeros
+            self._memory = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self.size = size
+        self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, _COLUMNS)
+
+    def claim(self, rank: int) -> None:
+        """Write this process's pid into its row: from here on the launcher can ask it for its stack."""
+        self._table[rank, STARTED] = _start_time(os.getpid())
+        self._table[rank, PID] = os.getpid()
+
+    def pid(self, rank: int) -> int:
+        """The pid of a rank on this host while it lives, otherwise 0."""
+        pid = int(self._table[rank, PID])
+        # A pid is used again by strangers once its process is gone; the time of its start is not.
+        return pid if pid and _start_time(pid) == self._table[rank, STARTED] else 0
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL a rank of this host, if it still lives."""
+        if pid := self.pid(rank):
+            os.kill(pid, signal.SIGKILL)
+
+    def enter(self, rank: int, agreement: int) -> None:
+        """This rank is about to take part in agreement number `agreement`."""
+        self._table[rank, ENTERED] = agreement
+
+    def finish(self, rank: int, agreement: int) -> None:
+        """This rank holds the result of agreement number `agreement`."""
+        self._table[rank, FINISHED] = agreement
+
+    def touch(self, rank: int) -> None:
+        """Something was accomplished; any change counts as progress."""
+        self._table[rank, ACTIVITY] += 1
+
+    def furthest(self) -> int:
+        """The highest agreement that any rank of this host holds the result of."""
+        return int(self._table[:, FINISHED].max())
+
+    def snapshot(self) -> bytes:
+        """All counters; two equal snapshots mean that nothing happened in between."""
+        return self._table.tobytes()
+
+
+def _start_time(pid: int) -> int:
+    """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

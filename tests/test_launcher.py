@@ -1,0 +1,278 @@
+"""`recover run`: how ranks end, what the launcher makes of it, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import PATIENCE, ULFM, Job, wait_until
+
+from recover.world import launcher, preflight
+from recover.world.verdict import name_ranks
+
+RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
+BUSY = RANK + "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)\n"
+
+
+def all_up(job: Job, ranks: int) -> bool:
+    return wait_until(lambda: len(list(job.run_dir.glob("*.up"))) == ranks)
+
+
+def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
+    script = RANK + (
+        "import atexit, threading; from recover.world import ending\n"
+        "ending.on_success(lambda: print('second')); ending.on_success(lambda: print('first'))\n"
+        "atexit.register(lambda: print('atexit', sys.modules['__main__'].rank == rank))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"
+        "print('argv', sys.argv[1:], sys.path[0] == os.path.dirname(__file__), __name__)\n"
+        "print('cores', len(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])\n"
+        "print('words' * 20000, file=sys.stderr)\n"
+        "if rank == 0: sys.exit()\n"
+    )
+    job = Job(tmp_path, script, "-n", "2", "--replica-size", "2", args=("-n", "7", "--", "--run-dir"))
+    assert job.finish() == 0
+    cores = len(os.sched_getaffinity(0))
+    expected = [
+        "argv ['-n', '7', '--', '--run-dir'] True __main__",
+        "first",
+        "second",
+        "thread",
+        "atexit True",
+    ]
+    expected.append(f"cores {cores} {max(1, cores // 2)}")
+    assert sorted(job.stdout.splitlines()) == sorted(expected * 2)
+    assert job.stderr == ("words" * 20000 + "\n") * 2
+    assert sorted(path.name for path in (job.run_dir / "ranks").iterdir()) == ["0.end", "1.end"]
+    assert json.loads(job.rank_file("0.end").read_text())["end"] == "done"
+    assert job.leftovers() == []
+
+
+def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: Path) -> None:
+    script = ULFM + (
+        "world.Barrier(); start = time.monotonic()\n"
+        "if rank == 1: raise ValueError('no such luck')\n"
+        "if rank == 2: sys.exit(3)\n"
+        "if rank == 3: threading.Thread(target=lambda: 1 / 0).start(); world.Recv(bytearray(1), source=0)\n"
+        "wait_for_deaths(3)\n"
+        "print('went on after', time.monotonic() - start)\n"
+    )
+    job = Job(tmp_path, script, "-n", "5")
+    assert job.finish() == 0
+    times = [float(line.split()[-1]) for line in job.stdout.splitlines()]
+    assert len(times) == 2
+    assert max(times) < 3
+    for rank, words in {1: "ValueError: no such luck", 2: "exit code 3", 3: "ZeroDivisionError"}.items():
+        log = job.rank_file(f"{rank}.log").read_text()
+        assert "Traceback" in log
+        assert words in log
+        assert f"[rank {rank}] Traceback" in job.stderr
+        assert json.loads(job.rank_file(f"{rank}.end").read_text())["end"] == "raised"
+    verdict = job.stderr.splitlines()[-1]
+    assert "done on ranks 0, 4; lost: rank 1 raised: ValueError: no such luck; rank 2 raised" in verdict
+    assert job.leftovers() == []
+
+
+def test_a_job_that_raises_everywhere_has_failed(tmp_path: Path) -> None:
+    job = Job(tmp_path, "raise RuntimeError('never')", "-n", "2")
+    assert job.finish() == 1
+    assert "no rank finished; ranks 0-1 raised: RuntimeError: never" in job.stderr.splitlines()[-1]
+    assert job.leftovers() == []
+
+
+def test_the_verdict_does_not_come_from_mpirun(tmp_path: Path) -> None:
+    job = Job(tmp_path, ULFM + "os.kill(os.getpid(), signal.SIGKILL)", "-n", "2")  # mpirun returns 0 here
+    assert job.finish() == 1
+    assert "no rank finished; ranks 0-1 killed" in job.stderr
+    assert job.leftovers() == []
+
+
+def test_a_crash_in_native_code_is_shown_and_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, RANK + "import ctypes\ndef here(): ctypes.string_at(0)\nif rank: here()", "-n", "2")
+    assert job.finish() == 0
+    assert "rank 1 crashed" in job.stderr
+    assert "in here" in job.stderr
+    assert "done on rank 0; lost: rank 1 crashed" in job.stderr
+
+
+def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None:
+    script = RANK + (
+        "pid = os.fork()\n"
+        "if pid == 0: raise ValueError('in the child')\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "pid = os.fork()\n"
+        "if pid == 0: sys.exit(0)\n"
+        "os.waitpid(pid, 0); raise ValueError('in the rank')\n"
+    )
+    job = Job(tmp_path, script, "-n", "1")
+    assert job.finish() == 1
+    assert job.stdout == "1\n"
+    assert "rank 0 raised: ValueError: in the rank" in job.stderr
+
+
+def test_a_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
+    script = ULFM + (
+        "def computing():\n    time.sleep(100)\n"
+        "def waiting():\n    world.recv(source=0)\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "computing() if rank == 0 else waiting()\n"
+    )
+    job = Job(tmp_path, script, "-n", "3", "--timeout", "1.5")
+    assert job.finish() == 1
+    assert "in computing" in job.stderr.partition("rank 0 (pid")[2].partition("rank 1 (pid")[0]
+    assert "in waiting" in job.stderr.partition("rank 1 (pid")[2].partition("rank 2 (pid")[0]
+    assert "has ended" in job.stderr.partition("rank 2 (pid")[2]
+    assert (
+        "no progress for 1.5 s (--timeout); ranks 0-1 unfinished; rank 2 killed"
+        in job.stderr.splitlines()[-1]
+    )
+    assert job.leftovers() == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_everything_within_5_seconds(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    stubborn = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
+    )
+    job = Job(tmp_path, stubborn + "import os; os.fork()\n" + BUSY, "-n", "2")
+    assert all_up(job, 2)
+    start = time.monotonic()
+    os.killpg(job.process.pid, number)
+    assert job.finish() == code
+    assert time.monotonic() - start < 5
+    assert f"ended by {number.name}" in job.stderr
+    assert job.leftovers() == []
+
+
+def test_ctrl_c_ends_the_job_even_if_nobody_reads_its_output(tmp_path: Path) -> None:
+    job = Job(tmp_path, RANK + "while True: print('words' * 1000)", "-n", "1")
+    assert wait_until(job.processes)
+    time.sleep(0.5)  # until the launcher is stuck in a write
+    os.kill(job.process.pid, signal.SIGINT)
+    assert wait_until(lambda: not job.processes(), seconds=5)
+    assert job.finish() == 130
+    assert job.leftovers() == []
+
+
+def test_everything_of_a_job_lies_in_its_two_directories(tmp_path: Path) -> None:
+    script = (
+        ULFM + "world.Barrier(); open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)"
+    )
+    job = Job(tmp_path, script, "-n", "2")
+    assert all_up(job, 2)
+    session = job.session()
+    assert session is not None
+    assert list(session.glob("sm_segment*"))
+    for pid in job.processes():
+        fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        shared = {
+            field[5] for field in fields if len(field) > 5 and field[5].startswith(("/dev/shm", "/tmp"))
+        }
+        assert [path for path in shared if not path.startswith((str(session), str(job.tmp)))] == []
+    assert {path.name for path in job.tmp.iterdir()} == {f"{session.name}-tmp"}
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.finish() == 130
+    assert job.leftovers() == []
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import os; os.fork()\n" + BUSY, "-n", "2")
+    assert all_up(job, 2)
+    assert job.leftovers() != []
+    job.process.kill()
+    assert wait_until(lambda: job.leftovers() == [], seconds=5), job.leftovers()
+    assert job.finish() == -signal.SIGKILL
+
+
+def test_kill_9_of_mpirun_is_a_failure_and_leaves_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, RANK + "if rank == 0: sys.exit(0)\n" + BUSY, "-n", "3")
+    assert all_up(job, 2)
+    assert wait_until(job.rank_file("0.end").exists)
+    os.kill(
+        next(pid for pid, line in job.processes().items() if "bootstrap" in line and "-np" in line),
+        signal.SIGKILL,
+    )
+    assert job.finish() == 1
+    assert "mpirun was ended by SIGKILL; ranks 1-2 unfinished" in job.stderr
+    assert job.leftovers() == []
+
+
+def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import os; os.fork()\n" + BUSY, "-n", "1")
+    assert all_up(job, 1)
+    os.kill(job.guardian(), signal.SIGKILL)
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.finish() == 130
+    assert job.leftovers() == []
+
+
+def test_a_reader_of_the_output_that_leaves_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, RANK + "while True: print('words' * 100)", "-n", "1")
+    assert job.process.stdout is not None
+    job.process.stdout.readline()
+    job.process.stdout.close()
+    assert job.process.wait(timeout=PATIENCE) == 1
+    assert job.leftovers() == []
+
+
+def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hanging, script = tmp_path / "mpirun", tmp_path / "script.py"
+    hanging.write_text(f'#!/bin/sh\n{preflight.find_mpirun()} "$@"\n[ "$1" = --version ] || sleep 100\n')
+    hanging.chmod(0o755)
+    script.write_text("print('said')")
+    monkeypatch.setattr(launcher, "_GRACE", 0.5)
+    start = time.monotonic()
+    assert launcher.launch(2, script, run_dir=tmp_path / "run", mpirun=str(hanging)) == 0
+    assert time.monotonic() - start < 10
+    assert capfd.readouterr().out == "said\n" * 2
+
+
+def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) -> None:
+    job = Job(tmp_path, "raise ValueError('first')", "-n", "2")
+    assert job.finish() == 1
+    job = Job(tmp_path, RANK + "if rank == 0: raise ValueError('second')", "-n", "2")
+    assert job.finish() == 0
+    assert "lost: rank 0 raised: ValueError: second" in job.stderr
+    log = job.rank_file("0.log").read_text()
+    assert "first" in log
+    assert "second" in log
+
+
+def test_a_site_s_own_mpirun_gives_the_same_endings(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        RANK + "from recover.world import ending; ending.install_hooks(standalone=True)\n"
+        "if rank == 1: raise ValueError('no such luck')\n"
+        "if rank == 2: sys.exit('bad')\n"
+        "ending.on_success(lambda: ending.log('closing'))\n"
+    )
+    command = [
+        preflight.find_mpirun(),
+        "--with-ft",
+        "ulfm",
+        "--oversubscribe",
+        "-np",
+        "3",
+        sys.executable,
+        str(script),
+    ]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = preflight.clean_environment() | root | {"RECOVER_RUN_DIR": str(tmp_path)}
+    subprocess.run(command, env=environment, timeout=PATIENCE, capture_output=True)
+    ends = [json.loads((tmp_path / "ranks" / f"{rank}.end").read_text()) for rank in range(3)]
+    assert [end["end"] for end in ends] == ["done", "raised", "raised"]
+    assert "no such luck" in ends[1]["detail"]
+    assert "sys.exit('bad')" in ends[2]["detail"]
+    assert "closing" in (tmp_path / "ranks" / "0.log").read_text()
+
+
+def test_ranks_are_named_briefly() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"
