@@ -1,0 +1,44 @@
+"""2 replicas x 3 shards. Rank 3 blocks in a gloo call on rank 4, rank 4 computes, and their mate rank 5 is killed.
+
+Gloo tells neither of them, since they do not talk to rank 5 just now. The healthy replica votes at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import recover
+
+world = recover.init()
+run_dir = Path(os.environ["RECOVER_RUN_DIR"])
+mates = dist.FileStore(str(run_dir / f"store-{world.replica}"), 3)
+inside = dist.ProcessGroupGloo(mates, world.shard, 3)
+inside.allreduce([torch.ones(1)]).wait()
+assert world.agree(1) == 1
+
+if world.rank == 5:
+    time.sleep(0.3)
+    (run_dir / "killed-at").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+elif world.rank == 4:
+    time.sleep(60)
+elif world.rank == 3:
+    inside.recv([torch.ones(1)], 1, 7).wait()
+else:
+    assert world.agree(1) is None  # waits for ranks 3 and 4
+    census = world.repair()
+    repaired = time.time()
+    assert census.members == (0, 1, 2), census
+    total = torch.ones(1)
+    inside.allreduce([total]).wait()
+    assert total.item() == 3  # the healthy replica's own group was not touched
+    (run_dir / f"diary-{world.rank}.jsonl").write_text(
+        json.dumps({"kind": "times", "repaired": repaired}) + "\n"
+    )

@@ -1,0 +1,43 @@
+"""2 replicas x 2 shards; rank 2 dies after the gate of its replica and before the vote. Which verdicts are reached?
+
+`argv[1]` = per-group: every cross-replica group votes for itself, as in the paper. `world`: one agreement over all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import recover
+from recover.world.openmpi import MPI
+
+world = recover.init()
+comm = MPI.COMM_WORLD
+group = comm.Split(world.shard, world.rank)
+inner = comm.Split(world.replica, world.rank)
+for made in (group, inner):
+    made.Set_errhandler(MPI.ERRORS_RETURN)
+assert world.agree(1) == 1
+
+world.probe.step = 1
+inner.Barrier()  # the paper's gate: everyone of this replica got here
+if world.rank == 2:
+    time.sleep(0.3)  # the others vote meanwhile
+    world.probe("vote")
+if sys.argv[1] == "per-group":
+    try:
+        group.Agree(1)
+        verdict = "commit"
+    except MPI.Exception:
+        verdict = "fail"
+else:
+    verdict = "fail" if world.agree(1) is None else "commit"
+with open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", "w") as diary:
+    diary.write(json.dumps({"kind": "verdict", "verdict": verdict}) + "\n")
+if sys.argv[1] == "world":
+    world.repair()
+else:
+    time.sleep(1)  # a rank that leaves would be taken for a dead mate
+    os._exit(0)

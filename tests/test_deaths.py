@@ -1,0 +1,103 @@
+"""Real processes, real SIGKILL: wherever a rank dies, the survivors agree, the sums are right, nobody hangs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import Outcome, check_laws, run_world
+
+CARRIERS = ("mpi", "gloo")
+
+
+def survive(
+    tmp_path: Path, carrier: str, ranks: int, victims: set[int], replica_size: int = 1, **scenario: Any
+) -> Outcome:
+    kills = scenario.pop("kills", [])
+    scenario = {"carrier": carrier, "steps": 8, "megabytes": 8, **scenario}
+    outcome = run_world("survive.py", tmp_path / "run", ranks, [scenario], replica_size, kills)
+    check_laws(outcome, victims)
+    return outcome
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_eight_ranks_die_one_by_one_at_every_place_down_to_one(tmp_path: Path, carrier: str) -> None:
+    outcome = survive(
+        tmp_path,
+        carrier,
+        8,
+        victims={0, 1, 2, 3, 5, 6, 7},
+        kills=["1:3:bucket", "2:7:in-reduce", "3:1:vote", "5:0:in-reduce", "6:2:update", "8:6:vote"],
+        in_agreement=[[4, 5]],
+        megabytes=32,
+    )
+    assert outcome.notes(4, "done")[0]["epoch"] == 8  # start-up and seven repairs
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_death_inside_the_repair_of_another_is_repaired_too(tmp_path: Path, carrier: str) -> None:
+    survive(
+        tmp_path,
+        carrier,
+        8,
+        victims={0, 1, 2, 3, 4, 5, 6},
+        kills=[
+            "1:1:in-reduce",
+            "1:0:repair:census",  # rank 0 gathers the census
+            "2:2:vote",
+            "2:3:repair:carrier",
+            "3:4:bucket",
+            "3:5:repair:closing",
+            "4:6:vote",
+        ],
+    )
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_two_at_once_and_then_all_but_one_at_once(tmp_path: Path, carrier: str) -> None:
+    survive(
+        tmp_path,
+        carrier,
+        8,
+        victims={0, 1, 2, 3, 4, 6, 7},
+        kills=["2:1:in-reduce", "2:6:in-reduce", "4:0:vote", "4:2:vote", "4:3:vote", "4:4:vote", "4:7:vote"],
+    )
+
+
+def burst_scenario(seed: int) -> tuple[int, int, set[int], list[list[float]]]:
+    """6 to 8 ranks, as 1 or 2 per replica; two bursts of 2 to 4 deaths within 15 ms, at random moments."""
+    rng = random.Random(seed)
+    replica_size = rng.choice((1, 1, 2))
+    ranks = 8 if replica_size == 2 else rng.choice((6, 7, 8))
+    safe = rng.randrange(ranks // replica_size)  # one replica is spared, so that somebody can tell the tale
+    mortal = [rank for rank in range(ranks) if rank // replica_size != safe]
+    rng.shuffle(mortal)
+    timers, at = [], rng.uniform(0.05, 0.3)
+    for size in (rng.randint(2, 4), rng.randint(2, 4)):
+        timers += [[rank, at + rng.uniform(0, 0.015)] for rank in mortal[:size]]
+        mortal = mortal[size:]
+        at += rng.uniform(0.15, 0.4)
+    return ranks, replica_size, {int(rank) for rank, _ in timers}, timers
+
+
+def run_burst(tmp_path: Path, carrier: str, seed: int) -> Outcome:
+    ranks, replica_size, victims, timers = burst_scenario(seed)
+    return survive(
+        tmp_path,
+        carrier,
+        ranks,
+        victims,
+        replica_size,
+        timers=timers,
+        steps=120,
+        megabytes=1,
+        compute=0.012,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_node_dying_in_a_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
+    run_burst(tmp_path, carrier, seed)
