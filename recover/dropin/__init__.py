@@ -1,0 +1,23 @@
+"""For code that is already wrapped: the paper's primitives, and torch backend "ulfm". Nothing in the core imports this.
+
+Importing this package registers the backend:
+
+    import recover, recover.dropin
+    recover.init()
+    torch.distributed.init_process_group("ulfm")
+"""
+
+from recover.dropin.ddp import DDPGradients, ddp_comm_hook, init_replica_group
+from recover.dropin.primitives import FailureRecord, WorkULFM, ulfm_allreduce, ulfm_consensus
+from recover.dropin.process_group import ProcessGroupULFM
+
+__all__ = [
+    "DDPGradients",
+    "FailureRecord",
+    "ProcessGroupULFM",
+    "WorkULFM",
+    "ddp_comm_hook",
+    "init_replica_group",
+    "ulfm_allreduce",
+    "ulfm_consensus",
+]

@@ -1,0 +1,166 @@
+"""A user's own DistributedDataParallel under `recover.Step`: its buckets are reduced in place, with snapshots.
+
+    recover.dropin.init_replica_group(world)          # DDP's own collectives stay inside the replica
+    model = DistributedDataParallel(net)
+    step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.DDPGradients(model))
+
+DDP reduces into the very memory in which gradients are accumulated, so a bucket is copied before it is reduced
+and, after a death, restored from the copy: at once ("blocking"), or beside the forward pass of the extra microbatch
+that follows ("non-blocking": on a side stream on a GPU, on a thread on a CPU). "auto" takes what the policy says.
+"""
+
+# No postponed annotations here: DDP looks at the hook's own.
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from recover.step.buckets import Bucket
+from recover.step.gradients import Post
+from recover.world.worker import Work, Worker
+from recover.world.world import World, init
+
+Restore = Literal["auto", "blocking", "non-blocking"]
+
+
+def init_replica_group(world: World) -> None:
+    """Make torch's default process group the replica's own. No gloo or NCCL group may span replicas."""
+    if world.grid.replica_size != 1:
+        raise NotImplementedError(
+            f"a replica of {world.grid.replica_size} ranks needs a torch world of its own, made by its own code; "
+            "this serves replicas of one rank"
+        )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class _DDPBucket:
+    """A bucket of DDP's: the flat memory, and which parameters' gradients lie where in it."""
+
+    def __init__(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        self.bucket = Bucket(flat, in_place=True)
+        self.parameters = parameters
+
+    def write_gradients(self, flat: torch.Tensor) -> None:
+        """DDP may keep `p.grad` apart from its buckets: bring it up to what `flat` says."""
+        at = 0
+        for parameter in self.parameters:
+            part = flat[at : at + parameter.numel()].view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = part.clone()
+            elif parameter.grad.data_ptr() != part.data_ptr():
+                parameter.grad.copy_(part)
+            at += parameter.numel()
+
+
+class DDPGradients:
+    """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
+
+    def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
+        if restore not in ("auto", "blocking", "non-blocking"):
+            raise ValueError(f"restore={restore!r} is not known; choose 'auto', 'blocking' or 'non-blocking'")
+        if model.process_group.size() != 1:
+            raise ValueError(
+                f"this DDP model spans {model.process_group.size()} ranks: its own collectives (of buffers, for "
+                "rebuilding buckets) would break when one dies; call recover.dropin.init_replica_group(world) "
+                "before wrapping it"
+            )
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._restore_mode = restore
+        self._mine: list[_DDPBucket] = []
+        self._fresh = 0  # buckets that this backward has produced so far
+        self._post: Post | None = None
+        self._rewinding: Work | torch.cuda.Event | None = None
+        self._helper = Worker()
+        self.rewinds = {"blocking": 0, "non-blocking": 0}
+        model.register_comm_hook(self, ddp_comm_hook)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [each.bucket for each in self._mine]
+
+    def begin(self) -> None:
+        self.clear()
+        for each in self._mine:
+            each.bucket.forget()
+
+    def clear(self) -> None:
+        self.ready()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def expect(self, post: Post | None) -> None:
+        self._post, self._fresh = post, 0
+        self._model.require_backward_grad_sync = post is not None  # what DDP's no_sync() sets
+
+    def ready(self) -> None:
+        if isinstance(self._rewinding, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(self._rewinding)
+        elif self._rewinding is not None:
+            self._rewinding.wait()
+        self._rewinding = None
+
+    def collect(self) -> None:
+        self._post = None
+
+    def post_all(self, post: Post) -> None:
+        if not self._mine:
+            raise RuntimeError(
+                "this replica has no microbatch in its first step, so DDP's buckets are unknown; choose a global batch "
+                "of at least one microbatch per replica"
+            )
+        self.ready()
+        for index, each in enumerate(self._mine):
+            post(index, each.bucket)
+
+    def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """A bucket is full: DDP's hook hands it over."""
+        assert self._post is not None, "DDP synchronised outside of a step's last microbatch"
+        known = self._mine[index] if index < len(self._mine) else None
+        if known is None or known.bucket.local.data_ptr() != flat.data_ptr():  # DDP rebuilds its buckets once
+            del self._mine[index:]
+            self._mine.append(_DDPBucket(flat, parameters))
+        self._post(index, self._mine[index].bucket)
+
+    def rewind(self, overlapped: bool) -> None:
+        self.ready()
+        if self._restore_mode != "auto":
+            overlapped = self._restore_mode == "non-blocking"
+        self.rewinds["non-blocking" if overlapped else "blocking"] += 1
+        if not overlapped:
+            self._rewind()
+        elif self._parameters[0].is_cuda:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._rewind()
+            self._rewinding = stream.record_event()
+        else:
+            self._rewinding = self._helper.post(self._rewind)
+
+    def install(self, scale: float) -> None:
+        for each in self._mine:
+            each.bucket.result.mul_(scale)
+            each.write_gradients(each.bucket.result)
+
+    def release(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _rewind(self) -> None:
+        for each in self._mine:
+            each.bucket.rewind()
+            each.write_gradients(each.bucket.local)
+
+
+def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the reduction runs on the communication thread, and never fails inside backward."""
+    flat = bucket.buffer()
+    state.take(bucket.index(), flat, bucket.parameters())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[flat.device] if flat.is_cuda else None
+    )
+    init().worker.post(lambda: future.set_result(flat))  # after the reduction: the thread keeps the order
+    return future
