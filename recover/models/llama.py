@@ -1,0 +1,142 @@
+"""The reference LLaMA: RMSNorm, rotary positions, grouped-query attention by SDPA, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    vocab: int = 256
+    dim: int = 256
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    hidden: int = 640
+    seq_len: int = 128
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if (self.dim // self.heads) % 2:
+            raise ValueError(f"a head of {self.dim // self.heads} is odd; rotary positions need an even one")
+
+
+SIZES = {
+    "tiny": LlamaConfig(),
+    "small": LlamaConfig(
+        vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, hidden=1408, seq_len=256, tied=True
+    ),
+    "1b": LlamaConfig(vocab=32_000, dim=2048, layers=18, heads=16, kv_heads=16, hidden=5632, seq_len=4096),
+    "7b": LlamaConfig(vocab=32_000, dim=4096, layers=32, heads=32, kv_heads=32, hidden=11_008, seq_len=4096),
+}
+
+
+def rotary(seq_len: int, head: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the angles by which each pair of channels is turned at each position."""
+    frequencies = theta ** (-torch.arange(0, head, 2).float() / head)
+    angles = torch.outer(torch.arange(seq_len).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head = config.dim // config.heads
+        self.wq = nn.Linear(config.dim, config.heads * self.head, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head, bias=False)
+        self.wo = nn.Linear(config.heads * self.head, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        # Head counts follow from the weights, so that a module split over ranks needs no other forward.
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+        )
+        attended = F.scaled_dot_product_attention(
+            turn(query, cos, sin), turn(key, cos, sin), value, is_causal=True, enable_gqa=True
+        )
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Llama(nn.Module):
+    """Tokens in, logits out; with targets, the mean cross-entropy."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab, bias=False)
+        cos, sin = rotary(config.seq_len, config.dim // config.heads, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialise()
+        if config.tied:
+            self.output.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """Small normal weights; what adds to the residual stream is smaller the deeper the model is."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                residual = name.endswith(("wo.weight", "w2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** (0.5 * residual))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        length = tokens.shape[1]
+        if length > self.config.seq_len:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the model's seq_len {self.config.seq_len}"
+            )
+        x = self.embedding(tokens)
+        cos, sin = self.cos[:length], self.sin[:length]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.output(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,1 @@
+"""The middle layer: one iteration as a transaction that commits on exactly B microbatches, or goes on until it does."""

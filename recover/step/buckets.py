@@ -1,0 +1,59 @@
+"""Gradient buckets: flat sums that can be reduced across replicas and, if that went wrong, reduced again.
+
+A bucket has a local sum, which holds the microbatches of this replica, and a result, which holds the sum over all
+replicas. Out of place (the default) they are two tensors, so nothing ever has to be restored. In place, for
+gradients that somebody else owns, they are one, and a snapshot is kept to rewind from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from recover.world.cross import CrossGroup
+from recover.world.worker import Work
+
+
+class Bucket:
+    """One flat piece of the gradient, and the ledger entry that says under which epoch it was reduced."""
+
+    def __init__(self, local: torch.Tensor, in_place: bool = False) -> None:
+        self.local = local
+        self.result = local if in_place else torch.empty_like(local)
+        self.snapshot: torch.Tensor | None = None
+        self._in_place = in_place
+        self._work: Work | None = None
+        self._epoch: int | None = None
+
+    def post(self, cross: CrossGroup, epoch: int, contribute: bool) -> Work:
+        """Hand the bucket to the communication thread. A spare takes part and contributes zeros."""
+        self._epoch = epoch
+        if self._in_place:
+            if self.snapshot is None:
+                self.snapshot = torch.empty_like(self.local)
+            self.snapshot.copy_(self.local)
+            if not contribute:
+                self.local.zero_()
+            self._work = cross.all_reduce(self.local)
+        elif contribute:
+            self._work = cross.all_reduce(self.local, self.result)
+        else:
+            self.result.zero_()
+            self._work = cross.all_reduce(self.result)
+        return self._work
+
+    def reduced_under(self, epoch: int) -> bool:
+        """Whether the result is the sum over the members of this epoch. Stale results are never mixed in."""
+        return self._epoch == epoch and self._work is not None and self._work.ok
+
+    def rewind(self) -> None:
+        """Make the local sum what it was before it was reduced."""
+        if self._in_place and self._epoch is not None:
+            assert self.snapshot is not None
+            self.local.copy_(self.snapshot)
+        self.forget()
+
+    def forget(self) -> None:
+        """A new step, or a new attempt: whatever was reduced before does not count."""
+        if self._work is not None and not self._work.ok and not self._in_place:
+            self.result = torch.empty_like(self.local)  # the library may still write to a result it gave up
+        self._epoch, self._work = None, None

@@ -1,0 +1,24 @@
+"""What one repair meant for the step it struck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recover.policy import RestoreMode
+
+
+@dataclass
+class Incident:
+    step: int
+    epoch: int
+    dead_ranks: tuple[int, ...]
+    dead_replicas: tuple[int, ...]
+    complete: bool  # every survivor had the whole sum already: committed as it was
+    boundary: bool
+    restore: RestoreMode
+    extra_microbatches: int  # run afresh, over all survivors
+    discarded_microbatches: int  # in the survivors' hands, and left out
+    noticed_at: float  # time.time() at which this rank first knew
+    repair_ms: float
+    restore_ms: float = 0.0
+    redo_ms: float = 0.0

@@ -1,0 +1,49 @@
+"""A sample that breaks whoever computes it: handed from survivor to survivor, it would kill every replica.
+
+A rank that raises while it computes a slot leaves a note before it dies. A slot that is named in the notes of two
+replicas ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+
+from recover.world import ending
+from recover.world.grid import Grid
+
+
+class PoisonedSampleError(RuntimeError):
+    """The same slot raised on two replicas."""
+
+
+def leave_note(step: int, slot: int, sample: int, error: BaseException) -> None:
+    """This rank is about to die of an exception in the middle of a slot."""
+    path = ending.rank_file("slot")
+    if path is not None:
+        trace = "".join(traceback.format_exception(error))
+        draft = path.with_suffix(".slot.tmp")
+        draft.write_text(json.dumps({"step": step, "slot": slot, "sample": sample, "traceback": trace}))
+        draft.replace(path)
+
+
+def check(step: int, grid: Grid) -> None:
+    """Called after every repair. Raises PoisonedSampleError on all survivors alike."""
+    run_dir = os.environ.get("RECOVER_RUN_DIR")
+    if run_dir is None:
+        return
+    raised: dict[int, dict[int, dict[str, object]]] = {}
+    for path in Path(run_dir, "ranks").glob("*.slot"):
+        note = json.loads(path.read_text())
+        if note["step"] == step:
+            raised.setdefault(note["slot"], {})[grid.replica(int(path.stem))] = note
+    for slot, notes in sorted(raised.items()):
+        if len(notes) > 1:
+            note = notes[min(notes)]
+            raise PoisonedSampleError(
+                f"slot {slot} of step {step} (sample {note['sample']}) raised on replicas "
+                f"{', '.join(map(str, sorted(notes)))}; a third would fare no better. Mend or skip this sample. "
+                f"The first of them said:\n{note['traceback']}"
+            )

@@ -1,0 +1,57 @@
+"""Which sample a slot stands for.
+
+`exact`        slot i of step t is sample (t-1)*B + i of the stream, whoever computes it.
+`partitioned`  (the paper) a replica draws from a partition of its own, and a dead replica's partition drops out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+SampleMode = Literal["exact", "partitioned"]
+
+
+class ExactSamples:
+    def __init__(self, global_batch: int) -> None:
+        self._global_batch = global_batch
+
+    def index(self, step: int, slot: int) -> int:
+        return (step - 1) * self._global_batch + slot
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class PartitionedSamples:
+    """Replica r of W owns samples r, r + W, r + 2W, ... and draws them one after the other."""
+
+    def __init__(self, replica: int, replicas: int) -> None:
+        self._replica, self._replicas = replica, replicas
+        self._drawn = 0
+
+    def index(self, step: int, slot: int) -> int:
+        self._drawn += 1
+        return self._replica + (self._drawn - 1) * self._replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn = state["drawn"]
+
+
+def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:
+    """The mapping of this name; refuses a pair that cannot keep its promise."""
+    if mode == "exact":
+        if policy == "static":
+            raise ValueError(
+                "samples='exact' does not go with policy='static': a spare's samples are almost never the ones that a "
+                "dead replica leaves behind; use policy='balanced', or samples='partitioned'"
+            )
+        return ExactSamples(global_batch)
+    if mode == "partitioned":
+        return PartitionedSamples(replica, replicas)
+    raise ValueError(f"samples={mode!r} is not known; choose 'exact' or 'partitioned'")

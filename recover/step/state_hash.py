@@ -1,0 +1,39 @@
+"""A cheap fingerprint of the parameters, so that a replica that has drifted away is found within one step.
+
+All replicas must hold the same bits. Each adds a small hash and its square to a sum that is reduced anyway: the
+square of the sum equals the number of replicas times the sum of squares only if all hashes are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from recover.step.gradients import local_part
+
+MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
+
+
+def fingerprint(parameters: Iterable[torch.Tensor], step: int) -> int:
+    """64 bits over the step counter and all parameters. Any single flipped bit changes it."""
+    sums = []
+    for parameter in parameters:
+        raw = local_part(parameter.detach()).contiguous().view(-1).view(torch.uint8)
+        whole = raw.numel() // 8 * 8
+        sums.append(raw[:whole].view(torch.int64).sum())
+        sums.append(raw[whole:].sum(dtype=torch.int64))
+    total = step
+    for weight, value in enumerate(torch.stack([s.to(sums[0].device) for s in sums]).tolist(), start=1):
+        total += weight * value
+    return total % 2**64
+
+
+def on_the_wire(value: int) -> tuple[float, float]:
+    """What goes into the reduced sum."""
+    small = value % MODULUS
+    return float(small), float(small * small)
+
+
+def all_equal(total: float, total_of_squares: float, replicas: int) -> bool:
+    return int(total) ** 2 == replicas * int(total_of_squares)

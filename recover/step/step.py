@@ -1,0 +1,207 @@
+"""The user's side of the step: a loop over microbatches that has committed when it ends.
+
+step = recover.Step(world, model, optimizer, global_batch=256)
+while step.index < 1000:
+    for batch in step.microbatches(stream):
+        step.backward(model(**batch).loss)
+    print(step.index, step.loss)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from recover.policy import get_policy
+from recover.step import poison
+from recover.step.gradients import Gradients, OwnedGradients, local_part
+from recover.step.incident import Incident
+from recover.step.samples import SampleMode, sample_mode
+from recover.step.state_hash import fingerprint
+from recover.step.transaction import LOSS, WEIGHT, Transaction
+from recover.world import ending
+from recover.world.world import World
+
+T = TypeVar("T")
+BUCKET_MB = 25.0
+
+
+class Step:
+    """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
+
+    world:         from `recover.init()`
+    model:         a module, the same on every replica (parameters and buffers are copied from the first one)
+    optimizer:     any torch optimizer over the model's parameters
+    global_batch:  B, microbatches per optimizer step over all replicas
+    policy:        `balanced` (default), `static` (the paper's roles and spares) or `adaptive` (the batch shrinks)
+    samples:       `exact` (default) or `partitioned`
+    clip:          limit of the global gradient norm
+    scheduler:     a learning-rate scheduler, advanced once per committed step
+    seed:          random draws in a microbatch follow from (seed, step, slot), not from who computes it
+    bucket_mb:     size of a gradient bucket
+    gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        global_batch: int,
+        *,
+        policy: str = "balanced",
+        samples: SampleMode = "exact",
+        clip: float | None = None,
+        scheduler: Any = None,
+        seed: int = 0,
+        bucket_mb: float = BUCKET_MB,
+        gradients: Gradients | None = None,
+    ) -> None:
+        if global_batch < 1:
+            raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        self.index = 0  # committed steps
+        self.loss = float("nan")
+        self.grad_norm = float("nan")
+        self.skipped = 0  # committed steps whose gradient was not finite: the optimizer was not called
+        self.incidents: list[Incident] = []  # what happened in the last committed step
+        self.samples: list[int] = []  # the samples that this replica contributed to the last committed step
+        self.weight = (
+            0.0  # the sum of weights of the last committed step: its number of microbatches, by default
+        )
+        self._world, self._model, self._optimizer = world, model, optimizer
+        self._clip, self._scheduler, self._seed = clip, scheduler, seed
+        self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
+        self._gradients = gradients or OwnedGradients(model.parameters(), bucket_mb)
+        self._transaction = Transaction(
+            world, self._gradients, get_policy(policy, world.grid.replicas), global_batch
+        )
+        self._pending: list[
+            tuple[int, int]
+        ] = []  # slots (and samples) handed out, not yet followed by backward
+        self._copy_state_from_first_replica()
+        ending.on_raise(self._leave_note)
+
+    def microbatches(self, stream: Sequence[T]) -> Iterator[T]:
+        """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
+        for batches in self._shares(stream, lambda slots: [[slot] for slot in slots]):
+            yield batches[0]
+
+    def rounds(self, stream: Sequence[T]) -> Iterator[list[T]]:
+        """The same, as whole rounds: all that is owed at once, for a pipeline. Call `backward` after each."""
+        yield from self._shares(stream, lambda slots: [slots] if slots else [])
+
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times in the mean.
+
+        After a round, `loss` is the sum over its microbatches. A loss without a graph is only recorded: a pipeline has
+        run its backward passes already.
+        """
+        if not self._pending:
+            raise RuntimeError(
+                "step.backward was called without a microbatch; call it once for each one handed out"
+            )
+        self._world.probe("backward")
+        self._gradients.ready()
+        if loss.requires_grad:
+            (loss if weight == 1.0 else loss * weight).backward()
+        self._gradients.collect()
+        value, count = loss.detach() / len(self._pending), weight
+        for slot, sample in self._pending:
+            self._transaction.finish_slot(slot, sample, value, count)
+        self._pending = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step's own position; model, optimizer and scheduler have state of their own."""
+        return {"index": self.index, "skipped": self.skipped, "samples": self._samples.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.index, self.skipped = state["index"], state["skipped"]
+        self._samples.load_state_dict(state["samples"])
+
+    def _shares(self, stream: Sequence[T], cut: Callable[[list[int]], list[list[int]]]) -> Iterator[list[T]]:
+        """Hand out what is owed, reduce, vote, recover, until the step commits."""
+        transaction, number = self._transaction, self.index + 1
+        self._world.probe.step = number
+        transaction.begin(number, fingerprint(self._model.parameters(), number))
+        place = "forward"
+        try:
+            while True:
+                started = time.perf_counter()
+                pieces = cut(list(transaction.share.run))
+                for piece in pieces:
+                    yield self._hand_out(stream, piece, place, last=piece is pieces[-1])
+                    if self._pending:
+                        raise RuntimeError(
+                            "the microbatch was not followed by step.backward(loss); call it for each one"
+                        )
+                if not pieces:
+                    self._gradients.post_all(transaction.post)
+                committed = transaction.vote()
+                if transaction.incidents:
+                    transaction.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
+                if committed or transaction.recover():
+                    break
+                place = "extra"
+        except GeneratorExit:
+            self._pending = []
+            warnings.warn(
+                f"step {number} was left before it was complete: nothing was committed", stacklevel=2
+            )
+            raise
+        self._commit(number)
+
+    def _hand_out(self, stream: Sequence[T], slots: list[int], place: str, last: bool) -> list[T]:
+        self._world.probe(place)
+        number = self._transaction.index
+        indices = [self._samples.index(number, slot) for slot in slots]
+        self._pending = list(zip(slots, indices, strict=True))
+        self._gradients.expect(self._transaction.post if last else None)
+        batches = [stream[index] for index in indices]
+        key = hashlib.blake2b(f"{self._seed}/{number}/{slots[0]}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(key))
+        return batches
+
+    def _commit(self, number: int) -> None:
+        transaction = self._transaction
+        self.weight = weight = float(transaction.totals[WEIGHT])
+        self.loss = float(transaction.totals[LOSS]) / weight
+        self.grad_norm = transaction.grad_norm / weight
+        self.incidents = transaction.incidents
+        self.samples = transaction.contributed
+        self._world.probe("update")
+        if transaction.finite:
+            shrink = 1.0
+            if self._clip is not None and self.grad_norm > self._clip:
+                shrink = self._clip / (self.grad_norm + 1e-6)
+            self._gradients.install(shrink / weight)
+            self._optimizer.step()
+            self._gradients.release()
+        else:
+            self.skipped += 1
+        self._world.probe("after-update")
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.index = number
+        self._world.board.touch(self._world.rank)
+        self._world.probe("advance")
+
+    def _copy_state_from_first_replica(self) -> None:
+        """All replicas start from the same bits, whatever each of them has made."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        while True:
+            works = [self._world.cross.broadcast(local_part(tensor.data)) for tensor in tensors]
+            complete = [work.wait() for work in works]  # each one: the communication thread must come to rest
+            if self._world.agree(all(complete)) == 1:
+                return
+            self._world.repair()
+
+    def _leave_note(self, error: BaseException) -> None:
+        if self._pending:
+            poison.leave_note(self._transaction.index, *self._pending[0], error)

@@ -1,0 +1,201 @@
+"""One iteration as a transaction: run a share, reduce, vote; after a death repair and deal again, until it commits.
+
+The verdict is one agreement over the whole world. Nothing that the optimizer could see changes before it. What a
+death costs is decided from the census alone, so all survivors decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from recover.policy import FailureEvent, Policy, RestoreMode
+from recover.step import poison, state_hash
+from recover.step.buckets import Bucket
+from recover.step.gradients import Gradients
+from recover.step.incident import Incident
+from recover.step.record import Record
+from recover.world.membership import Census
+from recover.world.world import World
+
+COMPLETE, FINITE, SAME_STATE = 1, 2, 4  # the bits of the vote
+LOSS, WEIGHT, HASH, HASH_SQUARED = range(4)  # the scalars that are summed beside the gradients
+IN_FLIGHT = 0.002  # a scheduled death inside a reduction strikes this long after it has started
+
+
+class StateDivergedError(RuntimeError):
+    """Replicas hold different parameters, and there is no majority to tell which are right."""
+
+
+class Transaction:
+    """The state of the step under way on this rank."""
+
+    def __init__(self, world: World, gradients: Gradients, policy: Policy, global_batch: int) -> None:
+        self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
+        self.index = 0
+        self.fingerprint = 0
+        self.incidents: list[Incident] = []
+        self.finite = True
+        self.grad_norm = 0.0
+        self.totals = torch.zeros(4, dtype=torch.float64)
+        self._scalars = Bucket(torch.zeros(4, dtype=torch.float64))
+        self._own = torch.zeros(4, dtype=torch.float64)
+        self.begin(0, 0)
+
+    def begin(self, index: int, fingerprint: int) -> None:
+        """Step number `index` begins, from parameters with this fingerprint."""
+        self.index, self.fingerprint = index, fingerprint
+        self.incidents = []
+        self.gradients.begin()
+        self._own.zero_()
+        self._scalars.forget()
+        self._tainted = False
+        self.share = self.policy.layout(self.world.replicas, self.global_batch).share(self.world.replica)
+        self._done = self.share.kept
+        self._samples: dict[int, int] = {}
+
+    @property
+    def contributed(self) -> list[int]:
+        """The samples in this replica's sum; a spare contributes none."""
+        return sorted(self._samples.values()) if self.share.counts else []
+
+    def finish_slot(self, slot: int, sample: int, loss: torch.Tensor, weight: float) -> None:
+        """A microbatch is in the local sum."""
+        self._samples[slot] = sample
+        self._own[LOSS] += float(loss) * weight
+        self._own[WEIGHT] += weight
+        self._done = self._done | self._done.span(slot, slot + 1)
+
+    def post(self, index: int, bucket: Bucket) -> None:
+        """Start the reduction of a full bucket. Errors show at the vote, never here."""
+        self.world.probe("bucket", index)
+        work = bucket.post(self.world.cross, self.world.epoch, self.share.counts)
+        if self.world.probe.expects("in-reduce", index):
+            work.started.wait()
+            time.sleep(IN_FLIGHT)
+            self.world.probe("in-reduce", index)
+
+    def vote(self) -> bool:
+        """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
+        contribution = self._own.clone()
+        if not self.share.counts:
+            contribution.zero_()
+        contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
+        self._scalars.local.copy_(contribution)
+        self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
+        self.world.cross.drain()
+        self._complete = self._is_complete()
+        word = COMPLETE * self._complete
+        if self._complete:
+            self.totals.copy_(self._scalars.result)
+            norms = [torch.linalg.vector_norm(bucket.result) for bucket in self.gradients.buckets]
+            self.grad_norm = float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))
+            same = state_hash.all_equal(
+                float(self.totals[HASH]), float(self.totals[HASH_SQUARED]), len(self.world.replicas)
+            )
+            self.finite = self.grad_norm < float("inf")
+            word |= FINITE * self.finite | SAME_STATE * same
+        self.world.probe("vote")
+        agreed = self.world.agree(word)
+        if agreed is None or not agreed & COMPLETE or not agreed & SAME_STATE:
+            return False
+        self.finite = bool(agreed & FINITE)
+        return True
+
+    def recover(self) -> bool:
+        """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
+        noticed = self.world.noticed_at or time.time()
+        census = self.world.repair(self._record().to_bytes())
+        records = self._read(census)
+        while drifted := self._drifted(records):
+            # Its gradients are in the sums: what was reduced with it must not be committed.
+            self._tainted = True
+            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
+            census = self.world.repair(self._record().to_bytes(), evict=ranks)
+            records = self._read(census)
+        poison.check(self.index, self.world.grid)
+        if all(record.complete for record in records.values()):
+            self._note(census, noticed, complete=True)
+            self.finite = all(record.finite for record in records.values())
+            return True
+        started = time.perf_counter()
+        decision = self.policy.respond(
+            FailureEvent([record.holding for record in records.values()], self.global_batch)
+        )
+        self.share = decision.share(self.world.replica)
+        self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
+        self._scalars.forget()
+        self._complete = False
+        if not self.share.kept:
+            self.gradients.clear()
+            self._samples.clear()
+            self._own.zero_()
+        self._done = self.share.kept
+        self._note(census, noticed, complete=False)
+        incident = self.incidents[-1]
+        incident.boundary, incident.restore = decision.boundary, decision.restore
+        incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
+        incident.discarded_microbatches = decision.discarded
+        incident.restore_ms = (time.perf_counter() - started) * 1e3
+        return False
+
+    def _is_complete(self) -> bool:
+        buckets = [*self.gradients.buckets, self._scalars]
+        return not self._tainted and all(bucket.reduced_under(self.world.epoch) for bucket in buckets)
+
+    def _record(self) -> Record:
+        finished = self._done - self.share.kept
+        return Record(
+            step=self.index,
+            complete=self._complete and not self._tainted,
+            finite=self.finite,
+            fingerprint=self.fingerprint,
+            holding=self.share.holding(finished),
+        )
+
+    def _read(self, census: Census) -> Mapping[int, Record]:
+        records = {rank: Record.from_bytes(data) for rank, data in census.records.items()}
+        steps = {record.step for record in records.values()}
+        if len(steps) > 1:
+            raise AssertionError(f"survivors are in different steps: {sorted(steps)}")
+        return records
+
+    def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
+        """The replicas whose parameters differ from the majority's, in any shard."""
+        grid = self.world.grid
+        drifted: set[int] = set()
+        for shard in range(grid.replica_size):
+            held = {
+                grid.replica(rank): r.fingerprint for rank, r in records.items() if grid.shard(rank) == shard
+            }
+            (majority, count), *_ = Counter(held.values()).most_common()
+            if count == len(held):
+                continue
+            if 2 * count <= len(held):
+                raise StateDivergedError(
+                    f"before step {self.index} replicas {sorted(held)} hold different parameters (shard {shard}: "
+                    f"{', '.join(f'{replica}: {value:016x}' for replica, value in sorted(held.items()))}) and there "
+                    "is no majority to tell which are right; go on from the last checkpoint"
+                )
+            drifted |= {replica for replica, value in held.items() if value != majority}
+        return frozenset(drifted)
+
+    def _note(self, census: Census, noticed: float, complete: bool) -> None:
+        self.incidents.append(
+            Incident(
+                step=self.index,
+                epoch=census.epoch,
+                dead_ranks=census.lost,
+                dead_replicas=self.world.grid.replicas_of(census.lost),
+                complete=complete,
+                boundary=False,
+                restore=RestoreMode.SKIP,
+                extra_microbatches=0,
+                discarded_microbatches=0,
+                noticed_at=noticed,
+                repair_ms=census.seconds * 1e3,
+            )
+        )
