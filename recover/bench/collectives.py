@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from recover.bench.measure import launched, machine, summary, write
+from recover.bench.measure import launched, place, summary, write
 
 REPAIR_LAUNCHES = 3
 
@@ -49,7 +49,7 @@ def bench_collectives(
             ratios = (ways[ours]["median"] / ways[theirs]["median"] for ways in sizes.values())
             table.add_row(label, *(f"{ratio:.2f}" for ratio in ratios))
         console.print(table)
-    console.print(_place())
+    console.print(place())
 
 
 def bench_repair(ranks: int, output: Path | None) -> None:
@@ -70,7 +70,7 @@ def bench_repair(ranks: int, output: Path | None) -> None:
         half = f"{facts['low']:.0f} .. {facts['high']:.0f}"
         table.add_row(carrier, f"{facts['median']:.0f}", half, str(facts["n"]))
     console.print(table)
-    console.print(_place())
+    console.print(place())
 
 
 def _repair_times(run_dir: Path, ranks: int) -> list[float]:
@@ -86,11 +86,3 @@ def _repair_times(run_dir: Path, ranks: int) -> list[float]:
 
 def _cell(facts: dict[str, float]) -> str:
     return f"{facts['median']:.2f} ({facts['low']:.2f}-{facts['high']:.2f})"
-
-
-def _place() -> str:
-    here = machine()
-    return (
-        f"measured on {here['cores']} cores ({here['processor']}, {here['architecture']}), torch {here['torch']}, "
-        f"Open MPI {here['openmpi']}"
-    )

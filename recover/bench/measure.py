@@ -58,6 +58,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def place() -> str:
+    """One line under every table."""
+    here = machine()
+    return (
+        f"measured on {here['cores']} cores ({here['processor']}, {here['architecture']}), torch {here['torch']}, "
+        f"Open MPI {here['openmpi']}"
+    )
+
+
 def write(path: Path | None, results: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,8 @@ class Incident:
     extra_microbatches: int  # run afresh, over all survivors
     discarded_microbatches: int  # in the survivors' hands, and left out
     noticed_at: float  # time.time() at which this rank first knew
+    noticed_in: str  # where in the step it was then: advance, backward, in-reduce, vote or extra
+    detect_ms: float  # from then until the repair began: what was dealt is finished first
     repair_ms: float
     restore_ms: float = 0.0
     redo_ms: float = 0.0

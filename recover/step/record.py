@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q??Q")
+_HEAD = struct.Struct("<Q???Q")
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,17 @@ class Record:
         bool  # every bucket of the attempt was reduced: its results are the sum of exactly B microbatches
     )
     finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
+    stop: bool  # somebody has asked this rank to stop after the step
     fingerprint: int  # of the parameters that this step started from
     holding: Holding
 
     def to_bytes(self) -> bytes:
-        return _HEAD.pack(self.step, self.complete, self.finite, self.fingerprint) + self.holding.to_bytes()
+        return (
+            _HEAD.pack(self.step, self.complete, self.finite, self.stop, self.fingerprint)
+            + self.holding.to_bytes()
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        step, complete, finite, fingerprint = _HEAD.unpack_from(data)
-        return cls(step, complete, finite, fingerprint, Holding.from_bytes(data[_HEAD.size :]))
+        step, complete, finite, stop, fingerprint = _HEAD.unpack_from(data)
+        return cls(step, complete, finite, stop, fingerprint, Holding.from_bytes(data[_HEAD.size :]))

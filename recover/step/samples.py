@@ -18,6 +18,9 @@ class ExactSamples:
     def index(self, step: int, slot: int) -> int:
         return (step - 1) * self._global_batch + slot
 
+    def committed(self, samples: list[int]) -> None:
+        pass
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -26,21 +29,31 @@ class ExactSamples:
 
 
 class PartitionedSamples:
-    """Replica r of W owns samples r, r + W, r + 2W, ... and draws them one after the other."""
+    """Replica r of W owns samples r, r + W, r + 2W, ... and draws them one after the other.
+
+    The state is the same on all replicas, so that a run can go on with another number of them: partitions are cut anew
+    behind the last sample that any replica has contributed.
+    """
 
     def __init__(self, replica: int, replicas: int) -> None:
         self._replica, self._replicas = replica, replicas
+        self._start = 0
         self._drawn = 0
+        self._behind = 0  # all contributed samples lie below
 
     def index(self, step: int, slot: int) -> int:
         self._drawn += 1
-        return self._replica + (self._drawn - 1) * self._replicas
+        return self._start + self._replica + (self._drawn - 1) * self._replicas
+
+    def committed(self, samples: list[int]) -> None:
+        self._behind = max([self._behind, *(sample + 1 for sample in samples)])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
+        return {"start": self._behind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._start = self._behind = state["start"]
+        self._drawn = 0
 
 
 def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from recover.policy import get_policy
+from recover.policy import Layout, get_policy
 from recover.step import poison
 from recover.step.gradients import Gradients, OwnedGradients, local_part
 from recover.step.incident import Incident
@@ -72,6 +72,8 @@ class Step:
         self.skipped = 0  # committed steps whose gradient was not finite: the optimizer was not called
         self.incidents: list[Incident] = []  # what happened in the last committed step
         self.samples: list[int] = []  # the samples that this replica contributed to the last committed step
+        self.all_samples: list[int] = []  # those of all replicas
+        self.stop_agreed = False  # somebody had asked to stop, and all survivors know it
         self.weight = (
             0.0  # the sum of weights of the last committed step: its number of microbatches, by default
         )
@@ -116,6 +118,15 @@ class Step:
         for slot, sample in self._pending:
             self._transaction.finish_slot(slot, sample, value, count)
         self._pending = []
+
+    @property
+    def layout(self) -> Layout:
+        """How the last step was shared out when it began."""
+        return self._transaction.layout
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop after the same step: `stop_agreed` tells when. May be called by a signal handler."""
+        self._transaction.stop_requested = True
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
@@ -174,7 +185,9 @@ class Step:
         self.loss = float(transaction.totals[LOSS]) / weight
         self.grad_norm = transaction.grad_norm / weight
         self.incidents = transaction.incidents
-        self.samples = transaction.contributed
+        self.samples, self.all_samples = transaction.contributed, transaction.all_samples
+        self._samples.committed(self.all_samples)
+        self.stop_agreed = transaction.stop_agreed
         self._world.probe("update")
         if transaction.finite:
             shrink = 1.0

@@ -21,8 +21,8 @@ from recover.step.record import Record
 from recover.world.membership import Census
 from recover.world.world import World
 
-COMPLETE, FINITE, SAME_STATE = 1, 2, 4  # the bits of the vote
-LOSS, WEIGHT, HASH, HASH_SQUARED = range(4)  # the scalars that are summed beside the gradients
+COMPLETE, FINITE, SAME_STATE, GO_ON = 1, 2, 4, 8  # the bits of the vote
+LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)  # what is summed beside the gradients; samples by slot
 IN_FLIGHT = 0.002  # a scheduled death inside a reduction strikes this long after it has started
 
 
@@ -40,20 +40,25 @@ class Transaction:
         self.incidents: list[Incident] = []
         self.finite = True
         self.grad_norm = 0.0
-        self.totals = torch.zeros(4, dtype=torch.float64)
-        self._scalars = Bucket(torch.zeros(4, dtype=torch.float64))
-        self._own = torch.zeros(4, dtype=torch.float64)
+        self.stop_requested = False
+        self.stop_agreed = False
+        # Spares' slots are numbered from B on, and there are fewer of them than B.
+        self.totals = torch.zeros(SAMPLES + 2 * global_batch, dtype=torch.float64)
+        self._scalars = Bucket(torch.zeros_like(self.totals))
+        self._own = torch.zeros(SAMPLES, dtype=torch.float64)
         self.begin(0, 0)
 
     def begin(self, index: int, fingerprint: int) -> None:
         """Step number `index` begins, from parameters with this fingerprint."""
         self.index, self.fingerprint = index, fingerprint
         self.incidents = []
+        self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self._own.zero_()
         self._scalars.forget()
         self._tainted = False
-        self.share = self.policy.layout(self.world.replicas, self.global_batch).share(self.world.replica)
+        self.layout = self.policy.layout(self.world.replicas, self.global_batch)
+        self.share = self.layout.share(self.world.replica)
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
 
@@ -61,6 +66,12 @@ class Transaction:
     def contributed(self) -> list[int]:
         """The samples in this replica's sum; a spare contributes none."""
         return sorted(self._samples.values()) if self.share.counts else []
+
+    @property
+    def all_samples(self) -> list[int]:
+        """The samples in the sum over all replicas."""
+        numbers = self.totals[SAMPLES:].long()  # counted from 1: 0 is a slot that nobody ran
+        return sorted((numbers[numbers > 0] - 1).tolist())
 
     def finish_slot(self, slot: int, sample: int, loss: torch.Tensor, weight: float) -> None:
         """A microbatch is in the local sum."""
@@ -71,6 +82,8 @@ class Transaction:
 
     def post(self, index: int, bucket: Bucket) -> None:
         """Start the reduction of a full bucket. Errors show at the vote, never here."""
+        if index == 0:
+            self._places.append((time.time(), "in-reduce"))
         self.world.probe("bucket", index)
         work = bucket.post(self.world.cross, self.world.epoch, self.share.counts)
         if self.world.probe.expects("in-reduce", index):
@@ -80,15 +93,16 @@ class Transaction:
 
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
-        contribution = self._own.clone()
-        if not self.share.counts:
-            contribution.zero_()
+        contribution = self._scalars.local.zero_()
+        if self.share.counts:
+            contribution[:SAMPLES] = self._own
+            for slot, sample in self._samples.items():
+                contribution[SAMPLES + slot] = sample + 1
         contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
-        self._scalars.local.copy_(contribution)
         self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
         self.world.cross.drain()
         self._complete = self._is_complete()
-        word = COMPLETE * self._complete
+        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
         if self._complete:
             self.totals.copy_(self._scalars.result)
             norms = [torch.linalg.vector_norm(bucket.result) for bucket in self.gradients.buckets]
@@ -98,28 +112,36 @@ class Transaction:
             )
             self.finite = self.grad_norm < float("inf")
             word |= FINITE * self.finite | SAME_STATE * same
+        self._places.append((time.time(), "vote"))
         self.world.probe("vote")
         agreed = self.world.agree(word)
-        if agreed is None or not agreed & COMPLETE or not agreed & SAME_STATE:
+        if agreed is None or not agreed & COMPLETE:
+            return False
+        if not agreed & SAME_STATE:
+            self._tainted = (
+                True  # what was reduced with a replica that has drifted away must not be committed
+            )
             return False
         self.finite = bool(agreed & FINITE)
+        self.stop_agreed = not agreed & GO_ON
         return True
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
         noticed = self.world.noticed_at or time.time()
+        detect_ms = (time.time() - noticed) * 1e3
         census = self.world.repair(self._record().to_bytes())
         records = self._read(census)
         while drifted := self._drifted(records):
-            # Its gradients are in the sums: what was reduced with it must not be committed.
             self._tainted = True
             ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
             census = self.world.repair(self._record().to_bytes(), evict=ranks)
             records = self._read(census)
         poison.check(self.index, self.world.grid)
         if all(record.complete for record in records.values()):
-            self._note(census, noticed, complete=True)
+            self._note(census, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
+            self.stop_agreed = any(record.stop for record in records.values())
             return True
         started = time.perf_counter()
         decision = self.policy.respond(
@@ -128,18 +150,19 @@ class Transaction:
         self.share = decision.share(self.world.replica)
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
         self._scalars.forget()
-        self._complete = False
+        self._complete = self._tainted = False
         if not self.share.kept:
             self.gradients.clear()
             self._samples.clear()
             self._own.zero_()
         self._done = self.share.kept
-        self._note(census, noticed, complete=False)
+        self._note(census, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
         incident.boundary, incident.restore = decision.boundary, decision.restore
         incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
         incident.discarded_microbatches = decision.discarded
         incident.restore_ms = (time.perf_counter() - started) * 1e3
+        self._places.append((time.time(), "extra"))
         return False
 
     def _is_complete(self) -> bool:
@@ -152,6 +175,7 @@ class Transaction:
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
+            stop=self.stop_requested,
             fingerprint=self.fingerprint,
             holding=self.share.holding(finished),
         )
@@ -183,7 +207,11 @@ class Transaction:
             drifted |= {replica for replica, value in held.items() if value != majority}
         return frozenset(drifted)
 
-    def _note(self, census: Census, noticed: float, complete: bool) -> None:
+    def _note(self, census: Census, noticed: float, detect_ms: float, complete: bool) -> None:
+        noticed_in = "advance"
+        for since, place in self._places:
+            if noticed >= since:
+                noticed_in = place
         self.incidents.append(
             Incident(
                 step=self.index,
@@ -196,6 +224,8 @@ class Transaction:
                 extra_microbatches=0,
                 discarded_microbatches=0,
                 noticed_at=noticed,
+                noticed_in=noticed_in,
+                detect_ms=detect_ms,
                 repair_ms=census.seconds * 1e3,
             )
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-PID, STARTED, ENTERED, FINISHED, ACTIVITY = range(5)
+PID, STARTED, ENTERED, FINISHED, ARRIVED, ACTIVITY = range(6)
 _COLUMNS = 8  # 64 bytes: one cache line per rank, so that writers do not disturb each other
 
 
@@ -52,6 +52,20 @@ class Board:
     def enter(self, rank: int, agreement: int) -> None:
         """This rank is about to take part in agreement number `agreement`."""
         self._table[rank, ENTERED] = agreement
+
+    def entered(self, rank: int) -> int:
+        return int(self._table[rank, ENTERED])
+
+    def arrive(self, rank: int, operation: int) -> None:
+        """This rank is about to take part in operation number `operation` of its cross-replica group."""
+        self._table[rank, ARRIVED] = operation
+
+    def arrived(self, rank: int) -> int:
+        return int(self._table[rank, ARRIVED])
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank writes to this board; those of other hosts have boards of their own."""
+        return bool(self._table[rank, PID])
 
     def finish(self, rank: int, agreement: int) -> None:
         """This rank holds the result of agreement number `agreement`."""

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import mpi4py
@@ -68,7 +69,7 @@ class OpenMPIFabric:
         self.size = self.comm.Get_size()
         self.lock = threading.RLock()
         self.waiting_in: int | None = None  # the agreement that this rank is in now, for its watchdog
-        self._board = board
+        self.board = board
         self._group = self.comm.Get_group()
         self._notices: tuple[int, ...] = ()  # in the order in which they came
         self._failed: frozenset[int] = frozenset()
@@ -81,15 +82,35 @@ class OpenMPIFabric:
     def agree(self, word: int) -> int | None:
         with self.lock:
             self._agreements += 1
-            self._board.enter(self.rank, self._agreements)
-            self.waiting_in = self._agreements
+            number = self._agreements
+            self.board.enter(self.rank, number)
+            self.doze_until(lambda rank: self.board.entered(rank) >= number, range(self.size), self.failed)
+            self.waiting_in = number
             try:
                 return int(self.comm.Agree(int(word)))
             except MPI.Exception:
                 return None
             finally:
                 self.waiting_in = None
-                self._board.finish(self.rank, self._agreements)
+                self.board.finish(self.rank, self._agreements)
+
+    def doze_until(
+        self, there: Callable[[int], bool], ranks: Iterable[int], excused: Callable[[], Collection[int]]
+    ) -> None:
+        """Sleep until these ranks are there, as far as they are on this host and not excused.
+
+        Open MPI spins while it waits. A rank that is early would take the core from the one that it waits for.
+        """
+        missing = [rank for rank in ranks if self.board.is_here(rank) and not there(rank)]
+        started = looked = time.monotonic()
+        while missing:
+            now = time.monotonic()
+            time.sleep(min(0.001, 0.00002 + (now - started) / 20))
+            missing = [rank for rank in missing if not there(rank)]
+            if missing and now - looked > 0.002:
+                looked = now
+                gone = excused()
+                missing = [rank for rank in missing if rank not in gone]
 
     def failed(self) -> frozenset[int]:
         with self.lock:
@@ -125,7 +146,7 @@ class OpenMPIFabric:
         return transfer
 
     def fence(self, rank: int) -> None:
-        self._board.kill(rank)
+        self.board.kill(rank)
 
     def now(self) -> float:
         return time.monotonic()

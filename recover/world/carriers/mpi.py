@@ -30,17 +30,28 @@ class MpiCarriers(DataCarriers):
     def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
 
+        self._made = 0
+
     def make(self, members: tuple[int, ...]) -> MpiCarrier:
-        return MpiCarrier(self._fabric, self._grid, self._worker, members)
+        self._made += 1  # the same on all members: they make a carrier after the same agreements
+        return MpiCarrier(self._fabric, self._grid, self._worker, members, first_operation=self._made << 32)
 
 
 class MpiCarrier(DataCarrier):
-    def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker, members: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        fabric: OpenMPIFabric,
+        grid: Grid,
+        worker: Worker,
+        members: tuple[int, ...],
+        first_operation: int,
+    ) -> None:
         super().__init__(worker, grid.peers(fabric.rank, members), fabric.rank)
         self._fabric, self._grid = fabric, grid
         self._confirmed: list[MPI.Comm] = []
         self._lock = threading.Lock()
         self._freed = False
+        self._operation = first_operation
 
     @property
     def _comm(self) -> MPI.Comm:
@@ -87,19 +98,34 @@ class MpiCarrier(DataCarrier):
     def all_reduce(self, source: Array, out: Array) -> None:
         in_place = source is out
         source, out = source.reshape(-1), out.reshape(-1)
+        self._arrive()
         for start in range(0, out.size, PIECE // out.itemsize):
             piece = slice(start, start + PIECE // out.itemsize)
             send = MPI.IN_PLACE if in_place else source[piece]
             self._call(partial(self._comm.Allreduce, send, out[piece], op=MPI.SUM))
 
     def broadcast(self, data: Array, root: int) -> None:
-        self._call(lambda: self._comm.Bcast(data, root=root))
+        self._arrive()
+        self._call(partial(self._comm.Bcast, data, root=root))
 
     def all_gather(self, source: Array, out: Array) -> None:
-        self._call(lambda: self._comm.Allgather(source, out))
+        self._arrive()
+        self._call(partial(self._comm.Allgather, source, out))
 
     def barrier(self) -> None:
-        self._call(lambda: self._comm.Barrier())
+        self._arrive()
+        self._call(self._comm.Barrier)
+
+    def _arrive(self) -> None:
+        """Wait for the peers without spinning; a group that is freed meanwhile runs into its error at once."""
+        self._operation += 1
+        operation, board = self._operation, self._fabric.board
+        board.arrive(self._fabric.rank, operation)
+        self._fabric.doze_until(
+            lambda rank: board.arrived(rank) >= operation,
+            self.peers,
+            lambda: self.peers if self._freed else (),
+        )
 
     def _call(self, operation: Callable[[], object]) -> None:
         try:

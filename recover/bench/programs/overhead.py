@@ -1,0 +1,116 @@
+"""Run by every rank of `recover bench overhead`: stock DDP on gloo and recover.Step take turns on the same work.
+
+Arguments: model size, sequence length, accumulation, turns, and which of the two to run ("both", or one alone for its
+memory). Each turn is one optimizer step: accumulate, reduce, clip, update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import recover
+from recover.models import SIZES, Llama
+
+size, seq_len, accum, turns, which = (
+    sys.argv[1],
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    int(sys.argv[4]),
+    sys.argv[5],
+)
+run_dir = Path(os.environ["RECOVER_RUN_DIR"])
+torch.set_num_threads(1)
+world = recover.init()
+config = replace(SIZES[size], seq_len=seq_len)
+replicas = len(world.replicas)
+
+
+class Stream:
+    """Random tokens: what they are does not matter for the time they take."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, config.vocab, (1, seq_len + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Llama(config)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def stock() -> Callable[[], None]:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(run_dir / "store"), replicas), rank=world.rank, world_size=replicas
+    )
+    plain, optimizer = make()
+    model = DistributedDataParallel(plain)
+    stream, taken = Stream(), 0
+
+    def turn() -> None:
+        nonlocal taken
+        for microbatch in range(accum):
+            tokens, targets = stream[taken * replicas + world.rank]
+            taken += 1
+            with model.no_sync() if microbatch < accum - 1 else nullcontext():
+                (model(tokens, targets) / accum).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return turn
+
+
+def ours() -> Callable[[], None]:
+    model, optimizer = make()
+    step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0)
+    stream = Stream()
+
+    def turn() -> None:
+        for tokens, targets in step.microbatches(stream):
+            step.backward(model(tokens, targets))
+
+    return turn
+
+
+def timed(turn: Callable[[], None]) -> float:
+    world.cross.barrier().wait()
+    start = time.perf_counter()
+    turn()
+    return time.perf_counter() - start
+
+
+results: dict[str, Any] = {"parameters": sum(p.numel() for p in make()[0].parameters())}
+if which == "both":
+    theirs, mine = stock(), ours()
+    times: dict[str, list[float]] = {"stock": [], "ours": []}
+    for number in range(turns + 1):
+        for name in ("stock", "ours") if number % 2 else ("ours", "stock"):
+            if name == "ours":
+                elapsed = timed(mine)
+            else:
+                with world._fabric.lock:  # our watcher rests while stock DDP has its turn
+                    elapsed = timed(theirs)
+            if number:  # the first turn warms up
+                times[name].append(elapsed)
+    results["seconds"] = times
+else:
+    turn = {"stock": stock, "ours": ours}[which]()
+    for _ in range(2):
+        turn()
+    results["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+(run_dir / f"overhead-{world.rank}.json").write_text(json.dumps(results))

@@ -1,0 +1,162 @@
+"""Buckets in one process: what is summed, what is freed, in which order it is posted, and what memory it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recover.step.buckets import Bucket
+from recover.step.gradients import OwnedGradients
+from recover.step.state_hash import MODULUS, all_equal, fingerprint, on_the_wire
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))).to(dtype)
+
+
+def run(gradients: OwnedGradients, model: torch.nn.Module, inputs: torch.Tensor, last: bool) -> list[int]:
+    """One microbatch; the order in which buckets were posted."""
+    posted: list[int] = []
+    gradients.expect((lambda index, bucket: posted.append(index)) if last else None)
+    model(inputs).square().mean().backward()
+    gradients.collect()
+    return posted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_hold_the_sum_over_microbatches_in_fp32(dtype: torch.dtype) -> None:
+    model, reference = model_of(dtype), model_of(dtype)
+    gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
+    gradients.begin()
+    expected = [torch.zeros_like(p, dtype=torch.float32) for p in reference.parameters()]
+    for seed in range(3):
+        inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        run(gradients, model, inputs, last=seed == 2)
+        reference.zero_grad()
+        reference(inputs).square().mean().backward()
+        for total, parameter in zip(expected, reference.parameters(), strict=True):
+            total += parameter.grad
+        assert all(p.grad is None for p in model.parameters()), "a gradient was not freed"
+    for bucket in gradients.buckets:
+        assert bucket.local.dtype == torch.float32
+        bucket.result.copy_(bucket.local)
+    gradients.install(0.5)
+    for total, parameter in zip(expected, model.parameters(), strict=True):
+        assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(
+            parameter.grad.float(), total * 0.5, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+        )
+
+
+def test_buckets_are_posted_in_one_order_and_while_backward_runs() -> None:
+    model = model_of()
+    gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
+    assert len(gradients.buckets) == 4
+    seen: list[tuple[int, bool]] = []
+    first_layer_done = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: first_layer_done.append(True))
+    gradients.begin()
+    gradients.expect(lambda index, bucket: seen.append((index, bool(first_layer_done))))
+    model(torch.randn(4, 32)).sum().backward()
+    gradients.collect()
+    assert [index for index, _ in seen] == [0, 1, 2, 3]
+    assert seen[0] == (0, False), (
+        "the last layers' bucket was not posted before backward reached the first layer"
+    )
+
+
+def test_parameters_that_a_microbatch_does_not_use_count_as_zero() -> None:
+    used, unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    gradients = OwnedGradients([*used.parameters(), *unused.parameters()], bucket_mb=1)
+    for bucket in gradients.buckets:
+        bucket.local.fill_(7.0)  # what an earlier step left behind
+    gradients.begin()
+    assert run(gradients, used, torch.randn(2, 4), last=True) == [0]
+    (bucket,) = gradients.buckets
+    bucket.result.copy_(bucket.local)
+    gradients.install(1.0)
+    assert unused.weight.grad.abs().max() == 0
+    assert used.weight.grad.abs().max() > 0
+
+
+def test_tied_weights_are_summed_once() -> None:
+    layer, reference = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    reference.load_state_dict(layer.state_dict())
+    gradients = OwnedGradients(layer.parameters(), bucket_mb=1)
+    gradients.begin()
+    inputs = torch.randn(4, 8)
+    run(gradients, lambda x: layer(layer(x)), inputs, last=True)  # type: ignore[arg-type]
+    reference(reference(inputs)).square().mean().backward()
+    (bucket,) = gradients.buckets
+    bucket.result.copy_(bucket.local)
+    gradients.install(1.0)
+    torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
+
+
+def test_gradients_take_eight_bytes_per_parameter() -> None:
+    """Stock DDP holds `p.grad` and a bucket (8 bytes), or 4 with gradients as views: at most 4 more than that."""
+    model = model_of()
+    gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
+    held = sum(t.numel() * t.element_size() for b in gradients.buckets for t in (b.local, b.result))
+    assert held == 8 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_without_gradients_is_refused() -> None:
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        OwnedGradients(frozen.parameters(), bucket_mb=1)
+
+
+class FakeWork:
+    ok = True
+
+
+class FakeGroup:
+    """Two equal replicas."""
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor | None = None) -> FakeWork:
+        (source if out is None else out).copy_(source * 2)
+        return FakeWork()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_bucket_is_stale_under_another_epoch_and_can_be_rewound(in_place: bool) -> None:
+    bucket = Bucket(torch.ones(4), in_place)
+    bucket.post(FakeGroup(), epoch=1, contribute=True)  # type: ignore[arg-type]
+    assert bucket.reduced_under(1)
+    assert not bucket.reduced_under(2)
+    assert bucket.result.tolist() == [2.0] * 4
+    bucket.rewind()
+    assert bucket.local.tolist() == [1.0] * 4
+    assert not bucket.reduced_under(1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_spare_contributes_zeros_and_keeps_its_sum(in_place: bool) -> None:
+    bucket = Bucket(torch.ones(4), in_place)
+    bucket.post(FakeGroup(), epoch=1, contribute=False)  # type: ignore[arg-type]
+    assert bucket.result.tolist() == [0.0] * 4
+    bucket.rewind()
+    assert bucket.local.tolist() == [1.0] * 4
+
+
+def test_any_flipped_bit_changes_the_fingerprint() -> None:
+    parameters = [torch.randn(7), torch.randn(3, 3), torch.randn(5).to(torch.bfloat16)]
+    before = fingerprint(parameters, 1)
+    assert before == fingerprint([p.clone() for p in parameters], 1)
+    assert before != fingerprint(parameters, 2)
+    for parameter in parameters:
+        raw = parameter.view(-1).view(torch.uint8)
+        for byte in range(raw.numel()):
+            for bit in range(8):
+                raw[byte] ^= 1 << bit
+                assert fingerprint(parameters, 1) % MODULUS != before % MODULUS
+                raw[byte] ^= 1 << bit
+
+
+def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:
+    for others in ([5, 5, 5], [5, 5, 6], [MODULUS - 1] * 2 + [0]):
+        wires = [on_the_wire(value) for value in (others[0], *others)]
+        total, squares = (sum(column) for column in zip(*wires, strict=True))
+        assert all_equal(total, squares, len(wires)) == (len(set(others)) == 1)

@@ -1,0 +1,189 @@
+"""The step through the public API alone, with real processes and SIGKILL at every place."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import reference
+from worlds import Outcome, run_world
+
+
+def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **options: Any) -> Outcome:
+    options = {"policy": "balanced", "samples": "exact", "accum": 2, "steps": 6, **options}
+    return run_world("train.py", tmp_path / name, replicas, [options], kills=kills)
+
+
+def commits(outcome: Outcome) -> list[dict[str, Any]]:
+    return outcome.notes(outcome.survivors[0], "commit")
+
+
+def committed_samples(outcome: Outcome, step: int, batch: int) -> list[int]:
+    """What went into a step: what the survivors say, and what those brought who died after the sum was complete."""
+    notes = {r: [c for c in outcome.notes(r, "commit") if c["step"] == step] for r in outcome.diaries}
+    samples = [sample for entries in notes.values() for entry in entries for sample in entry["samples"]]
+    departed = []
+    for rank, entries in notes.items():
+        theirs = [note["index"] for note in outcome.notes(rank, "slot") if note["step"] == step]
+        if not entries and theirs:
+            departed.append(theirs)
+    for count in range(len(departed) + 1):
+        for some in itertools.combinations(departed, count):
+            if len(samples) + sum(map(len, some)) == batch:
+                return sorted(samples + [sample for theirs in some for sample in theirs])
+    raise AssertionError(
+        f"step {step}: {samples} and some of {departed} do not make {batch}\n{outcome.output}"
+    )
+
+
+def check(outcome: Outcome, victims: set[int], batch: int, exact: bool = True) -> None:
+    """Every step on exactly B microbatches, the same bits on all survivors, the gradients of one process."""
+    assert outcome.code == 0, outcome.output
+    assert outcome.survivors == [r for r in outcome.diaries if r not in victims], outcome.output
+    steps = [entry["step"] for entry in commits(outcome)]
+    assert steps == list(range(1, len(steps) + 1))
+    batches = []
+    for step in steps:
+        entries = [c for r in outcome.diaries for c in outcome.notes(r, "commit") if c["step"] == step]
+        assert {entry["weight"] for entry in entries} == {batch}, f"step {step}: {entries}"
+        assert len({entry["digest"] for entry in entries}) == 1, (
+            f"step {step} left replicas with different bits"
+        )
+        batches.append(committed_samples(outcome, step, batch))
+        assert len(set(batches[-1])) == batch, f"step {step} used a sample twice: {batches[-1]}"
+        if exact:
+            assert batches[-1] == list(range((step - 1) * batch, step * batch))
+    assert len({sample for used in batches for sample in used}) == batch * len(steps)
+    first = outcome.survivors[0]
+    losses, parameters = reference(
+        outcome.notes(first, "start")[0]["parameters"],
+        batches,
+        always=bool(outcome.notes(first, "end")[0]["rewinds"]),
+    )
+    torch.testing.assert_close([c["loss"] for c in commits(outcome)], losses, rtol=1e-5, atol=1e-6)
+    end = [torch.tensor(value) for value in outcome.notes(first, "end")[0]["parameters"]]
+    torch.testing.assert_close(end, parameters, rtol=1e-6, atol=1e-6)
+
+
+def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:
+    places = ["forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update"]
+    kills = [f"{step}:{8 - step}:{place}" for step, place in enumerate(places, start=1)]
+    outcome = train(tmp_path, 8, kills, steps=9)
+    check(outcome, {1, 2, 3, 4, 5, 6, 7}, batch=16)
+    # The death at the vote came after all buckets: the step was committed as it was.
+    (at_vote,) = commits(outcome)[4]["incidents"]
+    assert (at_vote["complete"], at_vote["extra_microbatches"]) == (True, 0)
+    (in_reduce,) = commits(outcome)[3]["incidents"]
+    assert (in_reduce["complete"], in_reduce["boundary"], in_reduce["discarded_microbatches"]) == (
+        False,
+        True,
+        0,
+    )
+
+
+def test_two_at_once_and_a_second_death_during_the_recovery(tmp_path: Path) -> None:
+    kills = [
+        "1:1:advance",
+        "3:2:in-reduce",
+        "3:3:repair",
+        "5:4:in-reduce",
+        "5:5:extra",
+        "7:0:bucket:1",
+        "7:6:bucket:1",
+    ]
+    outcome = train(tmp_path, 8, kills, steps=8)
+    check(outcome, {0, 1, 2, 3, 4, 5, 6}, batch=16)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [("forward", "backward"), ("bucket", "in-reduce"), ("repair", "in-reduce:1"), ("update", "advance")],
+)
+def test_a_spare_takes_the_place_of_a_dead_major(tmp_path: Path, places: tuple[str, str]) -> None:
+    """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; after the next one major-spare."""
+    first, second = places
+    kills = ["1:0:in-reduce", f"3:1:{first}", f"5:2:{second}"]
+    victims = {0, 1, 2}
+    if (
+        first == "repair"
+    ):  # somebody has to die for there to be a repair: the minor's spare, which costs nothing
+        kills.append("3:6:bucket")
+        victims.add(6)
+    outcome = train(tmp_path, 7, kills, policy="static", samples="partitioned", accum=1, steps=7)
+    check(outcome, victims, batch=7, exact=False)
+    (boundary,) = commits(outcome)[0]["incidents"]
+    assert (boundary["boundary"], boundary["extra_microbatches"]) == (True, 1)
+    later = [incident for entry in commits(outcome)[1:] for incident in entry["incidents"]]
+    if first != "repair":
+        assert [(i["boundary"], i["extra_microbatches"]) for i in later] == [(False, 0), (False, 0)]
+
+
+@pytest.mark.parametrize(("replicas", "victim"), [(7, 1), (6, 1)])
+def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, victim: int) -> None:
+    """7 x 2 has one major-spare after a loss, and so has 6 x 2."""
+    kills = ["1:0:in-reduce", f"3:{victim}:in-reduce"]
+    outcome = train(tmp_path, replicas, kills, policy="static", samples="partitioned", steps=5)
+    check(outcome, {0, victim}, batch=2 * replicas, exact=False)
+    (promotion,) = commits(outcome)[2]["incidents"]
+    assert (promotion["boundary"], promotion["restore"], promotion["complete"]) == (False, "blocking", False)
+
+
+def test_a_dead_spare_costs_a_repair_and_no_second_reduction(tmp_path: Path) -> None:
+    kills = ["1:0:in-reduce", "3:5:vote"]  # replica 5 of 6 x 2 is then the major-spare
+    outcome = train(tmp_path, 6, kills, policy="static", samples="partitioned", steps=4)
+    check(outcome, {0, 5}, batch=12, exact=False)
+    (incident,) = commits(outcome)[2]["incidents"]
+    assert (incident["complete"], incident["extra_microbatches"]) == (True, 0)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("restore", ["blocking", "non-blocking"])
+def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
+    tmp_path: Path, restore: str, views: bool
+) -> None:
+    kills = ["2:1:in-reduce:1", "4:3:bucket:1"]
+    outcome = train(tmp_path, 4, kills, ddp=restore, views=views, always=True)
+    check(outcome, {1, 3}, batch=8)
+    assert outcome.notes(0, "end")[0]["rewinds"][restore] == 2
+
+
+def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 3, [], flip=[3, 1])
+    assert outcome.ends[1] == "excluded", outcome.output
+    check(outcome, {1}, batch=6)
+    assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
+
+
+def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 2, [], flip=[3, 1])
+    assert outcome.code == 1
+    assert "replicas [0, 1] hold different parameters" in outcome.output
+    assert "no majority" in outcome.output
+
+
+def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 4, [], poison=17)
+    assert outcome.code == 1
+    assert "slot 1 of step 3 (sample 17) raised on replicas" in outcome.output
+    assert "ValueError: this sample cannot be read" in outcome.output
+    raised = [rank for rank, end in outcome.ends.items() if end == "raised"]
+    assert len(raised) == 4  # two by the sample, two because they were told
+    assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 2, [], nan=9)
+    assert outcome.code == 0, outcome.output
+    skipped = [[entry["skipped"] for entry in outcome.notes(rank, "commit")] for rank in (0, 1)]
+    assert skipped == [[0, 0, 1, 1, 1, 1]] * 2
+    digests = [entry["digest"] for entry in outcome.notes(0, "commit")]
+    assert digests[1] == digests[2]  # the parameters stayed as they were
+    assert digests == [entry["digest"] for entry in outcome.notes(1, "commit")]
+
+
+def test_the_gloo_carrier_commits_the_same(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 4, ["2:1:in-reduce", "4:3:vote"], carrier="gloo")
+    check(outcome, {1, 3}, batch=8)
