@@ -1,0 +1,106 @@
+"""Runs and incidents in plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recover.report.runs import Line, Run
+
+PHASES = {
+    "detect_ms": "to come to the repair",
+    "repair_ms": "to repair the world",
+    "restore_ms": "to restore the gradients",
+    "redo_ms": "to make up for what was lost",
+}
+
+
+def title(run: Run) -> str:
+    """What there is to know about a run, in one line."""
+    if not run.steps:
+        return f"{run.name}: no step committed yet"
+    batches = sorted({line["microbatches"] for line in run.steps if "microbatches" in line})
+    on = ""
+    if len(batches) == 1:
+        on = f", every one on exactly {batches[0]} microbatches"
+    elif batches:
+        on = f", on {batches[0]} to {batches[-1]} microbatches"
+    return f"{run.name}: {many(len(run.steps), 'step')}{on}, {losses(run)}"
+
+
+def losses(run: Run) -> str:
+    lost = sum(len(incident.get("dead_replicas", ())) for incident in run.incidents)
+    if not lost:
+        return "no replica lost"
+    start = run.summary.get("replicas_start") or run.config.get("replicas")
+    of = f" of {start}" if start else ""
+    return f"{lost}{of} replicas lost" if of or lost > 1 else "1 replica lost"
+
+
+def sentences(run: Run, incident: Line) -> str:
+    """Who died, where, what it took, and what the step was committed with."""
+    who = victims(incident)
+    was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
+    where = incident.get("location")
+    text = [f"{_capital(who)} {was} lost in step {incident['step']}{f' ({where})' if where else ''}."]
+
+    spans = {key: incident.get(key) or 0 for key in PHASES}
+    if told := [f"{milliseconds(spans[key])} {what}" for key, what in PHASES.items() if spans[key] >= 0.05]:
+        text.append(f"It took {enumeration(told)}.")
+
+    redone = incident.get("redone_microbatches", 0)
+    fresh = incident.get("extra_microbatches", 0) - redone  # in place of lost ones, but on other samples
+    work = []
+    if redone:
+        work.append(f"survivors redid {many(redone, 'microbatch', 'microbatches')}")
+    if fresh > 0:
+        work.append(f"survivors ran {many(fresh, 'extra microbatch', 'extra microbatches')}")
+    text.append(_capital(" and ".join(work) or "no microbatch had to be run again") + ".")
+
+    committed = next((line for line in run.steps if line["step"] == incident["step"]), None)
+    if committed is None:
+        text.append("The step was not committed.")
+    elif "microbatches" in committed:
+        text.append(
+            f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
+        )
+    return " ".join(text)
+
+
+def victims(incident: Line) -> str:
+    """Replica 1, or the ranks where no replica was recorded."""
+    if replicas := incident.get("dead_replicas"):
+        return _numbered("replica", replicas)
+    if ranks := incident.get("dead_ranks"):
+        return _numbered("rank", ranks)
+    return "a rank"
+
+
+def milliseconds(value: float) -> str:
+    return (
+        f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+    )
+
+
+def quantity(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    )
+
+
+def many(number: int, one: str, more: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def enumeration(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {enumeration([str(number) for number in numbers])}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

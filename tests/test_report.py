@@ -1,0 +1,241 @@
+"""The report: one page about runs, finished or not, and one line that says whether two of them are the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.testing import CliRunner
+
+from recover.cli import app
+from recover.report import build, compare
+from recover.report.runs import read_runs
+
+
+def make_run(
+    path: Path,
+    steps: int = 24,
+    replicas: int = 4,
+    deaths: dict[int, list[int]] | None = None,
+    seed: int = 0,
+    finished: bool = True,
+    **config: Any,
+) -> Path:
+    """A run directory as `recover train` leaves it; deaths: step -> replicas."""
+    deaths, batch, alive = deaths or {}, replicas * 4, replicas
+    lines, incidents = [], []
+    for step in range(1, steps + 1):
+        dead = deaths.get(step, [])
+        alive -= len(dead)
+        if dead:
+            incident = {
+                "step": step,
+                "location": "in-reduce",
+                "dead_ranks": dead,
+                "dead_replicas": dead,
+                "boundary": True,
+                "restore": "non-blocking",
+                "extra_microbatches": 4 * len(dead),
+                "redone_microbatches": 4 * len(dead),
+                "epoch": len(incidents) + 2,
+                "detect_ms": 21.5 + 3 * step,
+                "repair_ms": 140.0 + 11 * len(dead),
+                "restore_ms": 3.2,
+                "redo_ms": 260.0 + 9 * step,
+            }
+            incidents.append(incident)
+        noise = int.from_bytes(sha256(f"{seed}/{step}".encode()).digest()[:4], "little") / 2**32
+        line = {
+            "step": step,
+            "loss": 5.6 * math.exp(-step / 30) + 0.12 * noise,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "microbatches": batch,
+            "tokens": batch * 128,
+            "replicas": alive,
+            "epoch": len(incidents) + 1,
+            "accum": -(-batch // alive),
+            "roles": {"major": alive},
+            "seconds": 0.12 * batch / alive + 0.3 * bool(dead) + 0.03 * noise,
+            "data_digest": sha256(f"{seed}/{step}".encode()).hexdigest(),
+        }
+        lines.append(line)
+    path.mkdir(parents=True)
+    for name, records in (("steps.jsonl", lines), ("incidents.jsonl", incidents)):
+        (path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"steps": steps, "replicas": replicas, "accum": 4, "global_batch": batch, "seed": seed}
+    (path / "config.yaml").write_text(yaml.safe_dump({**settings, "log": {"wandb": path.name}, **config}))
+    if finished:
+        seconds = sum(line["seconds"] for line in lines)
+        tokens = sum(line["tokens"] for line in lines)
+        summary = {
+            "steps": steps,
+            "microbatches_min": batch,
+            "microbatches_max": batch,
+            "replicas_start": replicas,
+            "replicas_end": alive,
+            "failures": replicas - alive,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "effective_throughput": tokens / seconds / replicas,
+            "final_loss": lines[-1]["loss"],
+            "parameters_digest": sha256(f"{seed}".encode()).hexdigest(),
+        }
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def edit(run: Path, step: int, **changes: Any) -> None:
+    lines = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    lines[step - 1] |= changes
+    (run / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_page_stands_alone_and_tells_who_died_where_and_what_it_took(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "failing", deaths={5: [1], 12: [2, 3]})
+    page = build([run], tmp_path / "out").read_text().replace("&nbsp;", " ")
+    assert "<h1>failing: 24 steps, every one on exactly 16 microbatches, 3 of 4 replicas lost</h1>" in page
+    assert (
+        "Replica 1 was lost in step 5 (in-reduce). It took 36 ms to come to the repair, 151 ms to repair the world, "
+        "3.2 ms to restore the gradients and 305 ms to make up for what was lost. Survivors redid 4 microbatches. "
+        "The step was committed with 16 of 16 microbatches." in page
+    )
+    assert "Replicas 2 and 3 were lost in step 12" in page
+    for name in ("loss", "steps", "incidents"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("data:image/png;base64,") == 3
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page)
+
+
+def test_several_runs_share_the_pictures_and_are_compared(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "calm"), make_run(tmp_path / "failing", deaths={5: [1]})]
+    page = build(runs, tmp_path / "out").read_text()
+    assert "<h1>2 runs: calm, failing</h1>" in page
+    assert "calm: 24 steps, every one on exactly 16 microbatches, no replica lost" in page
+    assert "failing: 24 steps, every one on exactly 16 microbatches, 1 of 4 replicas lost" in page
+    assert "losses bitwise equal; parameters bitwise equal." in page
+    assert page.count("data:image/png;base64,") == 3
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    runs = read_runs([make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")])
+    assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+
+
+def test_a_calm_run_says_so(tmp_path: Path) -> None:
+    page = build([make_run(tmp_path / "calm")], tmp_path / "out").read_text()
+    assert "Nobody died." in page
+    assert not (tmp_path / "out" / "incidents.png").exists()
+
+
+def test_a_run_that_is_still_going_is_shown_as_far_as_it_got(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "going", steps=7, deaths={7: [0]}, finished=False)
+    with (run / "steps.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss": 3.')
+    edited = (run / "incidents.jsonl").read_text().replace('"step": 7', '"step": 8')
+    (run / "incidents.jsonl").write_text(edited)
+    page = build([run], tmp_path / "out").read_text()
+    assert "going: 7 steps" in page
+    assert "going has no summary: it is still going, or was ended before it could write one." in page
+    assert "The step was not committed." in page
+    assert "could not be read" not in page
+
+
+def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")
+    assert "new: no step committed yet" in build([tmp_path / "new"], tmp_path / "out").read_text()
+
+
+def test_a_broken_line_is_counted_and_a_doubled_one_is_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "broken")
+    lines = (run / "steps.jsonl").read_text().splitlines()
+    (run / "steps.jsonl").write_text("\n".join([lines[0], *lines[:9], "{torn", *lines[9:]]) + "\n")
+    (record,) = read_runs([run])
+    assert [line["step"] for line in record.steps] == list(range(1, 25))
+    assert "1 line of broken could not be read." in build([run], tmp_path / "out").read_text()
+
+
+def test_a_shrinking_batch_is_not_called_constant(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "adaptive")
+    edit(run, 20, microbatches=12)
+    assert "adaptive: 24 steps, on 12 to 16 microbatches" in build([run], tmp_path / "out").read_text()
+
+
+def test_names_from_a_run_cannot_change_the_page(tmp_path: Path) -> None:
+    page = build([make_run(tmp_path / "<b>&")], tmp_path / "out").read_text()
+    assert "<b>" not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_losses_that_are_no_numbers_and_many_incidents_are_drawn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long", steps=200, replicas=64, deaths={3 * n: [n] for n in range(1, 60)})
+    edit(run, 5, loss=None)
+    assert build([run], tmp_path / "out").exists()
+
+
+def test_equal_runs_are_called_bitwise_equal(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", deaths={4: [2]})]
+    assert compare(runs) == [
+        "a and b, 24 steps: samples the same in every step; losses bitwise equal; parameters bitwise equal"
+    ]
+
+
+def test_runs_that_part_are_told_where_and_what_was_recorded_differently(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", threads=1, replicas=4)
+    b = make_run(tmp_path / "b", threads=2, replicas=2, steps=20)
+    edit(b, 9, loss=math.nextafter(json.loads((a / "steps.jsonl").read_text().splitlines()[8])["loss"], 9))
+    edit(b, 17, data_digest="other")
+    (line,) = compare([a, b])
+    assert line.startswith(
+        "a and b, the 20 steps in common (of 24 and 20): samples part at step 17; losses part at step 9 ("
+    )
+    assert "; parameters bitwise equal; recorded differences: " in line
+    assert "threads (1 against 2)" in line
+    assert "replicas (4 against 2)" not in line  # more telling ones come first
+    assert line.endswith(" and 1 more")
+    assert "wandb" not in line
+
+
+def test_what_is_not_known_is_not_called_equal(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", finished=False)
+    assert compare([a, b])[0].endswith("losses bitwise equal; parameters not known (b not finished)")
+    edit(b, 3, data_digest=None)
+    (b / "steps.jsonl").write_text((b / "steps.jsonl").read_text().replace('"data_digest": null', '"x": 0'))
+    assert "samples not recorded in step 3" in compare([a, b])[0]
+    c = make_run(tmp_path / "c", seed=1)
+    assert "samples part at step 1; losses part at step 1" in compare([a, c])[0]
+    assert "parameters differ; recorded differences: seed (0 against 1)" in compare([a, c])[0]
+
+
+def test_the_command_writes_into_the_first_run_or_where_it_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=4)
+    result = CliRunner().invoke(app, ["report", str(run)])
+    assert (result.exit_code, result.stdout) == (0, f"page: {run}/report/index.html\n")
+    result = CliRunner().invoke(app, ["report", str(run), "--output", str(tmp_path / "out")])
+    assert result.stdout == f"page: {tmp_path}/out/index.html\n"
+    result = CliRunner().invoke(app, ["report", str(run), str(run), "--compare"])
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 1
+
+
+def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    run, nothing = make_run(tmp_path / "a", steps=2), tmp_path / "nothing"
+    nothing.mkdir()
+    for arguments, reason in (
+        ([tmp_path / "missing"], "missing is not a directory; name"),
+        ([nothing], "nothing is not a run directory: it holds neither"),
+        ([run, "--compare"], "nothing to compare with; name two"),
+        ([run, "--output", run / "config.yaml"], "config.yaml"),
+    ):
+        result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("recover report: ")
+        assert reason in result.stderr
+        assert result.stderr.count("\n") == 1
