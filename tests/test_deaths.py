@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,20 @@ def run_burst(tmp_path: Path, carrier: str, seed: int) -> Outcome:
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_node_dying_in_a_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
     run_burst(tmp_path, carrier, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_two_hundred_bursts_cost_no_bystander_and_no_hang(tmp_path: Path, carrier: str) -> None:
+    """100 runs of two bursts each; the counts that this prints stand in docs/world.md."""
+    runs, deaths, violations = 100, 0, []
+    for seed in range(1000, 1000 + runs):
+        deaths += len(burst_scenario(seed)[2])
+        try:
+            run_burst(tmp_path / str(seed), carrier, seed)
+        except (AssertionError, subprocess.TimeoutExpired) as violation:
+            violations.append(f"seed {seed}: {violation}")
+    print(
+        f"{carrier}: {2 * runs} bursts, {deaths} deaths, {len(violations)} runs with a lost bystander or a hang"
+    )
+    assert not violations, "\n".join(violations)

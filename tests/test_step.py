@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,10 @@ def check(outcome: Outcome, victims: set[int], batch: int, exact: bool = True) -
         batches,
         always=bool(outcome.notes(first, "end")[0]["rewinds"]),
     )
-    torch.testing.assert_close([c["loss"] for c in commits(outcome)], losses, rtol=1e-5, atol=1e-6)
+    slack = 1.0 if os.environ.get("TEST_DEVICE", "cpu") == "cpu" else 100.0  # the reference runs on the CPU
+    torch.testing.assert_close([c["loss"] for c in commits(outcome)], losses, rtol=1e-5 * slack, atol=1e-6)
     end = [torch.tensor(value) for value in outcome.notes(first, "end")[0]["parameters"]]
-    torch.testing.assert_close(end, parameters, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(end, parameters, rtol=1e-6 * slack, atol=1e-6 * slack)
 
 
 def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:

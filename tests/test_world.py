@@ -123,3 +123,10 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_mend() -> None:
 def test_programs_are_all_used() -> None:
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [p.name for p in PROGRAMS.glob("*.py") if p.name not in text] == []
+
+
+@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
+    outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
+    assert outcome.code == 0, outcome.output
+    assert "one per member" in outcome.output

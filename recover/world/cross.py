@@ -104,34 +104,43 @@ class CrossGroup:
 
 
 class _Staged:
-    """A view of the caller's memory that the wire can use, or a float32 copy where there is none."""
+    """A view of the caller's memory that the wire can use, or a copy on the host where there is none.
+
+    The copy has the caller's type if that can travel, otherwise float32.
+    """
 
     def __init__(self, data: Any) -> None:
         self._data = data
         self._is_tensor = not isinstance(data, np.ndarray)
-        view = _plain_view(data)
-        self._copied = view is None
-        self.array: Array = np.empty(tuple(data.shape), np.float32) if view is None else view
+        name = str(data.dtype).removeprefix("torch.")
+        travels = name in {str(dtype) for dtype in WIRE_TYPES}
+        if self._is_tensor:
+            direct = travels and data.device.type == "cpu" and data.is_contiguous()
+        else:
+            direct = travels and data.flags.c_contiguous
+        self._copied = not direct
+        if self._copied:
+            self.array: Array = np.empty(tuple(data.shape), name if travels else np.float32)
+        else:
+            self.array = data.detach().numpy() if self._is_tensor else data
 
     def load(self) -> None:
-        if self._copied:
-            self.array[...] = self._data.detach().float().cpu().numpy() if self._is_tensor else self._data
+        if not self._copied:
+            return
+        if self._is_tensor:
+            self._host().copy_(self._data.detach())
+        else:
+            self.array[...] = self._data
 
     def store(self) -> None:
         if not self._copied:
             return
         if self._is_tensor:
-            import torch
-
-            self._data.detach().copy_(torch.from_numpy(self.array))
+            self._data.detach().copy_(self._host())
         else:
             self._data[...] = self.array
 
+    def _host(self) -> Any:
+        import torch
 
-def _plain_view(data: Any) -> Array | None:
-    if isinstance(data, np.ndarray):
-        return data if data.dtype in WIRE_TYPES and data.flags.c_contiguous else None
-    if data.device.type != "cpu" or not data.is_contiguous() or str(data.dtype) == "torch.bfloat16":
-        return None
-    view: Array = data.detach().numpy()
-    return view if view.dtype in WIRE_TYPES else None
+        return torch.from_numpy(self.array)

@@ -27,7 +27,8 @@ options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 world = recover.init(carrier=options.get("carrier", "auto"))
 torch.manual_seed(100 + world.rank)  # different on purpose: Step starts all replicas from the same bits
-model: torch.nn.Module = Model(options.get("always", False))
+device = os.environ.get("TEST_DEVICE", "cpu")
+model: torch.nn.Module = Model(options.get("always", False)).to(device)
 gradients = None
 if options.get("ddp"):
     from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +56,9 @@ def note(kind: str, **facts: object) -> None:
 
 
 def digest() -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
 
 
 note("start", parameters=[p.tolist() for p in model.parameters()])
@@ -65,7 +68,8 @@ while step.index < options["steps"]:
         with torch.no_grad():
             next(iter(model.parameters())).view(-1).view(torch.int32)[5] ^= 1
     for sample in step.microbatches(stream):
-        step.backward(loss_of(model, sample))
+        inputs, target, index = sample
+        step.backward(loss_of(model, (inputs.to(device), target.to(device), index)))
         note("slot", step=step.index + 1, index=sample[2])
     note(
         "commit",

@@ -1,0 +1,47 @@
+"""Every operation of the cross group on every type, with NumPy arrays and torch tensors, in place and out of place."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+import recover
+
+world = recover.init(carrier=sys.argv[1])
+group, ranks = world.cross, world.grid.ranks
+total = sum(range(1, ranks + 1))
+for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.uint8):
+    mine = torch.full((3, 5), world.rank + 1, dtype=dtype)
+    out = torch.empty_like(mine)
+    assert group.all_reduce(mine, out).wait()
+    assert (out == total).all(), (dtype, out)
+    assert (mine == world.rank + 1).all(), "out of place, and the source has changed"
+    strided = torch.full((5, 3), world.rank + 1, dtype=dtype).t()
+    assert group.all_reduce(strided).wait()
+    assert (strided == total).all(), dtype
+    assert group.broadcast(mine, root=1).wait()
+    assert (mine == 2).all(), dtype
+    rows = torch.empty((ranks, 2), dtype=dtype)
+    assert group.all_gather(torch.full((2,), world.rank, dtype=dtype), rows).wait()
+    assert rows[:, 0].tolist() == list(range(ranks)), dtype
+large = np.full(5_000_000, world.rank + 1, np.float32)  # several pieces
+assert group.all_reduce(large).wait()
+assert (large == total).all()
+big = torch.full((4,), 2**40 + world.rank, dtype=torch.int64)
+assert group.broadcast(big).wait()
+assert big[0].item() == 2**40
+assert group.barrier().wait()
+try:
+    group.all_gather(torch.ones(2), torch.ones(ranks + 1, 2))
+    raise SystemExit("a wrong number of rows was accepted")
+except ValueError as refusal:
+    print(refusal)
+assert world.agree(0b111) == 0b111
+assert world.agree(0b101 if world.rank else 0b011) == 0b001
+try:
+    world.agree(1 << 31)
+    raise SystemExit("a word that does not fit was accepted")
+except ValueError as refusal:
+    print(refusal)
