@@ -41,7 +41,7 @@ def test_buckets_hold_the_sum_over_microbatches_in_fp32(dtype: torch.dtype) -> N
     for bucket in gradients.buckets:
         assert bucket.local.dtype == torch.float32
         bucket.result.copy_(bucket.local)
-    gradients.install(0.5)
+    gradients.install(2.0, 1.0)
     for total, parameter in zip(expected, model.parameters(), strict=True):
         assert parameter.grad.dtype == dtype
         torch.testing.assert_close(
@@ -75,7 +75,7 @@ def test_parameters_that_a_microbatch_does_not_use_count_as_zero() -> None:
     assert run(gradients, used, torch.randn(2, 4), last=True) == [0]
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    gradients.install(1.0)
+    gradients.install(1.0, 1.0)
     assert unused.weight.grad.abs().max() == 0
     assert used.weight.grad.abs().max() > 0
 
@@ -90,7 +90,7 @@ def test_tied_weights_are_summed_once() -> None:
     reference(reference(inputs)).square().mean().backward()
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    gradients.install(1.0)
+    gradients.install(1.0, 1.0)
     torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
 
 

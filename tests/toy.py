@@ -22,9 +22,10 @@ class Stream:
 class Model(torch.nn.Module):
     """Some microbatches use all parameters and some do not."""
 
-    def __init__(self, always: bool = False) -> None:
+    def __init__(self, always: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.always = always
+        self.dropout = torch.nn.Dropout(dropout)
         self.inner = torch.nn.Linear(16, 64)
         self.sometimes = torch.nn.Linear(64, 64)
         self.outer = torch.nn.Linear(64, 3)
@@ -33,7 +34,7 @@ class Model(torch.nn.Module):
         hidden = torch.tanh(self.inner(inputs))
         if self.always or index % 3 == 0:
             hidden = hidden + torch.tanh(self.sometimes(hidden))
-        return self.outer(hidden)
+        return self.outer(self.dropout(hidden))
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recover.step.buckets import Bucket
 from recover.step.gradients import Post
+from recover.step.reduction import FastSum, Sum
 from recover.world.worker import Work, Worker
 from recover.world.world import World, init
 
@@ -66,6 +67,8 @@ class DDPGradients:
                 "rebuilding buckets) would break when one dies; call recover.dropin.init_replica_group(world) "
                 "before wrapping it"
             )
+        self.sum: Sum = FastSum()
+        self.in_range = True
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._restore_mode = restore
@@ -140,9 +143,9 @@ class DDPGradients:
         else:
             self._rewinding = self._helper.post(self._rewind)
 
-    def install(self, scale: float) -> None:
+    def install(self, weight: float, shrink: float) -> None:
         for each in self._mine:
-            each.bucket.result.mul_(scale)
+            self.sum.mean(each.bucket.result, weight, shrink)
             each.write_gradients(each.bucket.result)
 
     def release(self) -> None:

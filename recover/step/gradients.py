@@ -7,12 +7,14 @@ Buckets are always posted in the same order, whatever order autograd finishes th
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from recover.step.buckets import Bucket
+from recover.step.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
 MEGABYTE = 1 << 20
@@ -21,7 +23,14 @@ MEGABYTE = 1 << 20
 class Gradients(Protocol):
     """Where a step's buckets come from."""
 
-    buckets: list[Bucket]
+    sum: Sum
+
+    @property
+    def buckets(self) -> list[Bucket]: ...
+
+    @property
+    def in_range(self) -> bool:
+        """Whether all that is in the local sums could be summed as promised."""
 
     def begin(self) -> None:
         """A new step: the local sums are empty."""
@@ -44,8 +53,8 @@ class Gradients(Protocol):
     def rewind(self, overlapped: bool) -> None:
         """Make the local sums what they were; `overlapped`: microbatches follow that it may run beside."""
 
-    def install(self, scale: float) -> None:
-        """Give the optimizer the summed gradients, multiplied by `scale`."""
+    def install(self, weight: float, shrink: float) -> None:
+        """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by clipping."""
 
     def release(self) -> None:
         """The optimizer is through with them."""
@@ -54,7 +63,11 @@ class Gradients(Protocol):
 class OwnedGradients:
     """Buckets for the parameters of a module, filled by hooks that run when a parameter's gradient is complete."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_mb: float) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], bucket_mb: float, sum: Sum | None = None
+    ) -> None:
+        self.sum: Sum = sum or FastSum()
+        self.in_range = True
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
@@ -83,8 +96,8 @@ class OwnedGradients:
             filled += size
         buckets = []
         for index, group in enumerate(groups):
-            total = sum(local_part(p).numel() for p in group)
-            bucket = Bucket(torch.zeros(total, dtype=torch.float32, device=group[0].device))
+            total = builtins.sum(local_part(p).numel() for p in group)
+            bucket = Bucket(torch.zeros(total, dtype=self.sum.dtype, device=group[0].device))
             at = 0
             for parameter in group:
                 shape, size = local_part(parameter).shape, local_part(parameter).numel()
@@ -99,6 +112,7 @@ class OwnedGradients:
             bucket.forget()
 
     def clear(self) -> None:
+        self.in_range = True
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
 
     def expect(self, post: Post | None) -> None:
@@ -128,12 +142,10 @@ class OwnedGradients:
         for bucket in self.buckets:
             bucket.rewind()
 
-    def install(self, scale: float) -> None:
-        for bucket in self.buckets:
-            bucket.result.mul_(scale)
+    def install(self, weight: float, shrink: float) -> None:
+        means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
         for parameter, (index, place) in self._places.items():
-            result = self.buckets[index].result
-            view = result.as_strided(place.shape, place.stride(), place.storage_offset())
+            view = means[index].as_strided(place.shape, place.stride(), place.storage_offset())
             parameter.grad = as_gradient(parameter, view)
 
     def release(self) -> None:
@@ -145,11 +157,8 @@ class OwnedGradients:
             return
         index, place = self._places[parameter]
         gradient = local_part(parameter.grad)
-        if parameter in self._touched:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-            self._touched.add(parameter)
+        self.in_range &= self.sum.add(place, gradient, first=parameter not in self._touched)
+        self._touched.add(parameter)
         parameter.grad = None
         if self._post is not None and parameter not in self._seen:
             self._seen.add(parameter)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q???Q")
+_HEAD = struct.Struct("<Q????Q")
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,20 @@ class Record:
         bool  # every bucket of the attempt was reduced: its results are the sum of exactly B microbatches
     )
     finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
+    in_range: bool  # what this rank has summed can be summed as the reduction promises
     stop: bool  # somebody has asked this rank to stop after the step
     fingerprint: int  # of the parameters that this step started from
     holding: Holding
 
     def to_bytes(self) -> bytes:
         return (
-            _HEAD.pack(self.step, self.complete, self.finite, self.stop, self.fingerprint)
+            _HEAD.pack(self.step, self.complete, self.finite, self.in_range, self.stop, self.fingerprint)
             + self.holding.to_bytes()
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        step, complete, finite, stop, fingerprint = _HEAD.unpack_from(data)
-        return cls(step, complete, finite, stop, fingerprint, Holding.from_bytes(data[_HEAD.size :]))
+        step, complete, finite, in_range, stop, fingerprint = _HEAD.unpack_from(data)
+        return cls(
+            step, complete, finite, in_range, stop, fingerprint, Holding.from_bytes(data[_HEAD.size :])
+        )

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from recover.policy import Layout, get_policy
 from recover.step import poison
 from recover.step.gradients import Gradients, OwnedGradients, local_part
 from recover.step.incident import Incident
+from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint
 from recover.step.transaction import LOSS, WEIGHT, Transaction
@@ -28,7 +29,14 @@ from recover.world import ending
 from recover.world.world import World
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 BUCKET_MB = 25.0
+
+
+class Stream(Protocol[T_co]):
+    """Microbatches by number, as many as anybody may ask for."""
+
+    def __getitem__(self, index: int, /) -> T_co: ...
 
 
 class Step:
@@ -43,6 +51,7 @@ class Step:
     clip:          limit of the global gradient norm
     scheduler:     a learning-rate scheduler, advanced once per committed step
     seed:          random draws in a microbatch follow from (seed, step, slot), not from who computes it
+    reduction:     `fast`, or `reproducible`: bits that do not depend on who computed what, or on how many replicas
     bucket_mb:     size of a gradient bucket
     gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
     """
@@ -59,6 +68,7 @@ class Step:
         clip: float | None = None,
         scheduler: Any = None,
         seed: int = 0,
+        reduction: Reduction = "fast",
         bucket_mb: float = BUCKET_MB,
         gradients: Gradients | None = None,
     ) -> None:
@@ -80,7 +90,13 @@ class Step:
         self._world, self._model, self._optimizer = world, model, optimizer
         self._clip, self._scheduler, self._seed = clip, scheduler, seed
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
-        self._gradients = gradients or OwnedGradients(model.parameters(), bucket_mb)
+        if gradients is not None and reduction != "fast":
+            raise ValueError(
+                f"reduction={reduction!r} needs gradients that are kept apart per microbatch; leave gradients= out"
+            )
+        self._gradients = gradients or OwnedGradients(
+            model.parameters(), bucket_mb, make_sum(reduction, global_batch)
+        )
         self._transaction = Transaction(
             world, self._gradients, get_policy(policy, world.grid.replicas), global_batch
         )
@@ -90,12 +106,12 @@ class Step:
         self._copy_state_from_first_replica()
         ending.on_raise(self._leave_note)
 
-    def microbatches(self, stream: Sequence[T]) -> Iterator[T]:
+    def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
         for batches in self._shares(stream, lambda slots: [[slot] for slot in slots]):
             yield batches[0]
 
-    def rounds(self, stream: Sequence[T]) -> Iterator[list[T]]:
+    def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
         """The same, as whole rounds: all that is owed at once, for a pipeline. Call `backward` after each."""
         yield from self._shares(stream, lambda slots: [slots] if slots else [])
 
@@ -136,7 +152,7 @@ class Step:
         self.index, self.skipped = state["index"], state["skipped"]
         self._samples.load_state_dict(state["samples"])
 
-    def _shares(self, stream: Sequence[T], cut: Callable[[list[int]], list[list[int]]]) -> Iterator[list[T]]:
+    def _shares(self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]]) -> Iterator[list[T]]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
         transaction, number = self._transaction, self.index + 1
         self._world.probe.step = number
@@ -168,7 +184,7 @@ class Step:
             raise
         self._commit(number)
 
-    def _hand_out(self, stream: Sequence[T], slots: list[int], place: str, last: bool) -> list[T]:
+    def _hand_out(self, stream: Stream[T], slots: list[int], place: str, last: bool) -> list[T]:
         self._world.probe(place)
         number = self._transaction.index
         indices = [self._samples.index(number, slot) for slot in slots]
@@ -182,7 +198,7 @@ class Step:
     def _commit(self, number: int) -> None:
         transaction = self._transaction
         self.weight = weight = float(transaction.totals[WEIGHT])
-        self.loss = float(transaction.totals[LOSS]) / weight
+        self.loss = float(transaction.totals[LOSS]) * self._gradients.sum.loss_unit / weight
         self.grad_norm = transaction.grad_norm / weight
         self.incidents = transaction.incidents
         self.samples, self.all_samples = transaction.contributed, transaction.all_samples
@@ -193,7 +209,7 @@ class Step:
             shrink = 1.0
             if self._clip is not None and self.grad_norm > self._clip:
                 shrink = self._clip / (self.grad_norm + 1e-6)
-            self._gradients.install(shrink / weight)
+            self._gradients.install(weight, shrink)
             self._optimizer.step()
             self._gradients.release()
         else:

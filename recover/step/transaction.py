@@ -18,10 +18,11 @@ from recover.step.buckets import Bucket
 from recover.step.gradients import Gradients
 from recover.step.incident import Incident
 from recover.step.record import Record
+from recover.step.reduction import OutOfRangeError
 from recover.world.membership import Census
 from recover.world.world import World
 
-COMPLETE, FINITE, SAME_STATE, GO_ON = 1, 2, 4, 8  # the bits of the vote
+COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
 LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)  # what is summed beside the gradients; samples by slot
 IN_FLIGHT = 0.002  # a scheduled death inside a reduction strikes this long after it has started
 
@@ -57,6 +58,7 @@ class Transaction:
         self._own.zero_()
         self._scalars.forget()
         self._tainted = False
+        self._in_range = True
         self.layout = self.policy.layout(self.world.replicas, self.global_batch)
         self.share = self.layout.share(self.world.replica)
         self._done = self.share.kept
@@ -76,7 +78,9 @@ class Transaction:
     def finish_slot(self, slot: int, sample: int, loss: torch.Tensor, weight: float) -> None:
         """A microbatch is in the local sum."""
         self._samples[slot] = sample
-        self._own[LOSS] += float(loss) * weight
+        value = self.gradients.sum.loss(float(loss) * weight)
+        self._own[LOSS] += value
+        self._in_range &= self.gradients.sum.covers(value)
         self._own[WEIGHT] += weight
         self._done = self._done | self._done.span(slot, slot + 1)
 
@@ -102,11 +106,15 @@ class Transaction:
         self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
         self.world.cross.drain()
         self._complete = self._is_complete()
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
+        self._in_range &= self.gradients.in_range
+        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._in_range
         if self._complete:
             self.totals.copy_(self._scalars.result)
             norms = [torch.linalg.vector_norm(bucket.result) for bucket in self.gradients.buckets]
-            self.grad_norm = float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))
+            self.grad_norm = (
+                float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))
+                * self.gradients.sum.unit
+            )
             same = state_hash.all_equal(
                 float(self.totals[HASH]), float(self.totals[HASH_SQUARED]), len(self.world.replicas)
             )
@@ -117,6 +125,8 @@ class Transaction:
         agreed = self.world.agree(word)
         if agreed is None or not agreed & COMPLETE:
             return False
+        if not agreed & IN_RANGE:
+            raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if not agreed & SAME_STATE:
             self._tainted = (
                 True  # what was reduced with a replica that has drifted away must not be committed
@@ -138,6 +148,8 @@ class Transaction:
             census = self.world.repair(self._record().to_bytes(), evict=ranks)
             records = self._read(census)
         poison.check(self.index, self.world.grid)
+        if not all(record.in_range for record in records.values()):
+            raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if all(record.complete for record in records.values()):
             self._note(census, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
@@ -153,6 +165,7 @@ class Transaction:
         self._complete = self._tainted = False
         if not self.share.kept:
             self.gradients.clear()
+            self._in_range = True
             self._samples.clear()
             self._own.zero_()
         self._done = self.share.kept
@@ -175,6 +188,7 @@ class Transaction:
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
+            in_range=self._in_range,
             stop=self.stop_requested,
             fingerprint=self.fingerprint,
             holding=self.share.holding(finished),

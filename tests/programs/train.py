@@ -3,7 +3,7 @@
 Argument: a JSON object with `policy`, `samples`, `accum`, `steps`, and optionally `carrier`, `flip` ([step, replica]: a
 bit of that replica's weights is flipped before that step), `poison` (a sample that raises), `nan` (a sample whose loss
 is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a user's own DDP: the restore mode) and
-`views` (with DDP's gradients as views of its buckets).
+`views` (with DDP's gradients as views of its buckets), `reduction` and `dropout`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 world = recover.init(carrier=options.get("carrier", "auto"))
 torch.manual_seed(100 + world.rank)  # different on purpose: Step starts all replicas from the same bits
 device = os.environ.get("TEST_DEVICE", "cpu")
-model: torch.nn.Module = Model(options.get("always", False)).to(device)
+model: torch.nn.Module = Model(options.get("always", False), options.get("dropout", 0.0)).to(device)
 gradients = None
 if options.get("ddp"):
     from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +45,7 @@ step = recover.Step(
     global_batch=world.grid.replicas * options["accum"],
     policy=options["policy"],
     samples=options["samples"],
+    reduction=options.get("reduction", "fast"),
     bucket_mb=0.002,
     gradients=gradients,
 )

@@ -1,0 +1,119 @@
+"""How gradients are summed: fast, or so that the sum does not depend on who computed what, in which order, or how many.
+
+`fast`          fp32 sums. The last bits depend on the order of the additions, and so on the number of replicas.
+`reproducible`  Every microbatch's gradient is scaled by a power of two and rounded to integers, which float64 carries
+                and adds without error. The scale follows from B alone, so runs with and without failures, on any
+                number of replicas, get the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import torch
+
+Reduction = Literal["fast", "reproducible"]
+
+
+class OutOfRangeError(RuntimeError):
+    """A microbatch's gradient cannot be summed exactly."""
+
+
+class Sum(Protocol):
+    """The arithmetic of a bucket."""
+
+    dtype: torch.dtype
+    unit: float  # what 1.0 in a bucket stands for
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
+        """Add one microbatch's gradient to a place (the first one overwrites). False: it is out of range."""
+
+    def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
+        """The gradient for the optimizer, in fp32, from the reduced sum."""
+
+    def loss(self, value: float) -> float:
+        """A loss as it is summed."""
+
+    def covers(self, loss: float) -> bool:
+        """Whether such a loss can be summed as promised."""
+
+    loss_unit: float
+
+    def explain(self, step: int) -> str:
+        """Why a step cannot be summed."""
+
+
+class FastSum:
+    dtype = torch.float32
+    unit = 1.0
+    loss_unit = 1.0
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
+        if first:
+            place.copy_(gradient)
+        else:
+            place.add_(gradient)
+        return True  # infinities and NaNs are found in the reduced sum
+
+    def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
+        return result.mul_(shrink / weight)
+
+    def loss(self, value: float) -> float:
+        return value
+
+    def covers(self, loss: float) -> bool:
+        return True
+
+    def explain(self, step: int) -> str:
+        raise AssertionError("a fast sum has no range")
+
+
+class ReproducibleSum:
+    dtype = torch.float64
+    loss_unit = 2.0**-40
+
+    def __init__(self, global_batch: int) -> None:
+        self._global_batch = global_batch
+        self.exponent = 48 - math.ceil(math.log2(global_batch))
+        self.unit = 2.0**-self.exponent
+        self.bound = 2.0 ** (53 - self.exponent) / global_batch
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
+        gradient = gradient.float()
+        if gradient.numel():
+            low, high = torch.aminmax(gradient)
+            if not (float(low) > -self.bound and float(high) < self.bound):  # NaN fails too
+                return False
+        whole = gradient.mul_(2.0**self.exponent).round_()  # exact: a power of two, and integers from 2^24 on
+        if first:
+            place.copy_(whole)
+        else:
+            place.add_(whole)
+        return True
+
+    def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
+        gradient = result.mul_(self.unit).div_(weight).float()  # rounded to fp32 once
+        return gradient if shrink == 1.0 else gradient.mul_(shrink)
+
+    def loss(self, value: float) -> float:
+        scaled = value / self.loss_unit
+        return float(round(scaled)) if math.isfinite(scaled) else scaled
+
+    def covers(self, loss: float) -> bool:
+        return abs(loss) < 2.0**53 / self._global_batch  # False for NaN
+
+    def explain(self, step: int) -> str:
+        return (
+            f"step {step}: the gradient or the loss of a microbatch is not finite, or too large to be summed exactly "
+            f"over {self._global_batch} microbatches (a gradient must stay within +-{self.bound:g}); "
+            "lower the learning rate, look at the data, or set reduction=fast"
+        )
+
+
+def make_sum(name: str, global_batch: int) -> Sum:
+    if name == "fast":
+        return FastSum()
+    if name == "reproducible":
+        return ReproducibleSum(global_batch)
+    raise ValueError(f"reduction={name!r} is not known; choose 'fast' or 'reproducible'")

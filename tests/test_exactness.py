@@ -1,0 +1,92 @@
+"""The same bits, whoever died, whoever computed what, and however many replicas there were."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_step import check, commits, train
+from worlds import Outcome
+
+from recover.step.reduction import ReproducibleSum, make_sum
+
+
+def trajectory(outcome: Outcome) -> list[tuple[float, str]]:
+    """Loss and parameters after every step, to the bit."""
+    assert outcome.code == 0, outcome.output
+    return [(entry["loss"], entry["digest"]) for entry in commits(outcome)]
+
+
+def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> None:
+    exact = {"reduction": "reproducible", "dropout": 0.1, "steps": 8}
+    calm = train(tmp_path, 4, [], "calm", **exact)
+    stormy = train(tmp_path, 4, ["2:1:in-reduce", "4:3:backward", "4:0:extra"], "stormy", **exact)
+    fewer = train(tmp_path, 2, ["5:1:bucket:1"], "fewer", **{**exact, "accum": 4})
+    survivors = [len(outcome.survivors) for outcome in (calm, stormy, fewer)]
+    assert survivors[0] == 4
+    assert survivors[1] == 1
+    assert survivors[2] == 1
+    assert trajectory(stormy) == trajectory(calm)
+    assert trajectory(fewer) == trajectory(calm)
+    fast = train(tmp_path, 2, [], "fast", **{**exact, "accum": 4, "reduction": "fast"})
+    assert trajectory(fast) != trajectory(calm)  # or the comparison proves nothing
+
+
+def test_reproducible_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    check(train(tmp_path, 3, ["2:1:in-reduce"], reduction="reproducible"), {1}, batch=6)
+
+
+def test_a_value_out_of_range_ends_the_run_and_names_the_key(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 2, [], nan=9, reduction="reproducible")
+    assert outcome.code == 1
+    assert "set reduction=fast" in outcome.output
+    assert "step 3" in outcome.output
+    assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
+
+
+@given(st.integers(1, 64), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_sums_do_not_depend_on_order_or_grouping(slots: int, seed: int) -> None:
+    sum_ = ReproducibleSum(slots)
+    gradients = [
+        torch.randn(17, generator=torch.Generator().manual_seed(seed + slot)) * 10.0 ** (slot % 7 - 6)
+        for slot in range(slots)
+    ]
+
+    def total(order: list[int], replicas: int) -> torch.Tensor:
+        parts = []
+        for replica in range(replicas):
+            place, first = torch.zeros(17, dtype=torch.float64), True
+            for slot in order[replica::replicas]:
+                assert sum_.add(place, gradients[slot].clone(), first)
+                first = False
+            parts.append(place)
+        random.Random(seed).shuffle(parts)
+        return sum_.mean(torch.stack(parts).sum(0), float(slots), 1.0)
+
+    order = list(range(slots))
+    reference = total(order, 1)
+    random.Random(seed).shuffle(order)
+    for replicas in (1, 2, 3, 5):
+        assert torch.equal(total(order, replicas), reference)
+    exact = torch.stack(gradients).double().sum(0) / slots
+    torch.testing.assert_close(reference.double(), exact, rtol=1e-6, atol=sum_.unit)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_cannot_be_summed_exactly_is_told(value: float) -> None:
+    sum_ = ReproducibleSum(16)
+    assert not sum_.add(torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, value]), True)
+    assert not sum_.add(torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, sum_.bound]), True)
+    assert sum_.add(torch.zeros(2, dtype=torch.float64), torch.tensor([0.0, sum_.bound * 0.99]), True)
+    assert not sum_.covers(sum_.loss(value))
+
+
+def test_an_unknown_reduction_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="'fast' or 'reproducible'"):
+        make_sum("exact", 4)
