@@ -85,6 +85,37 @@ def test_a_job_that_raises_everywhere_has_failed(tmp_path: Path) -> None:
     assert job.leftovers() == []
 
 
+def test_a_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        import recover
+        print("members", recover.init().members)
+    """
+    job = Job(tmp_path, script, "-n", "3")
+    assert job.finish() == 0, job.stderr
+    assert job.stdout.count("members (0, 2)") == 2
+
+
+def test_a_death_before_mpi_is_up_ends_the_job_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "class Killer:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'mpi4py' and os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "            os.kill(os.getpid(), 9)\n"
+        "sys.meta_path.insert(0, Killer())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = Job(tmp_path / "job", "print('never')", "-n", "3")
+    assert job.finish() == 1
+    assert "rank 1 ended before MPI was up" in job.stderr
+    assert "never" not in job.stdout
+
+
 def test_the_verdict_does_not_come_from_mpirun(tmp_path: Path) -> None:
     job = Job(tmp_path, ULFM + "os.kill(os.getpid(), signal.SIGKILL)", "-n", "2")  # mpirun returns 0 here
     assert job.finish() == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-PID, STARTED, ENTERED, FINISHED, ARRIVED, ACTIVITY = range(6)
+PID, STARTED, JOINED, ENTERED, FINISHED, ARRIVED, ACTIVITY = range(7)
 _COLUMNS = 8  # 64 bytes: one cache line per rank, so that writers do not disturb each other
 
 
@@ -48,6 +48,13 @@ class Board:
         """SIGKILL a rank of this host, if it still lives."""
         if pid := self.pid(rank):
             os.kill(pid, signal.SIGKILL)
+
+    def join(self, rank: int) -> None:
+        """MPI is up on this rank, and so it is on all others, or will be."""
+        self._table[rank, JOINED] = 1
+
+    def joined(self, rank: int) -> bool:
+        return bool(self._table[rank, JOINED])
 
     def enter(self, rank: int, agreement: int) -> None:
         """This rank is about to take part in agreement number `agreement`."""

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     _die_with_parent()
     ending.install_hooks()
-    _claim_board()
+    _join()
     for stream in (sys.stdout, sys.stderr):  # a killed rank must not take a block of printed lines with it
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
@@ -65,14 +65,22 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _claim_board() -> None:
+def _join() -> None:
+    """Start MPI before the script: its start-up needs every rank, and from then on any of them may die."""
     from recover.world.board import Board
 
     rank = ending.rank_from_environment()
-    if rank is not None:
-        Board(Path(os.environ["RECOVER_SESSION"], "board"), int(os.environ["OMPI_COMM_WORLD_SIZE"])).claim(
-            rank
-        )
+    if rank is None:
+        return
+    board = Board(Path(os.environ["RECOVER_SESSION"], "board"), int(os.environ["OMPI_COMM_WORLD_SIZE"]))
+    board.claim(rank)
+    from recover.world.openmpi import start_mpi
+
+    try:
+        start_mpi()
+    except Exception as error:
+        ending.die_of(error)
+    board.join(rank)
 
 
 if __name__ == "__main__":

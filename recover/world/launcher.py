@@ -156,7 +156,7 @@ class _Job:
         board = Board(self.session.directory / "board", self.ranks)
         seen: object = None
         ended: set[int] = set()
-        progress = last_running = look = time.monotonic()
+        progress = last_running = look = stuck = time.monotonic()
         while not caught:
             if self.relay.pump(_TICK if self.relay.open else _TICK / 10):  # closed: mpirun is about to leave
                 progress = time.monotonic()
@@ -178,6 +178,10 @@ class _Job:
                 last_running = now
             elif now - last_running > _GRACE:
                 return ""  # mpirun hangs; the markers tell all there is to tell
+            if not ended or all(board.joined(rank) for rank in running):
+                stuck = now
+            elif now - stuck > _GRACE:
+                return f"{name_ranks(sorted(ended))} ended before MPI was up, and the others wait for it; start again"
             if timeout and now - progress > timeout:
                 self._show_stacks(pids, verdict)
                 return f"no progress for {timeout:g} s (--timeout)"
