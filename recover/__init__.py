@@ -6,11 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recover.replica.hsdp import hsdp
     from recover.step.step import Step
     from recover.world.world import World, init
 
-__all__ = ["Step", "World", "init"]
-_HOMES = {"Step": "recover.step.step", "World": "recover.world.world", "init": "recover.world.world"}
+__all__ = ["Step", "World", "hsdp", "init"]
+_HOMES = {
+    "Step": "recover.step.step",
+    "World": "recover.world.world",
+    "hsdp": "recover.replica.hsdp",
+    "init": "recover.world.world",
+}
 __version__ = "0.1.0"
 
 

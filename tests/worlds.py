@@ -40,7 +40,7 @@ def run_world(
     arguments: Sequence[object] = (),
     replica_size: int = 1,
     kills: Sequence[str] = (),
-    hang_after: float = 25,
+    hang_after: float = 60,
 ) -> Outcome:
     """Start a program of `tests/programs`; a hang is ended by the launcher, which prints every rank's stack."""
     command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks)]

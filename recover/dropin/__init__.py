@@ -7,9 +7,10 @@ Importing this package registers the backend:
     torch.distributed.init_process_group("ulfm")
 """
 
-from recover.dropin.ddp import DDPGradients, ddp_comm_hook, init_replica_group
+from recover.dropin.ddp import DDPGradients, ddp_comm_hook
 from recover.dropin.primitives import FailureRecord, WorkULFM, ulfm_allreduce, ulfm_consensus
 from recover.dropin.process_group import ProcessGroupULFM
+from recover.replica.group import init_replica_world
 
 __all__ = [
     "DDPGradients",
@@ -17,7 +18,7 @@ __all__ = [
     "ProcessGroupULFM",
     "WorkULFM",
     "ddp_comm_hook",
-    "init_replica_group",
+    "init_replica_world",
     "ulfm_allreduce",
     "ulfm_consensus",
 ]

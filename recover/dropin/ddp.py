@@ -1,6 +1,6 @@
 """A user's own DistributedDataParallel under `recover.Step`: its buckets are reduced in place, with snapshots.
 
-    recover.dropin.init_replica_group(world)          # DDP's own collectives stay inside the replica
+    recover.dropin.init_replica_world(world)          # DDP's own collectives stay inside the replica
     model = DistributedDataParallel(net)
     step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.DDPGradients(model))
 
@@ -21,19 +21,9 @@ from recover.step.buckets import Bucket
 from recover.step.gradients import Post
 from recover.step.reduction import FastSum, Sum
 from recover.world.worker import Work, Worker
-from recover.world.world import World, init
+from recover.world.world import init
 
 Restore = Literal["auto", "blocking", "non-blocking"]
-
-
-def init_replica_group(world: World) -> None:
-    """Make torch's default process group the replica's own. No gloo or NCCL group may span replicas."""
-    if world.grid.replica_size != 1:
-        raise NotImplementedError(
-            f"a replica of {world.grid.replica_size} ranks needs a torch world of its own, made by its own code; "
-            "this serves replicas of one rank"
-        )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class _DDPBucket:
@@ -64,7 +54,7 @@ class DDPGradients:
         if model.process_group.size() != 1:
             raise ValueError(
                 f"this DDP model spans {model.process_group.size()} ranks: its own collectives (of buffers, for "
-                "rebuilding buckets) would break when one dies; call recover.dropin.init_replica_group(world) "
+                "rebuilding buckets) would break when one dies; call recover.dropin.init_replica_world(world) "
                 "before wrapping it"
             )
         self.sum: Sum = FastSum()

@@ -192,4 +192,11 @@ def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Ten
     from torch.distributed.tensor import DTensor
 
     sharded: DTensor = parameter  # type: ignore[assignment]
-    return DTensor.from_local(value, sharded.device_mesh, sharded.placements, run_check=False)
+    return DTensor.from_local(  # shape and stride: shards may be of unequal size
+        value,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )

@@ -21,6 +21,7 @@ from recover.policy import Layout, get_policy
 from recover.step import poison
 from recover.step.gradients import Gradients, OwnedGradients, local_part
 from recover.step.incident import Incident
+from recover.step.inside import replica_of
 from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint
@@ -98,7 +99,7 @@ class Step:
             model.parameters(), bucket_mb, make_sum(reduction, global_batch)
         )
         self._transaction = Transaction(
-            world, self._gradients, get_policy(policy, world.grid.replicas), global_batch
+            world, self._gradients, get_policy(policy, world.grid.replicas), global_batch, replica_of(model)
         )
         self._pending: list[
             tuple[int, int]

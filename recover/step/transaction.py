@@ -6,6 +6,7 @@ death costs is decided from the census alone, so all survivors decide alike.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from recover.step import poison, state_hash
 from recover.step.buckets import Bucket
 from recover.step.gradients import Gradients
 from recover.step.incident import Incident
+from recover.step.inside import Replica
 from recover.step.record import Record
 from recover.step.reduction import OutOfRangeError
 from recover.world.membership import Census
@@ -34,8 +36,11 @@ class StateDivergedError(RuntimeError):
 class Transaction:
     """The state of the step under way on this rank."""
 
-    def __init__(self, world: World, gradients: Gradients, policy: Policy, global_batch: int) -> None:
+    def __init__(
+        self, world: World, gradients: Gradients, policy: Policy, global_batch: int, replica: Replica
+    ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
+        self.replica = replica
         self.index = 0
         self.fingerprint = 0
         self.incidents: list[Incident] = []
@@ -43,8 +48,9 @@ class Transaction:
         self.grad_norm = 0.0
         self.stop_requested = False
         self.stop_agreed = False
-        # Spares' slots are numbered from B on, and there are fewer of them than B.
-        self.totals = torch.zeros(SAMPLES + 2 * global_batch, dtype=torch.float64)
+        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
+        slots = global_batch + max(global_batch, world.grid.replicas)
+        self.totals = torch.zeros(SAMPLES + slots, dtype=torch.float64)
         self._scalars = Bucket(torch.zeros_like(self.totals))
         self._own = torch.zeros(SAMPLES, dtype=torch.float64)
         self.begin(0, 0)
@@ -108,13 +114,12 @@ class Transaction:
         self._complete = self._is_complete()
         self._in_range &= self.gradients.in_range
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._in_range
+        # Inside the replica everyone does the same, whatever became of the reduction across replicas.
+        squared, loss = self.replica.combine(self._own_totals()).tolist()
         if self._complete:
             self.totals.copy_(self._scalars.result)
-            norms = [torch.linalg.vector_norm(bucket.result) for bucket in self.gradients.buckets]
-            self.grad_norm = (
-                float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))
-                * self.gradients.sum.unit
-            )
+            self.totals[LOSS] = loss / self.replica.size
+            self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
             same = state_hash.all_equal(
                 float(self.totals[HASH]), float(self.totals[HASH_SQUARED]), len(self.world.replicas)
             )
@@ -135,6 +140,13 @@ class Transaction:
         self.finite = bool(agreed & FINITE)
         self.stop_agreed = not agreed & GO_ON
         return True
+
+    def _own_totals(self) -> torch.Tensor:
+        """This rank's part of the squared gradient norm and of the loss."""
+        if not self._complete:
+            return torch.zeros(2, dtype=torch.float64)
+        norms = [torch.linalg.vector_norm(bucket.result).double().cpu() for bucket in self.gradients.buckets]
+        return torch.stack([torch.stack(norms).square().sum(), self._scalars.result[LOSS]])
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""

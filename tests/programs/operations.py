@@ -12,7 +12,15 @@ import recover
 world = recover.init(carrier=sys.argv[1])
 group, ranks = world.cross, world.grid.ranks
 total = sum(range(1, ranks + 1))
-for dtype in (torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.uint8):
+for dtype in (
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+):
     mine = torch.full((3, 5), world.rank + 1, dtype=dtype)
     out = torch.empty_like(mine)
     assert group.all_reduce(mine, out).wait()

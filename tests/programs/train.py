@@ -35,7 +35,7 @@ if options.get("ddp"):
 
     import recover.dropin
 
-    recover.dropin.init_replica_group(world)
+    recover.dropin.init_replica_world(world)
     model = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=options["views"])
     gradients = recover.dropin.DDPGradients(model, restore=options["ddp"])
 step = recover.Step(

@@ -1,0 +1,45 @@
+"""A replica is closed: its ranks have a torch world of their own, and no gloo or NCCL group ever spans replicas."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recover.world.world import World
+
+# A mate that is slow, or waits for a slow repair, is not dead: whoever is blocked on a dead mate is ended by the
+# watcher, not by this clock.
+TIMEOUT = timedelta(hours=12)
+
+
+def init_replica_world(world: World, device: torch.device | str = "cpu") -> None:
+    """Make torch's default process group that of this replica. Does nothing if it is there already."""
+    if dist.is_initialized():
+        if dist.get_world_size() != world.grid.replica_size:
+            raise RuntimeError(
+                f"torch.distributed is initialised over {dist.get_world_size()} ranks, but a replica has "
+                f"{world.grid.replica_size}, and no torch group may span replicas; leave out init_process_group"
+            )
+        return
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    store: dist.Store = dist.HashStore()
+    if world.grid.replica_size > 1:
+        # On one host in the session, which is removed with the job; over several, in the run directory they share.
+        one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ.get("OMPI_COMM_WORLD_SIZE")
+        directory = os.environ.get("RECOVER_SESSION" if one_host else "RECOVER_RUN_DIR")
+        if directory is None:
+            raise RuntimeError(
+                "a replica of several ranks needs a directory that its ranks share to find each other; "
+                "start the script with `recover run`, or set RECOVER_RUN_DIR"
+            )
+        path = Path(
+            directory, f"replica-{world.replica}-{os.environ.get('PMIX_NAMESPACE', '')}".replace("/", "-")
+        )
+        store = dist.FileStore(str(path), world.grid.replica_size)
+    dist.init_process_group(
+        backend, store=store, rank=world.shard, world_size=world.grid.replica_size, timeout=TIMEOUT
+    )

@@ -1,0 +1,83 @@
+"""A tiny LLaMA on sharded replicas (HSDP); every rank writes down what it committed.
+
+Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow_repair` (seconds by which every rank
+but the first delays its part in a repair) and `slow_mate` (seconds for which one rank sleeps in step 2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import recover
+from recover.models import Llama
+from recover.replica import rows
+from recover.step.gradients import local_part
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from toy_llama import CONFIG, Tokens
+
+options = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+world = recover.init()
+if seconds := options.get("slow_repair"):
+    quick = world.repair
+
+    def slow(*arguments: object, **named: object) -> object:
+        time.sleep(seconds * (world.rank > 0))
+        return quick(*arguments, **named)
+
+    world.repair = slow
+torch.manual_seed(3)
+model = recover.hsdp(Llama(CONFIG), world)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step = recover.Step(
+    world,
+    model,
+    optimizer,
+    global_batch=world.grid.replicas * options["accum"],
+    reduction=options.get("reduction", "fast"),
+    clip=1.0,
+    bucket_mb=0.02,
+)
+diary = os.open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", os.O_CREAT | os.O_WRONLY)
+
+
+def note(kind: str, **facts: object) -> None:
+    os.write(diary, (json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n").encode())
+
+
+stream = Tokens()
+while step.index < options["steps"]:
+    if options.get("slow_mate") and step.index == 1 and world.rank == 1:
+        time.sleep(options["slow_mate"])
+    for sample in step.microbatches(stream):
+        tokens, targets = rows(world, sample)
+        step.backward(model(tokens, targets))
+    shard = b"".join(local_part(p.detach()).numpy().tobytes() for p in model.parameters())
+    note(
+        "commit",
+        step=step.index,
+        weight=step.weight,
+        loss=step.loss,
+        norm=step.grad_norm,
+        samples=step.samples,
+        digest=hashlib.sha256(shard).hexdigest(),
+        replicas=world.replicas,
+    )
+states = [v for p in optimizer.state.values() for v in p.values() if v.numel() > 1]
+note(
+    "memory",
+    parameters=sum(local_part(p).numel() for p in model.parameters()),
+    optimizer=sum(local_part(v).numel() for v in states),
+    buckets=sum(b.local.numel() for b in step._gradients.buckets),
+)
+full = {name: p.full_tensor() for name, p in model.named_parameters()}
+digest = hashlib.sha256(b"".join(full[n].detach().numpy().tobytes() for n in sorted(full))).hexdigest()
+note("end", digest=digest, sample={n: full[n].flatten()[:8].tolist() for n in sorted(full)})

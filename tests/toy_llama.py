@@ -1,0 +1,36 @@
+"""A LLaMA of a few thousand parameters and tokens out of nothing but their number."""
+
+from __future__ import annotations
+
+import torch
+
+from recover.models import Llama, LlamaConfig
+
+CONFIG = LlamaConfig(vocab=61, dim=32, layers=2, heads=4, kv_heads=2, hidden=80, seq_len=16)
+
+
+class Tokens:
+    """Sample i: four sequences."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(0, CONFIG.vocab, (4, 17), generator=torch.Generator().manual_seed(index))
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def reference(steps: int, batch: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final parameters of one process."""
+    torch.manual_seed(3)
+    model = Llama(CONFIG)
+    optimizer, stream = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens()
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for slot in range(batch):
+            loss = model(*stream[step * batch + slot]) / batch
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
