@@ -23,7 +23,7 @@ def trajectory(outcome: Outcome) -> list[tuple[float, str]]:
 
 
 def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> None:
-    exact = {"reduction": "reproducible", "dropout": 0.1, "steps": 8}
+    exact = {"reduction": "reproducible", "dropout": 0.1, "noise": 0.1, "steps": 8}
     calm = train(tmp_path, 4, [], "calm", **exact)
     stormy = train(tmp_path, 4, ["2:1:in-reduce", "4:3:backward", "4:0:extra"], "stormy", **exact)
     fewer = train(tmp_path, 2, ["5:1:bucket:1"], "fewer", **{**exact, "accum": 4})

@@ -102,6 +102,16 @@ def test_gradients_take_eight_bytes_per_parameter() -> None:
     assert held == 8 * sum(p.numel() for p in model.parameters())
 
 
+def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    gradients = OwnedGradients(layer.parameters(), bucket_mb=1)
+    gradients.begin()
+    gradients.expect(lambda index, bucket: None)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        layer(torch.ones(1, 2)).sum().backward()
+
+
 def test_a_model_without_gradients_is_refused() -> None:
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
@@ -153,6 +163,11 @@ def test_any_flipped_bit_changes_the_fingerprint() -> None:
                 raw[byte] ^= 1 << bit
                 assert fingerprint(parameters, 1) % MODULUS != before % MODULUS
                 raw[byte] ^= 1 << bit
+
+
+def test_a_parameter_that_is_a_view_at_an_odd_place_has_a_fingerprint() -> None:
+    flat = torch.randn(9)
+    assert fingerprint([flat[1:]], 0) == fingerprint([flat[1:].clone()], 0)
 
 
 def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:

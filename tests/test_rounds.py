@@ -26,14 +26,7 @@ def run(directory: Path, mode: str) -> dict:
     return first
 
 
-TOO_EARLY = (
-    "a bucket is posted after the first backward pass of a round, so the others' gradients miss the sum"
-)
-
-
-@pytest.mark.parametrize(
-    "mode", ["rounds", pytest.param("pipeline", marks=pytest.mark.xfail(strict=True, reason=TOO_EARLY))]
-)
+@pytest.mark.parametrize("mode", ["rounds", "pipeline"])
 def test_rounds_have_the_trajectory_of_single_microbatches_through_deaths(
     tmp_path: Path, by_microbatches: dict, mode: str
 ) -> None:

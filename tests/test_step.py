@@ -152,11 +152,19 @@ def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
     assert outcome.notes(0, "end")[0]["rewinds"][restore] == 2
 
 
-def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 3, [], flip=[3, 1])
+@pytest.mark.parametrize(("reduction", "bit"), [("fast", 0), ("reproducible", 30)])
+def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path, reduction: str, bit: int) -> None:
+    outcome = train(tmp_path, 3, [], flip=[3, 1], reduction=reduction, bit=bit)
     assert outcome.ends[1] == "excluded", outcome.output
     check(outcome, {1}, batch=6)
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
+
+
+def test_what_was_reduced_with_a_drifted_replica_is_not_committed_when_it_dies(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 3, ["3:1:vote"], flip=[3, 1], bit=25)
+    check(outcome, {1}, batch=6)
+    (incident,) = commits(outcome)[2]["incidents"]
+    assert not incident["complete"]
 
 
 def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None:

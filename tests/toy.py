@@ -8,14 +8,16 @@ import torch
 class Stream:
     """Sample i, out of nothing but i."""
 
-    def __init__(self, poison: int | None = None, nan: int | None = None) -> None:
-        self._poison, self._nan = poison, nan
+    def __init__(self, poison: int | None = None, nan: int | None = None, noise: float = 0.0) -> None:
+        self._poison, self._nan, self._noise = poison, nan, noise
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         if index == self._poison:
             raise ValueError("this sample cannot be read")
         generator = torch.Generator().manual_seed(index)
         inputs, target = torch.randn(4, 16, generator=generator), torch.randn(4, 3, generator=generator)
+        if self._noise:
+            inputs = inputs + self._noise * torch.randn(inputs.shape)  # drawn as an augmentation would draw
         return inputs, target * float("nan") if index == self._nan else target, index
 
 

@@ -91,8 +91,8 @@ class DDPGradients:
     def ready(self) -> None:
         if isinstance(self._rewinding, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(self._rewinding)
-        elif self._rewinding is not None:
-            self._rewinding.wait()
+        elif self._rewinding is not None and not self._rewinding.wait():
+            raise RuntimeError(f"gradients could not be restored: {self._rewinding.error}")
         self._rewinding = None
 
     def collect(self) -> None:

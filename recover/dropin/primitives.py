@@ -113,7 +113,9 @@ class Control:
 
     @classmethod
     def of(cls, world: World) -> Control:
-        return cls._instances.setdefault(id(world), cls(world))
+        if id(world) not in cls._instances:
+            cls._instances[id(world)] = cls(world)
+        return cls._instances[id(world)]
 
     @property
     def role(self) -> Role:
@@ -157,6 +159,8 @@ class Control:
 
     def _promote(self, dead: Counter[Role]) -> bool:
         """Spares step into the places of the dead, the lowest first. True, and no promotion, if there are too few."""
+        if dead[Role.BOUNDARY_MINOR]:
+            return True  # in the middle of a boundary step: there is no spare of that kind
         promoted = []
         for role, spare in ((Role.MAJOR, Role.MAJOR_SPARE), (Role.MINOR, Role.MINOR_SPARE)):
             spares = sorted(replica for replica, theirs in self.roles.items() if theirs is spare)

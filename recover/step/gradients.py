@@ -156,6 +156,11 @@ class OwnedGradients:
         if not self._open or parameter.grad is None:
             return
         index, place = self._places[parameter]
+        if self._post is not None and index < self._next:
+            raise RuntimeError(
+                "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
+                "with activation checkpointing of shared weights use use_reentrant=False"
+            )
         gradient = local_part(parameter.grad)
         self.in_range &= self.sum.add(place, gradient, first=parameter not in self._touched)
         self._touched.add(parameter)

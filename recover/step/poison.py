@@ -19,13 +19,13 @@ class PoisonedSampleError(RuntimeError):
     """The same slot raised on two replicas."""
 
 
-def leave_note(step: int, slot: int, sample: int, error: BaseException) -> None:
-    """This rank is about to die of an exception in the middle of a slot."""
+def leave_note(step: int, suspects: list[tuple[int, int]], error: BaseException) -> None:
+    """This rank is about to die of an exception while it computes these slots (and samples); several in a round."""
     path = ending.rank_file("slot")
     if path is not None:
         trace = "".join(traceback.format_exception(error))
         draft = path.with_suffix(".slot.tmp")
-        draft.write_text(json.dumps({"step": step, "slot": slot, "sample": sample, "traceback": trace}))
+        draft.write_text(json.dumps({"step": step, "suspects": suspects, "traceback": trace}))
         draft.replace(path)
 
 
@@ -34,16 +34,16 @@ def check(step: int, grid: Grid) -> None:
     run_dir = os.environ.get("RECOVER_RUN_DIR")
     if run_dir is None:
         return
-    raised: dict[int, dict[int, dict[str, object]]] = {}
+    raised: dict[tuple[int, int], dict[int, str]] = {}
     for path in Path(run_dir, "ranks").glob("*.slot"):
         note = json.loads(path.read_text())
         if note["step"] == step:
-            raised.setdefault(note["slot"], {})[grid.replica(int(path.stem))] = note
-    for slot, notes in sorted(raised.items()):
+            for slot, sample in note["suspects"]:
+                raised.setdefault((slot, sample), {})[grid.replica(int(path.stem))] = note["traceback"]
+    for (slot, sample), notes in sorted(raised.items()):
         if len(notes) > 1:
-            note = notes[min(notes)]
             raise PoisonedSampleError(
-                f"slot {slot} of step {step} (sample {note['sample']}) raised on replicas "
+                f"slot {slot} of step {step} (sample {sample}) raised on replicas "
                 f"{', '.join(map(str, sorted(notes)))}; a third would fare no better. Mend or skip this sample. "
-                f"The first of them said:\n{note['traceback']}"
+                f"The first of them said:\n{notes[min(notes)]}"
             )

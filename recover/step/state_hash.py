@@ -20,6 +20,8 @@ def fingerprint(parameters: Iterable[torch.Tensor], step: int) -> int:
     sums = []
     for parameter in parameters:
         raw = local_part(parameter.detach()).contiguous().view(-1).view(torch.uint8)
+        if raw.storage_offset() % 8:
+            raw = raw.clone()  # a view that does not start at a whole number
         whole = raw.numel() // 8 * 8
         sums.append(raw[:whole].view(torch.int64).sum())
         sums.append(raw[whole:].sum(dtype=torch.int64))

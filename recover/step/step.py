@@ -90,6 +90,7 @@ class Step:
         )
         self._world, self._model, self._optimizer = world, model, optimizer
         self._clip, self._scheduler, self._seed = clip, scheduler, seed
+        self._exact_sum = reduction == "reproducible"
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
         if gradients is not None and reduction != "fast":
             raise ValueError(
@@ -101,20 +102,20 @@ class Step:
         self._transaction = Transaction(
             world, self._gradients, get_policy(policy, world.grid.replicas), global_batch, replica_of(model)
         )
-        self._pending: list[
-            tuple[int, int]
-        ] = []  # slots (and samples) handed out, not yet followed by backward
+        self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
+        self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
         ending.on_raise(self._leave_note)
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
-        for batches in self._shares(stream, lambda slots: [[slot] for slot in slots]):
+        for batches in self._shares(stream, lambda slots: [[slot] for slot in slots], overlap=True):
             yield batches[0]
 
     def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
         """The same, as whole rounds: all that is owed at once, for a pipeline. Call `backward` after each."""
-        yield from self._shares(stream, lambda slots: [slots] if slots else [])
+        # A round has several backward passes: its buckets are full only after the last of them.
+        yield from self._shares(stream, lambda slots: [slots] if slots else [], overlap=False)
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times in the mean.
@@ -126,6 +127,11 @@ class Step:
             raise RuntimeError(
                 "step.backward was called without a microbatch; call it once for each one handed out"
             )
+        if self._exact_sum and (weight != int(weight) or (loss.requires_grad and len(self._pending) > 1)):
+            raise ValueError(
+                "reduction='reproducible' sums microbatch by microbatch: weights must be whole numbers, and one "
+                "backward may not cover several microbatches; use step.microbatches, or reduction='fast'"
+            )
         self._world.probe("backward")
         self._gradients.ready()
         if loss.requires_grad:
@@ -134,7 +140,7 @@ class Step:
         value, count = loss.detach() / len(self._pending), weight
         for slot, sample in self._pending:
             self._transaction.finish_slot(slot, sample, value, count)
-        self._pending = []
+        self._pending, self._suspects = [], []
 
     @property
     def layout(self) -> Layout:
@@ -153,7 +159,9 @@ class Step:
         self.index, self.skipped = state["index"], state["skipped"]
         self._samples.load_state_dict(state["samples"])
 
-    def _shares(self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]]) -> Iterator[list[T]]:
+    def _shares(
+        self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
+    ) -> Iterator[list[T]]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
         transaction, number = self._transaction, self.index + 1
         self._world.probe.step = number
@@ -164,12 +172,12 @@ class Step:
                 started = time.perf_counter()
                 pieces = cut(list(transaction.share.run))
                 for piece in pieces:
-                    yield self._hand_out(stream, piece, place, last=piece is pieces[-1])
+                    yield self._hand_out(stream, piece, place, post=overlap and piece is pieces[-1])
                     if self._pending:
                         raise RuntimeError(
                             "the microbatch was not followed by step.backward(loss); call it for each one"
                         )
-                if not pieces:
+                if not (pieces and overlap):
                     self._gradients.post_all(transaction.post)
                 committed = transaction.vote()
                 if transaction.incidents:
@@ -178,23 +186,31 @@ class Step:
                     break
                 place = "extra"
         except GeneratorExit:
-            self._pending = []
+            self._pending, self._suspects = [], []
             warnings.warn(
                 f"step {number} was left before it was complete: nothing was committed", stacklevel=2
             )
             raise
         self._commit(number)
 
-    def _hand_out(self, stream: Stream[T], slots: list[int], place: str, last: bool) -> list[T]:
+    def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
         self._world.probe(place)
         number = self._transaction.index
-        indices = [self._samples.index(number, slot) for slot in slots]
-        self._pending = list(zip(slots, indices, strict=True))
-        self._gradients.expect(self._transaction.post if last else None)
-        batches = [stream[index] for index in indices]
-        key = hashlib.blake2b(f"{self._seed}/{number}/{slots[0]}".encode(), digest_size=7).digest()
-        torch.manual_seed(int.from_bytes(key))
+        batches = []
+        self._pending = []
+        for slot in slots:
+            self._suspects = [(slot, self._samples.index(number, slot))]
+            self._seed_random(number, slot)  # reading a sample may draw, too
+            batches.append(stream[self._suspects[0][1]])
+            self._pending += self._suspects
+        self._suspects = self._pending
+        self._gradients.expect(self._transaction.post if post else None)
+        self._seed_random(number, slots[0])
         return batches
+
+    def _seed_random(self, number: int, slot: int) -> None:
+        key = hashlib.blake2b(f"{self._seed}/{number}/{slot}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(key))
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
@@ -224,14 +240,19 @@ class Step:
 
     def _copy_state_from_first_replica(self) -> None:
         """All replicas start from the same bits, whatever each of them has made."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        tensors = [local_part(t.data) for t in (*self._model.parameters(), *self._model.buffers())]
+        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         while True:
-            works = [self._world.cross.broadcast(local_part(tensor.data)) for tensor in tensors]
+            # Into copies: if the first replica dies halfway, nobody holds a mixture of two.
+            received = [tensor.clone() for tensor in tensors]
+            works = [self._world.cross.broadcast(tensor) for tensor in received]
             complete = [work.wait() for work in works]  # each one: the communication thread must come to rest
             if self._world.agree(all(complete)) == 1:
-                return
+                break
             self._world.repair()
+        for tensor, value in zip(tensors, received, strict=True):
+            tensor.copy_(value)
 
     def _leave_note(self, error: BaseException) -> None:
-        if self._pending:
-            poison.leave_note(self._transaction.index, *self._pending[0], error)
+        if self._suspects:
+            poison.leave_note(self._transaction.index, self._suspects, error)

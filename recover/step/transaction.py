@@ -125,18 +125,18 @@ class Transaction:
             )
             self.finite = self.grad_norm < float("inf")
             word |= FINITE * self.finite | SAME_STATE * same
+            self._tainted |= (
+                not same
+            )  # what was reduced with a replica that has drifted must not be committed
         self._places.append((time.time(), "vote"))
         self.world.probe("vote")
         agreed = self.world.agree(word)
         if agreed is None or not agreed & COMPLETE:
             return False
+        if not agreed & SAME_STATE:
+            return False
         if not agreed & IN_RANGE:
             raise OutOfRangeError(self.gradients.sum.explain(self.index))
-        if not agreed & SAME_STATE:
-            self._tainted = (
-                True  # what was reduced with a replica that has drifted away must not be committed
-            )
-            return False
         self.finite = bool(agreed & FINITE)
         self.stop_agreed = not agreed & GO_ON
         return True
@@ -153,17 +153,17 @@ class Transaction:
         noticed = self.world.noticed_at or time.time()
         detect_ms = (time.time() - noticed) * 1e3
         census = self.world.repair(self._record().to_bytes())
-        records = self._read(census)
+        records, lost = self._read(census), census.lost
         while drifted := self._drifted(records):
             self._tainted = True
             ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
             census = self.world.repair(self._record().to_bytes(), evict=ranks)
-            records = self._read(census)
+            records, lost = self._read(census), lost + census.lost
         poison.check(self.index, self.world.grid)
         if not all(record.in_range for record in records.values()):
             raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if all(record.complete for record in records.values()):
-            self._note(census, noticed, detect_ms, complete=True)
+            self._note(census, lost, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed = any(record.stop for record in records.values())
             return True
@@ -181,7 +181,7 @@ class Transaction:
             self._samples.clear()
             self._own.zero_()
         self._done = self.share.kept
-        self._note(census, noticed, detect_ms, complete=False)
+        self._note(census, lost, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
         incident.boundary, incident.restore = decision.boundary, decision.restore
         incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
@@ -233,7 +233,9 @@ class Transaction:
             drifted |= {replica for replica, value in held.items() if value != majority}
         return frozenset(drifted)
 
-    def _note(self, census: Census, noticed: float, detect_ms: float, complete: bool) -> None:
+    def _note(
+        self, census: Census, lost: tuple[int, ...], noticed: float, detect_ms: float, complete: bool
+    ) -> None:
         noticed_in = "advance"
         for since, place in self._places:
             if noticed >= since:
@@ -242,8 +244,8 @@ class Transaction:
             Incident(
                 step=self.index,
                 epoch=census.epoch,
-                dead_ranks=census.lost,
-                dead_replicas=self.world.grid.replicas_of(census.lost),
+                dead_ranks=lost,
+                dead_replicas=self.world.grid.replicas_of(lost),
                 complete=complete,
                 boundary=False,
                 restore=RestoreMode.SKIP,

@@ -113,6 +113,8 @@ class _Staged:
         self._data = data
         self._is_tensor = not isinstance(data, np.ndarray)
         name = str(data.dtype).removeprefix("torch.")
+        if name.startswith("complex"):
+            raise TypeError(f"{name} does not travel; pass the real view of the tensor (torch.view_as_real)")
         travels = name in {str(dtype) for dtype in WIRE_TYPES}
         if self._is_tensor:
             direct = travels and data.device.type == "cpu" and data.is_contiguous()

@@ -37,7 +37,6 @@ class End(StrEnum):
     ORPHAN = "orphan"  # another rank of its replica died
     FENCED = "fenced"  # it stood still for too long
     EXCLUDED = "excluded"  # the others went on without it
-    SCHEDULED = "killed-by-schedule"  # a planned failure struck here
 
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send before they take a machine away

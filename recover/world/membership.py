@@ -19,6 +19,7 @@ from recover.world.fabric import WORD_BITS, Fabric, FabricError, Transfer
 from recover.world.grid import Grid
 
 POLL = 0.0002  # seconds between two looks at a message under way
+CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are all in the census
 FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
 
 
@@ -82,7 +83,12 @@ class Membership(Generic[C]):
     """One rank's view of the membership, equal on all members because it changes by agreement only."""
 
     def __init__(
-        self, fabric: Fabric, grid: Grid, carriers: Carriers[C], probe: Callable[[str, object], None]
+        self,
+        fabric: Fabric,
+        grid: Grid,
+        carriers: Carriers[C],
+        probe: Callable[[str, object], None],
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.fabric = fabric
         self.grid = grid
@@ -91,6 +97,7 @@ class Membership(Generic[C]):
         self.carrier: C | None = None
         self._carriers = carriers
         self._probe = probe
+        self._report = report
         self._round = 0  # counts agreed bitmaps, so it is the same everywhere; tells old messages from new
 
     def agree(self, word: int) -> int | None:
@@ -115,18 +122,20 @@ class Membership(Generic[C]):
             members = self._agree_on_members(evict)
             if members is None:
                 continue
-            carrier = self._carriers.make(members)
+            carrier, offer = self._prepare(members)
             self._probe("repair", "census")
-            rows = self._take_census(members, carrier.offer(), record)
+            rows = self._take_census(members, offer, record) if carrier else None
             if not self.fabric.agree(rows is not None):
+                self._give_up(carrier, "the census was not completed everywhere")
                 continue
+            assert carrier is not None
             assert rows is not None
             self._probe("repair", "carrier")
             offers = {rank: offer for rank, (offer, _) in rows.items()}
             built = self._build(carrier, offers, members)
             self._probe("repair", "closing")
             if not self._close(built):
-                carrier.free()
+                self._give_up(carrier, "the carrier was not built everywhere")
                 continue
             self.epoch += 1
             self.members, self.carrier = members, carrier
@@ -138,10 +147,6 @@ class Membership(Generic[C]):
                 rounds=rounds,
                 seconds=self.fabric.now() - started,
             )
-
-    def dead_members(self) -> frozenset[int]:
-        """Members whose death has been noticed since the last repair."""
-        return self.fabric.failed() & frozenset(self.members)
 
     def _forget_late_notices(self) -> None:
         """A late notice of a rank that is already excluded must not fail the next agreement."""
@@ -193,7 +198,8 @@ class Membership(Generic[C]):
                 others = self._complete([self.fabric.receive(m, tag) for m in members[1:]], members)
                 table = _pack([row, *others])
                 self._complete([self.fabric.send(table, m, tag + 1) for m in members[1:]], members)
-        except FabricError:
+        except FabricError as error:
+            self._report(f"the census failed here: {error}")
             return None
         rows = {}
         for packed in _unpack(table):
@@ -219,16 +225,35 @@ class Membership(Generic[C]):
     def _complete(self, transfers: Sequence[Transfer], members: tuple[int, ...]) -> list[bytes]:
         """Drive messages to their end; give up as soon as a member is known dead."""
         pending = list(transfers)
+        deadline = self.fabric.now() + CENSUS_LIMIT
         while pending := [transfer for transfer in pending if not transfer.done()]:
             if self._alarmed(members):
                 raise FabricError("a member died during the census")
+            if self.fabric.now() > deadline:  # an error without a death, at the other end
+                raise FabricError(f"a message of the census did not come within {CENSUS_LIMIT:g} s")
             self.fabric.pause(POLL)
         return [transfer.data for transfer in transfers]
+
+    def _prepare(self, members: tuple[int, ...]) -> tuple[C | None, bytes]:
+        """A carrier for these members, not connected yet. None if it could not even be made here."""
+        try:
+            carrier = self._carriers.make(members)
+            return carrier, carrier.offer()
+        except (CarrierError, OSError, RuntimeError) as error:
+            self._report(f"no carrier could be made: {error}")
+            return None, b""
+
+    def _give_up(self, carrier: C | None, why: str) -> None:
+        """This round came to nothing; say so, since a cause that stays would lead to round after round."""
+        self._report(f"repair, round {self._round}: {why}; once more")
+        if carrier is not None:
+            carrier.free()
 
     def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> bool:
         try:
             carrier.build(offers, lambda ok: bool(self.fabric.agree(ok)), lambda: self._alarmed(members))
-        except CarrierError:
+        except CarrierError as error:
+            self._report(f"the carrier failed here: {error}")
             return False
         return True
 

@@ -102,6 +102,9 @@ class OpenMPIFabric:
         Open MPI spins while it waits. A rank that is early would take the core from the one that it waits for.
         """
         missing = [rank for rank in ranks if self.board.is_here(rank) and not there(rank)]
+        if missing:
+            gone = excused()
+            missing = [rank for rank in missing if rank not in gone]
         started = looked = time.monotonic()
         while missing:
             now = time.monotonic()

@@ -111,7 +111,7 @@ def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
         ) from error
     except OSError:
         pass  # a file system without locks
-    for pattern in ("*.end", "*.end.tmp", "*.stack"):
+    for pattern in ("*.end", "*.stack", "*.slot", "*.tmp"):
         for leftover in (run_dir / "ranks").glob(pattern):
             leftover.unlink()
     return run_dir, lock

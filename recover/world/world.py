@@ -39,7 +39,7 @@ class World:
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
         self._fabric = fabric
         self._membership: Membership[DataCarrier] = Membership(
-            fabric, grid, choose(carrier, fabric, grid, self.worker), self.probe
+            fabric, grid, choose(carrier, fabric, grid, self.worker), self.probe, ending.log
         )
         self._cross: CrossGroup | None = None
         self.last_census = self.repair(b"")  # start-up is the first pass of the repair loop

@@ -46,6 +46,11 @@ try:
     raise SystemExit("a wrong number of rows was accepted")
 except ValueError as refusal:
     print(refusal)
+try:
+    group.all_reduce(torch.ones(2, dtype=torch.complex64))
+    raise SystemExit("complex numbers were accepted")
+except TypeError as refusal:
+    print(refusal)
 assert world.agree(0b111) == 0b111
 assert world.agree(0b101 if world.rank else 0b011) == 0b001
 try:

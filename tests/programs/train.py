@@ -3,7 +3,7 @@
 Argument: a JSON object with `policy`, `samples`, `accum`, `steps`, and optionally `carrier`, `flip` ([step, replica]: a
 bit of that replica's weights is flipped before that step), `poison` (a sample that raises), `nan` (a sample whose loss
 is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a user's own DDP: the restore mode) and
-`views` (with DDP's gradients as views of its buckets), `reduction` and `dropout`.
+`views` (with DDP's gradients as views of its buckets), `reduction`, `dropout`, `noise` (drawn by the stream) and `bit`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def digest() -> str:
 
 
 note("start", parameters=[p.tolist() for p in model.parameters()])
-stream = Stream(options.get("poison"), options.get("nan"))
+stream = Stream(options.get("poison"), options.get("nan"), options.get("noise", 0.0))
 while step.index < options["steps"]:
     if options.get("flip") == [step.index + 1, world.replica]:
         with torch.no_grad():
-            next(iter(model.parameters())).view(-1).view(torch.int32)[5] ^= 1
+            next(iter(model.parameters())).view(-1).view(torch.int32)[5] ^= 1 << options.get("bit", 0)
     for sample in step.microbatches(stream):
         inputs, target, index = sample
         step.backward(loss_of(model, (inputs.to(device), target.to(device), index)))

@@ -112,6 +112,8 @@ class GlooCarrier(DataCarrier):
             except OSError:
                 continue
             try:
+                if line.family not in (socket.AF_INET, socket.AF_INET6):
+                    raise OSError("not a network socket")
                 mine, theirs = line.getsockname()[1], line.getpeername()[1]
             except OSError:
                 line.close()
@@ -189,7 +191,8 @@ def _listening_port(before: dict[int, str]) -> int:
             continue
         try:
             with socket.socket(fileno=os.dup(descriptor)) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                network = candidate.family in (socket.AF_INET, socket.AF_INET6)
+                if network and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     return int(candidate.getsockname()[1])
         except OSError:
             continue
