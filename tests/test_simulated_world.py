@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from simulated_run import Rank, play
 
-from recover.world.membership import ExcludedError, Membership
+from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.simulated import HangError
 
 
@@ -47,7 +47,7 @@ class TrustsItsOwnList(Membership):
 
     def _agree_on_members(self, evict: frozenset[int]) -> tuple[int, ...] | None:
         dead = self.fabric.acknowledge()
-        if self.fabric.agree(1) is None:
+        if self._agree(Phase.MEMBERS, 1) is None:
             return None
         self._round += 1
         members = self.grid.whole(set(range(self.grid.ranks)) - dead - evict)
@@ -63,6 +63,13 @@ class SkipsTheClosingAgreement(Membership):
         return built
 
 
+class MixesPhases(Membership):
+    """Broken: counts in what a dead rank said about something else."""
+
+    def _agree(self, phase: Phase, word: int) -> int | None:
+        return self.fabric.agree(int(word))
+
+
 class CommitsOnLocalSuccess(Rank):
     """Broken: a rank whose own reduction succeeded commits, and votes only to be polite."""
 
@@ -76,7 +83,12 @@ def with_membership(broken: type[Membership]) -> type[Rank]:
 
 @pytest.mark.parametrize(
     "broken",
-    [with_membership(TrustsItsOwnList), with_membership(SkipsTheClosingAgreement), CommitsOnLocalSuccess],
+    [
+        with_membership(TrustsItsOwnList),
+        with_membership(SkipsTheClosingAgreement),
+        with_membership(MixesPhases),
+        CommitsOnLocalSuccess,
+    ],
     ids=lambda broken: broken.__name__,
 )
 def test_a_broken_protocol_is_caught(broken: type[Rank]) -> None:

@@ -82,9 +82,14 @@ class Board:
         """Something was accomplished; any change counts as progress."""
         self._table[rank, ACTIVITY] += 1
 
-    def furthest(self) -> int:
-        """The highest agreement that any rank of this host holds the result of."""
-        return int(self._table[:, FINISHED].max())
+    def finished(self, rank: int) -> int:
+        return int(self._table[rank, FINISHED])
+
+    def held_by_others(self, agreement: int) -> bool:
+        """Whether a living rank of this host holds the result of an agreement. What only the dead held is gone."""
+        if int(self._table[:, FINISHED].max()) < agreement:  # nearly always: the living need not be looked up
+            return False
+        return any(self._table[rank, FINISHED] >= agreement and self.pid(rank) for rank in range(self.size))
 
     def snapshot(self) -> bytes:
         """All counters; two equal snapshots mean that nothing happened in between."""

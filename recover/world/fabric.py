@@ -51,6 +51,12 @@ class Fabric(Protocol):
 
     def receive(self, source: int, tag: int) -> Transfer: ...
 
+    def linger(self, seconds: float) -> None:
+        """Wait until the others hold the result of the last agreement, too; so long at the most.
+
+        Who leaves is taken for dead: whoever has not got the result by then would have to decide it anew.
+        """
+
     def fence(self, rank: int) -> None:
         """Make sure that `rank` is dead, as far as this host can."""
 

@@ -13,14 +13,32 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
 
-from recover.world.fabric import WORD_BITS, Fabric, FabricError, Transfer
+from recover.world.fabric import WORD_BITS as FABRIC_BITS
+from recover.world.fabric import Fabric, FabricError, Transfer
 from recover.world.grid import Grid
 
+TAG_BITS = 4
+WORD_BITS = FABRIC_BITS - TAG_BITS
 POLL = 0.0002  # seconds between two looks at a message under way
 CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are all in the census
 FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
+
+
+class Phase(IntEnum):
+    """What an agreement is about, as a tag in its word: of any two of them the AND is none of them.
+
+    If all who held the result of an agreement die, the survivors decide it anew, while a contribution that a dead one
+    made to the next agreement may still be counted in. The tags tell: such an agreement has failed.
+    """
+
+    VOTE = 0b0011
+    MEMBERS = 0b0101
+    CENSUS = 0b1001
+    CARRIER = 0b0110
+    CLOSING = 0b1010
 
 
 class CarrierError(Exception):
@@ -107,7 +125,14 @@ class Membership(Generic[C]):
                 f"an agreement carries {WORD_BITS} bits; {word} does not fit: agree in several calls"
             )
         self._forget_late_notices()
-        return self.fabric.agree(word)
+        return self._agree(Phase.VOTE, word)
+
+    def _agree(self, phase: Phase, word: int) -> int | None:
+        """One agreement on `word`; None if it failed, or if not everyone counted in was in this phase."""
+        agreed = self.fabric.agree(int(word) << TAG_BITS | phase)
+        if agreed is None or agreed & (1 << TAG_BITS) - 1 != phase:
+            return None
+        return agreed >> TAG_BITS
 
     def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
@@ -125,7 +150,7 @@ class Membership(Generic[C]):
             carrier, offer = self._prepare(members)
             self._probe("repair", "census")
             rows = self._take_census(members, offer, record) if carrier else None
-            if not self.fabric.agree(rows is not None):
+            if not self._agree(Phase.CENSUS, rows is not None):
                 self._give_up(carrier, "the census was not completed everywhere")
                 continue
             assert carrier is not None
@@ -164,7 +189,7 @@ class Membership(Generic[C]):
             chunk = everyone[first : first + WORD_BITS]
             word = sum(1 << i for i, rank in enumerate(chunk) if rank not in dead and rank not in evict)
             # Each rank's own list may lag; the AND is the same for all, and holds no rank that anybody misses.
-            agreed = self.fabric.agree(word)
+            agreed = self._agree(Phase.MEMBERS, word)
             if agreed is None:
                 return None
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
@@ -251,7 +276,9 @@ class Membership(Generic[C]):
 
     def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> bool:
         try:
-            carrier.build(offers, lambda ok: bool(self.fabric.agree(ok)), lambda: self._alarmed(members))
+            carrier.build(
+                offers, lambda ok: bool(self._agree(Phase.CARRIER, ok)), lambda: self._alarmed(members)
+            )
         except CarrierError as error:
             self._report(f"the carrier failed here: {error}")
             return False
@@ -259,7 +286,7 @@ class Membership(Generic[C]):
 
     def _close(self, built: bool) -> bool:
         """Whether all of it worked everywhere. Without this, one member may go on where another starts again."""
-        return bool(self.fabric.agree(built))
+        return bool(self._agree(Phase.CLOSING, built))
 
     def _alarmed(self, members: tuple[int, ...]) -> bool:
         return not self.fabric.failed().isdisjoint(members)

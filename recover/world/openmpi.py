@@ -94,6 +94,14 @@ class OpenMPIFabric:
                 self.waiting_in = None
                 self.board.finish(self.rank, self._agreements)
 
+    def linger(self, seconds: float) -> None:
+        number, deadline = self._agreements, time.monotonic() + seconds
+        self.doze_until(
+            lambda rank: self.board.finished(rank) >= number or time.monotonic() > deadline,
+            range(self.size),
+            self.failed,
+        )
+
     def doze_until(
         self, there: Callable[[int], bool], ranks: Iterable[int], excused: Callable[[], Collection[int]]
     ) -> None:

@@ -3,8 +3,9 @@
 The same protocol code as over Open MPI runs here, one greenlet per rank; at every call the scheduler picks, from
 a seed, who runs next and who dies. It is as unkind as the real thing was measured to be: a rank's own list of
 deaths lags; an agreement that meets an unacknowledged death fails everywhere and drops its word; it may succeed
-although somebody has not heard of a death, and count in one who has died since; it may forget to tell one rank; a
-reduction hit by a death succeeds on some and fails on others; messages of the dying may be lost.
+although somebody has not heard of a death, and count in one who has died since; it may forget to tell one rank; if
+all who held its result have died, the others may decide it anew; a reduction hit by a death succeeds on some and
+fails on others; messages of the dying may be lost.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class _Agreement:
         self.resolved = False
         self.result: int | None = None
         self.forgets: int | None = None
+        self.holders: set[int] = set()  # who has the result
 
 
 class Simulation:
@@ -93,6 +95,7 @@ class Simulation:
                 return
             if fabric.alive:
                 self.finished[fabric.rank] = result
+                self._tell_of(fabric.rank)  # who leaves without MPI_Finalize is taken for dead
 
         return body
 
@@ -101,12 +104,19 @@ class Simulation:
         if rank in self.dead or rank in self.finished:
             return
         self.dead[rank] = why
-        for fabric in self.fabrics:
-            late = self.rng.choice((0.0, 0.0005, 0.002, 0.01, 0.03)) * self.rng.random()
-            self._notices.append((self.clock + late, fabric.rank, rank))
+        self._tell_of(rank)
         for key in [key for key in self.mail if key[0] == rank]:
             if self.rng.random() < 0.5:
                 del self.mail[key]
+
+    def _tell_of(self, rank: int) -> None:
+        for fabric in self.fabrics:
+            late = self.rng.choice((0.0, 0.0005, 0.002, 0.01, 0.03)) * self.rng.random()
+            self._notices.append((self.clock + late, fabric.rank, rank))
+
+    @property
+    def gone(self) -> set[int]:
+        return {*self.dead, *self.finished}
 
     def count_call(self, rank: int) -> None:
         """Every call may be the last one."""
@@ -123,13 +133,19 @@ class Simulation:
     def resolve(self, number: int) -> _Agreement:
         """Decide an agreement once nobody alive is missing any more."""
         agreement = self.agreements.setdefault(number, _Agreement())
+        gone = self.gone
+        if agreement.holders and agreement.holders <= gone:
+            # Those who had the result have taken it with them: the others may have to decide anew.
+            agreement.holders, agreement.forgets = set(), None
+            if self.rng.random() < 0.5:
+                agreement.resolved, agreement.result = False, None
         alive = [f for f in self.fabrics if f.alive]
         if agreement.resolved or any(f.rank not in agreement.words for f in alive):
             return agreement
         agreement.resolved = True
         counted = {f.rank for f in alive}
         success = True
-        for dead in self.dead:
+        for dead in sorted(gone):
             if dead in agreement.words and self.rng.random() < 0.5:
                 counted.add(dead)
                 continue
@@ -159,13 +175,14 @@ class Simulation:
 
     def _watch(self) -> None:
         """What each rank's watcher thread does: leave if a mate is dead, give up if forgotten."""
-        furthest = max(f.holds for f in self.fabrics)
+        furthest = max((f.holds for f in self.fabrics if f.alive), default=0)
         for fabric in self.fabrics:
             if not fabric.alive:
                 continue
+            held = fabric.waiting_in is not None and furthest >= fabric.waiting_in
             if fabric.outside_protocol and self.grid.mates(fabric.rank) & set(fabric.known):
                 self.kill(fabric.rank, "orphan")
-            elif fabric.watchdog.forgotten(fabric.waiting_in, furthest, self.clock):
+            elif fabric.watchdog.forgotten(fabric.waiting_in, held, self.clock):
                 self.kill(fabric.rank, "fenced")
 
     def _skip_ahead(self) -> None:
@@ -231,6 +248,7 @@ class SimulatedFabric:
 
         self.wait(f"in agreement {number}", told)
         self.waiting_in, self.holds = None, number
+        self._simulation.agreements[number].holders.add(self.rank)
         return self._simulation.agreements[number].result
 
     def failed(self) -> frozenset[int]:
@@ -249,6 +267,13 @@ class SimulatedFabric:
 
     def receive(self, source: int, tag: int) -> SimulatedMessage:
         return SimulatedMessage(self._simulation, (source, self.rank, tag))
+
+    def linger(self, seconds: float) -> None:
+        number, deadline = self._count, self._simulation.clock + seconds
+        while self._simulation.clock < deadline and any(
+            f.alive and f.holds < number and f is not self for f in self._simulation.fabrics
+        ):
+            self.pause(0.001)
 
     def fence(self, rank: int) -> None:
         self._simulation.kill(rank, "fenced")

@@ -18,9 +18,9 @@ class AgreementWatchdog:
         self._since: float | None = None
         self._agreement = 0
 
-    def forgotten(self, waiting_in: int | None, furthest: int, now: float) -> bool:
-        """`waiting_in`: the agreement this rank waits in (None: it is in none); `furthest`: the highest result held."""
-        if waiting_in is None or furthest < waiting_in:
+    def forgotten(self, waiting_in: int | None, held: bool, now: float) -> bool:
+        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its result already."""
+        if waiting_in is None or not held:
             self._since = None
             return False
         if self._since is None or self._agreement != waiting_in:

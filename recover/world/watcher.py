@@ -57,7 +57,8 @@ class Watcher:
 
     def _look_at_the_board(self) -> None:
         agreement = self._fabric.waiting_in
-        if self._watchdog.forgotten(agreement, self._board.furthest(), time.monotonic()):
+        held = agreement is not None and self._board.held_by_others(agreement)
+        if self._watchdog.forgotten(agreement, held, time.monotonic()):
             ending.die(
                 ending.End.FENCED,
                 f"agreement {agreement} was decided without this rank; it leaves so that the others go on",

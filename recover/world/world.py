@@ -20,6 +20,7 @@ from recover.world.openmpi import OpenMPIFabric, start_mpi
 from recover.world.watcher import Watcher
 from recover.world.worker import Worker
 
+LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
 MATE_PATIENCE = 0.15  # seconds; a death is noticed within 60 ms
 
 _current: World | None = None
@@ -117,6 +118,7 @@ class World:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
         while self.agree(1) is None:
             self.repair()
+        self._fabric.linger(LINGER)
 
 
 def init(replica_size: int | None = None, carrier: str = "auto") -> World:

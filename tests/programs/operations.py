@@ -54,7 +54,7 @@ except TypeError as refusal:
 assert world.agree(0b111) == 0b111
 assert world.agree(0b101 if world.rank else 0b011) == 0b001
 try:
-    world.agree(1 << 31)
+    world.agree(1 << 27)
     raise SystemExit("a word that does not fit was accepted")
 except ValueError as refusal:
     print(refusal)
