@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 app = typer.Typer(
     name="recover",
@@ -41,6 +42,56 @@ def run(
         ranks, script, args or [], replica_size=replica_size, run_dir=run_dir, timeout=timeout, mpirun=mpirun
     )
     raise typer.Exit(code)
+
+
+class _Train(TyperCommand):
+    """Its help ends with all keys; they are looked up only when somebody asks for it."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from recover.train.config import describe
+
+        rows = [(key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe()]
+        with formatter.section("Keys, in CONFIG.yaml or as key=value"):
+            formatter.write_dl(rows)
+
+
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@app.command(cls=_Train)
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="What to train and how; the keys are below."
+        ),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written.  [default: runs/train-TIME]")
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STEP:REPLICA[.LOCAL]:LOCATION",
+            help="A death on schedule, as 3:1:in-reduce; may be repeated.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on from the last checkpoint of this run, with as many replicas as you like.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show grid, memory and plan; start nothing.")
+    ] = False,
+) -> None:
+    """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
+    from recover.train.command import train as start
+
+    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run))
 
 
 @app.command()
@@ -83,6 +134,45 @@ def plan(
         raise typer.Exit(2) from None
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="Run directories; several are laid over each other."),
+    ],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Say in one line whether runs did the same; draw nothing.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Where page and pictures go.  [default: RUN_DIR/report]")
+    ] = None,
+) -> None:
+    """Show what runs did: one page with loss, batch, replicas, throughput and every incident."""
+    from recover.report import build
+    from recover.report import compare as compare_runs
+
+    try:
+        if compare:
+            typer.echo("\n".join(compare_runs(run_dirs)))
+        else:
+            typer.echo(f"page: {build(run_dirs, output or run_dirs[0] / 'report')}")
+    except (ValueError, OSError) as error:
+        typer.echo(f"recover report: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def demo(
+    output: Annotated[
+        Path | None, typer.Option(help="Where runs and page go.  [default: runs/demo-TIME]")
+    ] = None,
+) -> None:
+    """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
+    from recover.train.demo import demo as show
+
+    raise typer.Exit(show(output))
+
+
 bench = typer.Typer(
     no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."
 )
@@ -101,6 +191,29 @@ def bench_collectives(
     from recover.bench.collectives import bench_collectives as measure
 
     measure([int(n) for n in ranks.split(",")], [float(size) for size in megabytes.split(",")], rounds, json)
+
+
+@bench.command("overhead")
+def bench_overhead(
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    replicas: Annotated[int, typer.Option(min=2)] = 2,
+    seq_len: Annotated[int, typer.Option(min=1)] = 128,
+    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
+    turns: Annotated[int, typer.Option(help="Pairs of steps.", min=3)] = 20,
+    json: Json = None,
+) -> None:
+    """Without failures: tokens/s and memory against stock torch DDP on gloo, turn by turn."""
+    from recover.bench.training import bench_overhead as measure
+
+    measure(model, replicas, seq_len, accum, turns, json)
+
+
+@bench.command("recovery")
+def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
+    """From SIGKILL in the middle of a reduction to the commit of that very step."""
+    from recover.bench.training import bench_recovery as measure
+
+    measure(replicas, json)
 
 
 @bench.command("repair")

@@ -1,0 +1,149 @@
+"""`recover train`, on the launcher's side: plan, start the ranks, show their progress, and say how it went."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.faults.probe import KILLS_VARIABLE
+from recover.train import checkpoint
+from recover.train.plan import Plan, make_plan
+from recover.train.progress import Screen
+from recover.world.launcher import launch
+
+LOOK = 0.2  # seconds between looks at the run's files
+TOO_FEW = 3  # exit code: fewer than min_replicas are left
+
+
+def train(
+    words: Sequence[str],
+    run_dir: Path | None = None,
+    kills: Sequence[str] = (),
+    resume: Path | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas)."""
+    try:
+        plan = make_plan(words, run_dir, kills, resume)
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return 2
+    if dry_run:
+        from recover.train.dry_run import tell
+
+        print("\n".join(tell(plan)))
+        return 0
+    return run(plan)
+
+
+def run(plan: Plan) -> int:
+    """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
+    stop = plan.run_dir / "stop"
+    stop.unlink(missing_ok=True)
+    (plan.run_dir / "summary.json").unlink(missing_ok=True)
+    code: list[int] = []
+    ranks = threading.Thread(target=lambda: code.append(_launch(plan)), daemon=True)
+    first = plan.resume.step + 1 if plan.resume else 1
+    print(_intention(plan, first), flush=True)
+    with _Signals(stop), Screen(plan.config, plan.run_dir, first) as screen:
+        ranks.start()
+        while ranks.is_alive():
+            ranks.join(LOOK)
+            screen.update()
+    stop.unlink(missing_ok=True)
+    return 2 if code == [2] else _verdict(plan, code == [0])
+
+
+def _launch(plan: Plan) -> int:
+    return launch(
+        plan.config.replicas,
+        Path(__file__).with_name("loop.py"),
+        [plan.config.model_dump_json(), str(plan.resume.path.absolute()) if plan.resume else ""],
+        run_dir=plan.run_dir,
+        env={KILLS_VARIABLE: " ".join(map(str, plan.kills))},
+    )
+
+
+class _Signals:
+    """The first SIGTERM or SIGUSR1 asks the ranks, by a file, to stop after their step; anything else ends us.
+
+    When this process is gone, its guardian ends the ranks.
+    """
+
+    def __init__(self, stop: Path) -> None:
+        self._stop = stop
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    self._previous[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        if number in (signal.SIGTERM, signal.SIGUSR1) and not self._stop.exists():
+            self._stop.parent.mkdir(parents=True, exist_ok=True)
+            self._stop.touch()
+            _say(f"{name}: finishing the step and saving a checkpoint; once more ends the run at once")
+            return
+        _say(f"ended by {name}")
+        raise SystemExit(128 + number)
+
+
+def _intention(plan: Plan, first: int) -> str:
+    config = plan.config
+    return (
+        f"training {config.model} from step {first} to {config.steps} on {config.replicas} replicas, "
+        f"B = {config.global_batch} microbatches of {config.microbatch_size} x {config.seq_len} tokens\n"
+        f"data: {plan.stream.description}"
+    )
+
+
+def _verdict(plan: Plan, finished: bool) -> int:
+    config, found = plan.config, checkpoint.latest(plan.run_dir)
+    again = f"`recover train --resume {plan.run_dir}`"
+    if found and found.step < config.steps:
+        way_on = f"{again} goes on from step {found.step + 1}"
+    else:
+        way_on = "there is no checkpoint to go on from"
+    path = plan.run_dir / "summary.json"
+    if not finished or not path.exists():
+        _say(f"the run was lost; {way_on}")
+        return 1
+    summary = json.loads(path.read_text())
+    if summary["steps"] < config.steps:
+        if summary["replicas_end"] < config.min_replicas:
+            _say(
+                f"stopped after step {summary['steps']}: {summary['replicas_end']} replicas are left, and "
+                f"min_replicas is {config.min_replicas}; {way_on}"
+            )
+            return TOO_FEW
+        _say(f"stopped after step {summary['steps']} as asked; {way_on}")
+        return 0 if found and found.step == summary["steps"] else 1
+    lost = "no replica lost" if not summary["failures"] else f"replicas lost: {summary['failures']}"
+    loss = "not a number" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
+    low, high = summary["microbatches_min"], summary["microbatches_max"]
+    print(
+        f"done: {summary['steps']} steps of {low if low == high else f'{low} to {high}'} microbatches, {lost}, "
+        f"final loss {loss}, {summary['tokens_per_second']:,.0f} tokens/s\n"
+        f"run directory: {_short(plan.run_dir)}"
+    )
+    return 0
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _say(text: str) -> None:
+    print(f"recover: {text}", file=sys.stderr, flush=True)

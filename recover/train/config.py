@@ -1,0 +1,259 @@
+"""What `recover train` can be told: every key, its default, its meaning, and refusals that name the nearest right one.
+
+Values come as text, from YAML and from the command line alike, and are parsed here: YAML's own reading would make a
+string of 3e-4 and a truth value of `no`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator as validator
+from pydantic_core import ErrorDetails
+
+MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with the sequence length each is made for
+SEQ_LEN = 128  # of a model from a file, unless it is said
+NOTHING = ("", "~", "null", "none")
+
+
+class ConfigError(ValueError):
+    """A key or a value that cannot be used."""
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Data(Group):
+    path: str | None = Field(
+        default=None,
+        description="text files, a folder, .jsonl, .npy or .bin tokens, or hf:NAME; null: the sources of Python's "
+        "standard library",
+    )
+
+
+class Eval(Group):
+    every: NonNegativeInt = Field(
+        default=0, description="steps between evaluations on held-out data; 0: never"
+    )
+    batches: PositiveInt = Field(default=8, description="microbatches in an evaluation")
+    fraction: float = Field(default=0.02, gt=0, lt=1, description="part of the corpus that is held out")
+
+
+class Checkpoint(Group):
+    every: NonNegativeInt = Field(
+        default=50, description="steps between checkpoints; 0: only when a run is stopped early"
+    )
+    keep: PositiveInt = Field(default=2, description="how many of them stay on disk")
+
+
+class Log(Group):
+    tensorboard: bool = Field(default=True, description="write TensorBoard events")
+    wandb: str | None = Field(
+        default=None, description="the Weights & Biases project to log to (pip install wandb)"
+    )
+
+
+class Config(Group):
+    model: str = Field(
+        default="tiny",
+        description=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json of a LLaMA",
+    )
+    steps: PositiveInt = Field(default=60, description="optimizer steps")
+    replicas: PositiveInt = Field(default=4, description="copies of the model to begin with")
+    accum: PositiveInt = Field(default=4, description="microbatches that each of them accumulates in a step")
+    global_batch: PositiveInt = Field(
+        default=16, description="B, microbatches per step; follows from replicas x accum"
+    )
+    microbatch_size: PositiveInt = Field(default=1, description="sequences in a microbatch")
+    seq_len: PositiveInt = Field(
+        default=SEQ_LEN, description="tokens in a sequence; small: 256, 1b and 7b: 4096 unless said"
+    )
+    parallel: Literal["ddp"] = Field(default="ddp", description="how a replica is built inside: one process")
+    policy: Literal["balanced", "static", "adaptive"] = Field(
+        default="balanced", description="how work is shared out: docs/policy.md"
+    )
+    samples: Literal["exact", "partitioned"] = Field(
+        default="exact", description="exact: the dead's samples are run by others; partitioned: they drop out"
+    )
+    data: Data = Data()
+    tokenizer: str = Field(default="bytes", description="bytes, or a tokenizers file")
+    lr: PositiveFloat = Field(default=1e-3, description="the highest learning rate")
+    warmup_steps: NonNegativeInt = Field(
+        default=10, description="steps until it is reached; then a cosine to a tenth of it"
+    )
+    eval: Eval = Eval()
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the optimizer")
+    clip: PositiveFloat | None = Field(default=1.0, description="limit of the gradient norm; null: none")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="what forward and backward compute in"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: CUDA where there is one"
+    )
+    seed: NonNegativeInt = Field(default=0, description="of the weights, the order of the data and dropout")
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    min_replicas: PositiveInt = Field(
+        default=1, description="with fewer left, save a checkpoint and end with exit code 3"
+    )
+    faults: str | None = Field(
+        default=None, description="a YAML list of kills: step, replica, location, and if need be local"
+    )
+
+    @validator(mode="before")
+    @classmethod
+    def _batch(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """B = replicas x accum. Who resumes with another number of replicas keeps B, and accum follows."""
+        named = {name: _count(given, name) for name in ("replicas", "accum", "global_batch")}
+        if any(given.get(name) is not None and count is None for name, count in named.items()):
+            return given  # not a count at all: the field itself will say so
+        replicas = named["replicas"] or cls.model_fields["replicas"].default
+        accum, batch = named["accum"], named["global_batch"]
+        if batch is None:
+            batch = replicas * (accum or cls.model_fields["accum"].default)
+        even = -(-batch // replicas)
+        if accum is not None and accum != even:
+            raise ValueError(
+                f"accum={accum} with replicas={replicas} makes {replicas * accum} microbatches a step, but "
+                f"global_batch is {batch}; leave accum out"
+            )
+        return {**given, "accum": even, "global_batch": batch}
+
+    @validator(mode="before")
+    @classmethod
+    def _sequence(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"seq_len": MODELS.get(given.get("model", "tiny"), SEQ_LEN), **given}
+
+    @validator(mode="after")
+    def _fits(self) -> Self:
+        if self.model not in MODELS and not Path(self.model).is_file():
+            near = difflib.get_close_matches(self.model, MODELS, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"choose one of {', '.join(MODELS)}, or an existing file"
+            )
+            raise ValueError(f"model={self.model!r} is neither a size nor a file; {hint}")
+        if self.policy == "static" and self.samples == "exact":
+            raise ValueError(
+                "policy='static' does not go with samples='exact': a spare's samples are almost never the ones that a "
+                "dead replica leaves behind; add samples=partitioned, or use policy=balanced"
+            )
+        if self.replicas > self.global_batch:
+            raise ValueError(
+                f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"
+            )
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"min_replicas={self.min_replicas} is more than replicas={self.replicas}; lower it"
+            )
+        return self
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.microbatch_size * self.seq_len
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+
+
+def parse(given: Mapping[str, Any]) -> Config:
+    """Dotted keys to a checked configuration."""
+    known = {key for key, _, _ in describe()}
+    tree: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, known))
+        group, _, name = key.rpartition(".")
+        place = tree.setdefault(group, {}) if group else tree
+        place[name] = None if isinstance(value, str) and value.strip().lower() in NOTHING else value
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(detail) for detail in error.errors())) from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A YAML file as dotted keys with the values as they were written."""
+    try:
+        tree = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ConfigError(f"config {path} cannot be read ({error.strerror}); check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree or {}, dict):
+        raise ConfigError(f"config {path} is not a list of `key: value` lines")
+    return dict(flatten(tree or {}))
+
+
+def read_words(words: Iterable[str]) -> dict[str, str]:
+    """`key=value` from the command line."""
+    pairs = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"{word!r} is neither a YAML file that comes first nor of the form key=value")
+        pairs[key.strip()] = value
+    return pairs
+
+
+def flatten(tree: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def describe(model: type[BaseModel] = Config, above: str = "") -> Iterable[tuple[str, Any, str]]:
+    """Every key with its default and its meaning."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Group):
+            yield from describe(field.annotation, f"{above}{name}.")
+        else:
+            yield above + name, field.default, field.description or ""
+
+
+def _count(given: Mapping[str, Any], name: str) -> int | None:
+    """A number that others depend on; None if there is none or it cannot be one."""
+    try:
+        number = int(given[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return number if number > 0 else None
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    inside = sorted(name for name in known if name.startswith(f"{key}."))
+    if inside:
+        return f"{key!r} is a group of keys; say which: {', '.join(inside)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "`recover train --help` lists them all"
+    return f"there is no key {key!r}; {hint}"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    key, value = ".".join(map(str, detail["loc"])), detail["input"]
+    match detail["type"]:
+        case "value_error":  # one of our own, which names everything
+            return str(detail["ctx"]["error"])
+        case "literal_error":
+            if key == "parallel" and value in ("hsdp", "3d", "threed", "fsdp", "tp", "pp"):
+                return f"parallel={value!r} is not built yet; a replica is one process: parallel=ddp"
+            choices = get_args(Config.model_fields[key].annotation)
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "choose another"
+            return f"{key}={value!r} must be {detail['ctx']['expected']}; {hint}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return f"{key}={value!r} must be a whole number"
+        case "float_parsing" | "float_type":
+            return f"{key}={value!r} must be a number"
+        case "bool_parsing" | "bool_type":
+            return f"{key}={value!r} must be true or false"
+    return f"{key}={value!r} {detail['msg'].replace('Input should', 'must')}"

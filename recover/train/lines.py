@@ -1,0 +1,115 @@
+"""What a line of `steps.jsonl`, a line of `incidents.jsonl` and `summary.json` say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recover.faults import Kill
+from recover.step.incident import Incident
+from recover.step.step import Step
+from recover.train.config import Config
+from recover.train.journal import Line, read_lines
+from recover.world.world import World
+
+
+def step_line(step: Step, world: World, config: Config, lr: float, seconds: float) -> Line:
+    """The step that was just committed. The same on all survivors, but for the time it took."""
+    microbatches = len(step.all_samples)
+    return {
+        "step": step.index,
+        "loss": _finite(step.loss),
+        "grad_norm": _finite(step.grad_norm),
+        "lr": lr,
+        "microbatches": microbatches,
+        "tokens": microbatches * config.tokens_per_microbatch,
+        "replicas": len(world.replicas),
+        "epoch": world.epoch,
+        "accum": step.layout.accum,
+        "roles": {str(role): count for role, count in sorted(step.layout.roles().items())},
+        "seconds": round(seconds, 6),
+        "data_digest": data_digest(step.all_samples),
+    }
+
+
+def incident_line(incident: Incident, kills: Iterable[Kill], exact: bool) -> Line:
+    return {
+        "step": incident.step,
+        "location": _location(incident, kills),
+        "dead_ranks": list(incident.dead_ranks),
+        "dead_replicas": list(incident.dead_replicas),
+        "boundary": incident.boundary,
+        "restore": str(incident.restore),
+        "extra_microbatches": incident.extra_microbatches,
+        "redone_microbatches": incident.extra_microbatches
+        if exact
+        else 0,  # otherwise they draw other samples
+        "epoch": incident.epoch,
+        "detect_ms": round(incident.detect_ms, 3),
+        "repair_ms": round(incident.repair_ms, 3),
+        "restore_ms": round(incident.restore_ms, 3),
+        "redo_ms": round(incident.redo_ms, 3),
+    }
+
+
+def _location(incident: Incident, kills: Iterable[Kill]) -> str:
+    """Where the schedule struck; of a death that nobody scheduled, where the survivors were when they noticed."""
+    latest: dict[int, Kill] = {}
+    for kill in sorted(kills, key=lambda kill: kill.step):
+        if kill.replica in incident.dead_replicas and kill.step <= incident.step:
+            latest[kill.replica] = kill
+    return ", ".join(sorted({kill.location for kill in latest.values()})) or incident.noticed_in
+
+
+def summary(run_dir: Path, world: World, model: torch.nn.Module, resumed_at: int) -> dict[str, Any]:
+    """Over all steps of the run, those before it was resumed included."""
+    steps = list(read_lines(run_dir / "steps.jsonl"))
+    before = [line for line in read_lines(run_dir / "incidents.jsonl") if line["step"] <= resumed_at]
+    tokens, seconds = sum(line["tokens"] for line in steps), sum(line["seconds"] for line in steps)
+    alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "microbatches_min": min((line["microbatches"] for line in steps), default=0),
+        "microbatches_max": max((line["microbatches"] for line in steps), default=0),
+        "replicas_start": world.grid.replicas,
+        "replicas_end": len(world.replicas),
+        "failures": world.grid.replicas
+        - len(world.replicas)
+        + sum(len(line["dead_replicas"]) for line in before),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        "effective_throughput": round(tokens / alive, 1) if alive else 0.0,  # per living rank
+        "final_loss": steps[-1]["loss"] if steps else None,
+        "parameters_digest": parameters_digest(model),
+    }
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(".json.tmp")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(path)
+
+
+def data_digest(samples: Sequence[int]) -> str:
+    """Over the sample indices of a step, in order, as text."""
+    return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
+
+
+def parameters_digest(model: torch.nn.Module) -> str:
+    """Over the bytes of all parameters, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,229 @@
+"""What every rank runs: the training loop, top to bottom. Started by `recover train`, never by hand.
+
+Arguments: the configuration as JSON, and the checkpoint to go on from ("" for none).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import recover
+from recover.data import open_stream
+from recover.faults import parse_kills
+from recover.faults.probe import KILLS_VARIABLE
+from recover.models import Llama
+from recover.policy import RestoreMode
+from recover.step.incident import Incident
+from recover.train import checkpoint
+from recover.train.config import Config
+from recover.train.journal import Journal, settle
+from recover.train.lines import incident_line, step_line, summary, write_json
+from recover.train.shape import shape_of
+from recover.train.sinks import Sinks
+from recover.world import ending
+
+LOWEST_LR = 0.1  # of the highest: where the cosine ends
+IN_FLIGHT = 0.002  # a scheduled death while a checkpoint is written strikes this long after its start
+
+
+def main(config: Config, run_dir: Path, resume: Path | None) -> None:
+    world = recover.init()
+    device = pick_device(config.device)
+    stream, heldout = (
+        open_stream(
+            config.data.path,
+            config.tokenizer,
+            config.seq_len,
+            config.microbatch_size,
+            config.seed,
+            split,
+            config.eval.fraction,
+        )
+        for split in ("train", "heldout")
+    )
+    shape = shape_of(config, stream.vocab)
+    torch.manual_seed(config.seed)
+    model = Llama(shape).to(device)
+    optimizer = make_optimizer(config, model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(config, done))
+    saved = load_checkpoint(resume, model, optimizer) if resume else None
+    step = recover.Step(
+        world,
+        model,
+        optimizer,
+        config.global_batch,
+        policy=config.policy,
+        samples=config.samples,
+        clip=config.clip,
+        scheduler=scheduler,
+        seed=config.seed,
+    )
+    if saved:
+        step.load_state_dict(saved["position"])
+        scheduler.load_state_dict(saved["scheduler"])
+        scheduler.base_lrs = [config.lr for _ in scheduler.base_lrs]  # another lr may have been asked for
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * lr_factor(config, step.index)
+
+    resumed_at = step.index
+    sinks = Sinks(config, run_dir)
+    journal = Journal(run_dir, world, sinks)
+    saver = checkpoint.Saver(run_dir, config.checkpoint.every, config.checkpoint.keep)
+    kills = parse_kills(os.environ.get(KILLS_VARIABLE, "").split())
+
+    def lost(ranks: Sequence[int], seconds: float) -> None:
+        """Ranks died before the first step or after the last one: there is nothing to run again."""
+        died = Incident(
+            step=max(step.index, resumed_at + 1),
+            epoch=world.epoch,
+            dead_ranks=tuple(ranks),
+            dead_replicas=world.grid.replicas_of(ranks),
+            complete=True,
+            boundary=False,
+            restore=RestoreMode.SKIP,
+            extra_microbatches=0,
+            discarded_microbatches=0,
+            noticed_at=time.time(),
+            noticed_in="advance",
+            detect_ms=0.0,
+            repair_ms=seconds * 1e3,
+        )
+        journal.incidents.kept.append(incident_line(died, kills, exact=False))
+
+    def save() -> None:
+        facts = {
+            "step": step.index,
+            "position": step.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "model": asdict(shape),
+            "config": config.model_dump(),
+        }
+        saver.save(step.index, checkpoint.tensors_of(model, optimizer), facts)
+
+    def prepare() -> None:
+        if journal.writing:
+            (run_dir / "config.yaml").write_text(config.to_yaml())
+            for lines in (journal.steps, journal.incidents):
+                lines.cut_after(resumed_at)
+
+    def close() -> None:
+        """The writer may die before its last line, or over it: then its successor does all of this again."""
+        journal.write()
+        if journal.writing:
+            early = step.index < config.steps
+            if (config.checkpoint.every or early) and saver.newest() != step.index:
+                save()
+            saver.finish()
+            write_json(run_dir / "summary.json", summary(run_dir, world, model, resumed_at))
+            sinks.close()
+
+    if world.last_census.epoch > 1:  # somebody died while the replicas were made equal
+        dead = sorted(set(range(world.grid.ranks)) - set(world.members))
+        lost(dead, world.last_census.seconds)
+    settle(world, prepare, lost)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: stop_after_this_step(number, step))
+
+    stop = run_dir / "stop"
+    while step.index < config.steps and not step.stop_agreed and len(world.replicas) >= config.min_replicas:
+        started, lr = time.perf_counter(), optimizer.param_groups[0]["lr"]
+        for batch in step.microbatches(stream):
+            step.backward(loss_of(model, batch, config, device))
+            if stop.exists():
+                step.request_stop()
+        line = step_line(step, world, config, lr, time.perf_counter() - started)
+        if config.eval.every and step.index % config.eval.every == 0:
+            line["heldout_loss"] = evaluate(model, heldout, config, device)
+        exact = config.samples == "exact"
+        ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
+        journal.commit(line, [incident_line(incident, kills, exact) for incident in step.incidents])
+        if journal.writing and saver.due(step.index):
+            save()
+            if world.probe.expects("checkpoint"):
+                time.sleep(IN_FLIGHT)
+        if config.checkpoint.every and step.index % config.checkpoint.every == 0:
+            world.probe("checkpoint")
+    settle(world, close, lost)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def lr_factor(config: Config, done: int) -> float:
+    """Of the highest learning rate, after so many committed steps: linear warm-up, then a cosine."""
+    if done < config.warmup_steps:
+        return (done + 1) / config.warmup_steps
+    way = min(1.0, (done - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    return LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * way))
+
+
+def loss_of(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], config: Config, device: torch.device
+) -> torch.Tensor:
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        loss: torch.Tensor = model(batch["tokens"].to(device), batch["targets"].to(device))
+    return loss
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, heldout: Any, config: Config, device: torch.device) -> float:
+    """The mean loss on held-out data. Every replica computes it: nobody has to wait for anybody, or miss it."""
+    model.eval()
+    batches = range(min(config.eval.batches, len(heldout)))
+    losses = [float(loss_of(model, heldout[index], config, device)) for index in batches]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`0-3, 8`"""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends) or "none"
+
+
+def load_checkpoint(path: Path, model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    checkpoint.load(path, model, optimizer)
+    facts: dict[str, Any] = json.loads((path / checkpoint.FACTS).read_text())
+    return facts
+
+
+def stop_after_this_step(number: int, step: recover.Step) -> None:
+    """The first signal asks all replicas to stop together; the second one finds no handler, and kills."""
+    step.request_stop()
+    for each in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main(
+        Config.model_validate_json(sys.argv[1]),
+        Path(os.environ["RECOVER_RUN_DIR"]),
+        Path(sys.argv[2]) if sys.argv[2] else None,
+    )

@@ -1,0 +1,123 @@
+"""What the person at the terminal sees: the run's own files, read while they grow. No rank is asked for anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recover.train.config import Config
+
+QUIET = 1.0  # seconds between two lines where there is no terminal
+SMOOTHING = 0.2
+
+
+class Tail:
+    """The whole lines that were added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self._file = 0
+        if path.exists():  # of an earlier run, and about to be replaced by what stays of it
+            self._file, self._at = path.stat().st_ino, path.stat().st_size
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as file:
+                if self._file != (now := os.fstat(file.fileno()).st_ino):
+                    self._file, self._at = now, 0
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class Screen:
+    """Progress as a bar on a terminal, as lines elsewhere; every failure as one sentence."""
+
+    def __init__(self, config: Config, run_dir: Path, first: int) -> None:
+        self._config, self._first, self._next = config, first, first
+        self._steps, self._incidents = Tail(run_dir / "steps.jsonl"), Tail(run_dir / "incidents.jsonl")
+        self._untold: list[dict[str, Any]] = []
+        self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._rate = 0.0
+        self._said = 0.0
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"),
+                TextColumn("ETA"), TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting", total=config.steps, completed=first - 1)
+
+    def update(self) -> None:
+        # Incidents are written before their step, so read after it none of a shown step can be missing.
+        steps = [line for line in self._steps.read() if line["step"] >= self._next]
+        self._untold += [line for line in self._incidents.read() if line["step"] >= self._first]
+        for line in steps:
+            self._next = line["step"] + 1
+            speed = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
+            self._rate = self._rate * (1 - SMOOTHING) + speed * SMOOTHING if self._rate else speed
+            for incident in [i for i in self._untold if i["step"] <= line["step"]]:
+                self._untold.remove(incident)
+                self.say(sentence(incident, line, self._config.global_batch))
+            self._show(line)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update()
+        if self._bar is not None:
+            self._bar.stop()
+        for incident in self._untold:
+            self.say(sentence(incident, None, self._config.global_batch))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def _show(self, line: dict[str, Any]) -> None:
+        loss = "  -   " if line["loss"] is None else f"{line['loss']:.4f}"
+        heldout = f"  held-out {line['heldout_loss']:.4f}" if "heldout_loss" in line else ""
+        text = f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {_replicas(line['replicas'])}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"], description=text)
+            return
+        now = time.monotonic()
+        if now - self._said >= QUIET or line["step"] == self._config.steps or heldout:
+            self._said = now
+            left = (self._config.steps - line["step"]) * line["seconds"]
+            self.say(f"step {line['step']}/{self._config.steps}  {text}  ETA {left:.0f} s")
+
+
+def sentence(incident: dict[str, Any], step: dict[str, Any] | None, global_batch: int) -> str:
+    """Who, where in the step, how long the repair took, what was redone, and what the step was committed on."""
+    dead = incident["dead_replicas"]
+    who = f"replica{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
+    text = f"step {incident['step']}: lost {who} ({incident['location']}); repaired in {incident['repair_ms']:.0f} ms"
+    extra = incident["extra_microbatches"]
+    if extra:
+        what = f"microbatch{'es' if extra > 1 else ''}"
+        text += f", {extra} {what} {'run again' if incident['redone_microbatches'] else 'run in their place'}"
+    else:
+        text += ", nothing to run again"
+    if step is None:
+        return text + "; every step was committed already"
+    return (
+        text + f"; committed with {step['microbatches']} of {global_batch} on {_replicas(step['replicas'])}"
+    )
+
+
+def _replicas(number: int) -> str:
+    return f"{number} replica{'' if number == 1 else 's'}"

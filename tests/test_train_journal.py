@@ -1,0 +1,176 @@
+"""Files of lines that change hands: nothing is lost, doubled or torn, whatever the one before has left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover.step.samples import PartitionedSamples
+from recover.train.config import parse
+from recover.train.journal import Journal, LineFile, read_lines
+from recover.train.lines import data_digest
+from recover.train.progress import Screen, Tail, sentence
+from recover.train.sinks import Sinks
+
+
+def line(step: int, **more: object) -> dict[str, Any]:
+    return {"step": step, "loss": 1.5, **more}
+
+
+def filled(path: Path, steps: range) -> LineFile:
+    """What a rank remembers."""
+    lines = LineFile(path, "step")
+    lines.kept.extend(line(step) for step in steps)
+    return lines
+
+
+def numbers(path: Path) -> list[int]:
+    return [json.loads(text)["step"] for text in path.read_text().splitlines()]
+
+
+def test_a_successor_cuts_off_a_torn_line_wherever_it_is_torn_and_writes_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    filled(path, range(1, 4)).write()
+    whole = path.read_bytes()
+    third = whole.index(b'{"step": 3')
+    for torn in range(third, len(whole) + 1):
+        path.write_bytes(whole[:torn])
+        filled(path, range(1, 6)).write()
+        assert numbers(path) == [1, 2, 3, 4, 5]
+
+
+def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    lines = filled(path, range(1, 4))
+    for _ in range(2):
+        lines.write()
+        filled(path, range(1, 4)).write()
+    assert numbers(path) == [1, 2, 3]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world: Any = SimpleNamespace(rank=0, members=(0, 1))
+    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path))
+    journal.commit(line(1), [])
+    with monkeypatch.context() as full:
+        write = os.write
+
+        def half(file: int, text: bytes) -> int:
+            write(file, text[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(os, "write", half)
+        journal.commit(line(2), [])
+        journal.commit(line(3), [])
+    assert capsys.readouterr().out.count("kept in memory") == 1
+    assert [entry["step"] for entry in read_lines(tmp_path / "steps.jsonl")] == [1]
+    journal.commit(line(4), [])
+    assert numbers(tmp_path / "steps.jsonl") == [1, 2, 3, 4]
+
+
+def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(rank=2, members=(0, 2, 3))
+    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path))
+    journal.commit(line(1), [])
+    assert not (tmp_path / "steps.jsonl").exists()
+    world.members = (2, 3)
+    journal.commit(line(2), [line(2, epoch=2)])
+    assert numbers(tmp_path / "steps.jsonl") == [1, 2]
+
+
+def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    filled(path, range(1, 8)).write()
+    lines = filled(path, range(4, 6))
+    lines.cut_after(3)
+    lines.write()
+    assert numbers(path) == [1, 2, 3, 4, 5]
+
+
+def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    filled(path, range(1, 8)).write()
+    tail = Tail(path)
+    assert tail.read() == []
+    lines = filled(path, range(4, 12))
+    lines.cut_after(3)
+    lines.write()
+    with open(path, "ab") as file:
+        file.write(b'{"step": 12, "lo')
+    assert [entry["step"] for entry in tail.read()] == list(range(1, 12))
+    assert tail.read() == []
+
+
+def test_a_failure_is_one_sentence_and_comes_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incident = line(
+        3,
+        epoch=2,
+        location="in-reduce",
+        dead_replicas=[1],
+        repair_ms=74.4,
+        extra_microbatches=4,
+        redone_microbatches=4,
+    )
+    committed = line(3, microbatches=16, replicas=3, tokens=10, seconds=1.0)
+    expected = (
+        "step 3: lost replica 1 (in-reduce); repaired in 74 ms, 4 microbatches run again; "
+        "committed with 16 of 16 on 3 replicas"
+    )
+    assert sentence(incident, committed, 16) == expected
+    with Screen(parse({}), tmp_path, first=1) as screen:
+        (tmp_path / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
+        screen.update()
+        assert capsys.readouterr().out == ""
+        (tmp_path / "steps.jsonl").write_text(json.dumps(committed) + "\n")
+        screen.update()
+    assert expected in capsys.readouterr().out
+
+
+def test_tensorboard_after_a_change_of_hands_shows_every_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = parse({})
+    kept = [line(step, seconds=1.0, tokens=8) for step in range(1, 31)]
+    first, second = Sinks(config, tmp_path), Sinks(config, tmp_path)
+    for known in range(1, 21):
+        first.log(kept[:known])  # and is killed: it never closes
+    second.log(kept[:22])
+    second.log(kept)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
+
+
+def test_the_data_digest_is_that_of_the_sorted_indices() -> None:
+    assert data_digest([3, 1, 2]) == data_digest([1, 2, 3]) != data_digest([1, 2, 4])
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 5])
+def test_partitions_are_cut_anew_behind_all_samples_that_were_used(replicas: int) -> None:
+    """Four replicas of which one is slower and one dies; then another number of them goes on."""
+    used: list[int] = []
+    partitions = [PartitionedSamples(replica, 4) for replica in range(4)]
+    for step, alive in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]), start=1):
+        drawn = [partitions[r].index(step, slot) for r in alive for slot in range(1 if r == 2 else 3)]
+        used += drawn
+        for replica in alive:
+            partitions[replica].committed(drawn)
+    states = [partitions[replica].state_dict() for replica in (0, 2, 3)]
+    assert states == [states[0]] * 3  # any of them may save
+    again = [PartitionedSamples(replica, replicas) for replica in range(replicas)]
+    for partition in again:
+        partition.load_state_dict(states[0])
+        used += [partition.index(4, slot) for slot in range(7)]
+    assert len(used) == len(set(used))
+    assert again[0].state_dict() == states[0]  # nothing new has been committed

@@ -1,0 +1,296 @@
+"""The main job with real processes that die: what it leaves is whole, and the training is what was asked for."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launching import wait_until
+from training import (
+    INCIDENT_FIELDS,
+    STEP_FIELDS,
+    SUMMARY_FIELDS,
+    check_lines,
+    finish,
+    small_world,
+    start,
+    train,
+)
+
+from recover.data import open_stream
+from recover.models import Llama
+from recover.train.config import parse, read_words
+from recover.train.lines import data_digest
+from recover.train.loop import lr_factor, make_optimizer
+from recover.train.shape import shape_of
+
+PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "advance")
+
+
+def test_three_of_four_replicas_die_and_every_step_has_B_microbatches(tmp_path: Path) -> None:
+    """The writer is among the dead, and so is the rank that writes after it."""
+    words = [
+        *small_world(tmp_path),
+        "replicas=4",
+        "accum=4",
+        "steps=12",
+        "eval.every=5",
+        "log.tensorboard=true",
+    ]
+    run = train(tmp_path / "run", *words, kills=["3:1:in-reduce", "6:3:backward", "9:0:update"])
+    assert run.code == 0, run.output
+    check_lines(run, steps=12, batch=16)
+    assert " ".join(run.steps[0]) == STEP_FIELDS
+    assert {" ".join(line) for line in run.incidents} == {INCIDENT_FIELDS}
+    assert " ".join(run.summary) == SUMMARY_FIELDS
+    assert (run.summary["replicas_end"], run.summary["failures"], run.summary["steps"]) == (1, 3, 12)
+    assert [
+        (i["step"], i["location"], i["dead_replicas"], i["extra_microbatches"]) for i in run.incidents
+    ] == [
+        (3, "in-reduce", [1], 4),
+        (6, "backward", [3], 5),
+        (10, "update", [0], 8),  # it died after the verdict on step 9: the others learn of it in the next
+    ]
+    for step, line in enumerate(run.steps):
+        assert line["data_digest"] == data_digest(range(step * 16, step * 16 + 16))
+    assert [line["step"] for line in run.steps if "heldout_loss" in line] == [5, 10]
+    assert "step 3: lost replica 1 (in-reduce)" in run.output
+    assert "committed with 16 of 16 on 1 replica" in run.output
+    assert (run.run_dir / "config.yaml").exists()
+    assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_line_is_lost_when_the_writer_dies_again_and_again(tmp_path: Path, seed: int) -> None:
+    """Each replica dies when it is the writer; the last one after its last commit, before it can write it down."""
+    steps, draw = 11, random.Random(seed)
+    kills = [f"{2 * writer + draw.choice((1, 2))}:{writer}:{draw.choice(PLACES)}" for writer in range(4)]
+    kills.append(f"{steps}:4:{'advance' if seed == 1 else 'after-update'}")
+    words = [*small_world(tmp_path), "replicas=6", "accum=2", f"steps={steps}"]
+    run = train(tmp_path / "run", *words, kills=kills)
+    assert run.code == 0, run.output
+    check_lines(run, steps=steps, batch=12)
+    assert (run.summary["failures"], run.summary["replicas_end"]) == (5, 1), f"{kills}\n{run.output}"
+    assert sum(len(line["dead_replicas"]) for line in run.incidents) == 5
+    assert f"step {steps}: lost replica 4" in run.output
+    assert [line["data_digest"] for line in run.steps] == [
+        data_digest(range(step * 12, step * 12 + 12)) for step in range(steps)
+    ]
+
+
+@pytest.mark.soak
+def test_no_line_is_lost_over_fifty_deaths_of_the_writer_at_random_moments(tmp_path: Path) -> None:
+    """Killed from outside, whatever they are doing: whoever writes, five in a run."""
+    words, draw, killed = small_world(tmp_path), random.Random(0), 0
+    for number in range(10):
+        run_dir = tmp_path / f"run-{number}"
+        process = start(run_dir, *words, "replicas=6", "accum=2", "steps=150", "checkpoint.every=20")
+        for writer in range(5):
+            wait_until((run_dir / "steps.jsonl").exists, 60)
+            time.sleep(0.05 + draw.random() * 0.25)
+            if pid := _rank(process, writer):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        run = finish(process, run_dir)
+        assert run.code == 0, run.output
+        check_lines(run, steps=150, batch=12)
+        assert all(
+            line["data_digest"] == data_digest(range(12 * i, 12 * i + 12)) for i, line in enumerate(run.steps)
+        )
+    assert killed >= 45
+
+
+def test_partitioned_samples_are_never_used_twice_and_only_the_dead_ones_drop_out(tmp_path: Path) -> None:
+    words = [
+        *small_world(tmp_path),
+        "replicas=4",
+        "accum=4",
+        "steps=8",
+        "policy=static",
+        "samples=partitioned",
+    ]
+    run = train(tmp_path / "run", *words, kills=["3:1:in-reduce", "6:3:backward"])
+    assert run.code == 0, run.output
+    check_lines(run, steps=8, batch=16)
+    drawn = {
+        rank: [s for step in sorted(by_step) for s in by_step[step]]
+        for rank in range(4)
+        if (by_step := run.samples(rank))
+    }
+    everything = [sample for samples in drawn.values() for sample in samples]
+    assert len(everything) == len(set(everything)) == 8 * 16
+    for rank, samples in drawn.items():  # in order and without a gap, until the replica dies
+        assert samples == [rank + 4 * i for i in range(len(samples))]
+    assert [len(drawn[rank]) for rank in (1, 3)] == [
+        4 + 4,
+        4 + 4 + (4 + 1) + 4 + 4,
+    ]  # one extra; then the minor of three
+    for line in run.steps:
+        together = [s for rank in range(4) for s in run.samples(rank).get(line["step"], [])]
+        assert line["data_digest"] == data_digest(together)
+
+
+def test_a_death_over_a_checkpoint_leaves_the_one_before_and_others_go_on_from_it(tmp_path: Path) -> None:
+    """Then the last replica is lost too, and another number of replicas goes on: same B, same LR, the next data."""
+    words = [
+        *small_world(tmp_path),
+        "replicas=3",
+        "accum=4",
+        "steps=9",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+    ]
+    calm = train(tmp_path / "calm", *words, "replicas=1", "accum=12")
+    kills = ["4:0:checkpoint", "8:1:vote", "8:2:vote"]
+    lost = train(tmp_path / "run", *words, kills=kills)
+    assert lost.code == 1, lost.output
+    assert lost.checkpoints == ["step-2", "step-5", "step-6"]  # 4 was under way; its successor made up for it
+    check_lines(lost, steps=7, batch=12)
+    assert f"--resume {lost.run_dir}` goes on from step 7" in lost.output
+
+    again = train(
+        lost.run_dir, "replicas=2", "checkpoint.keep=1", resume=lost.run_dir, kills=["8:0:backward"]
+    )
+    assert again.code == 0, again.output
+    check_lines(again, steps=9, batch=12)
+    for resumed, reference in zip(again.steps, calm.steps, strict=True):
+        assert resumed["data_digest"] == reference["data_digest"]
+        assert resumed["lr"] == pytest.approx(reference["lr"], rel=1e-12)
+        assert resumed["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+    assert (again.summary["replicas_start"], again.summary["failures"]) == (
+        2,
+        2,
+    )  # what was lost for good is not in it
+    assert again.checkpoints == ["step-9"]
+
+
+def test_fewer_than_min_replicas_save_a_checkpoint_and_exit_with_3(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=20", "min_replicas=2", "optimizer=sgd"]
+    run = train(tmp_path / "run", *words, kills=["3:0:backward", "3:2:backward"])
+    assert run.code == 3, run.output
+    assert run.checkpoints == ["step-3"]
+    check_lines(run, steps=3, batch=6)
+    assert "1 replicas are left, and min_replicas is 2" in run.output
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+    """A rank gets the signal and all stop after the same step; then the launcher gets it; bit for bit the same end."""
+    words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=300", "warmup_steps=10"]
+    whole = train(tmp_path / "whole", *words)
+    run_dir = tmp_path / "run"
+
+    process = start(run_dir, *words)
+    assert wait_until(lambda: _steps(run_dir) >= 5)
+    os.kill(_rank(process, 1), signal.SIGUSR1)
+    first = finish(process, run_dir)
+    assert first.code == 0, first.output
+    reached = first.summary["steps"]
+    assert 5 <= reached < 300
+    assert first.checkpoints == [f"step-{reached}"]
+    assert f"stopped after step {reached} as asked" in first.output
+    assert f"goes on from step {reached + 1}" in first.output
+
+    process = start(run_dir, resume=run_dir)
+    assert wait_until(lambda: _steps(run_dir) >= reached + 5)
+    process.send_signal(signal.SIGTERM)
+    second = finish(process, run_dir)
+    assert second.code == 0, second.output
+    assert reached < second.summary["steps"] < 300
+
+    third = train(run_dir, resume=run_dir)
+    assert third.code == 0, third.output
+    check_lines(third, steps=300, batch=4)
+    assert [line["loss"] for line in third.steps] == [line["loss"] for line in whole.steps]
+    assert third.summary["parameters_digest"] == whole.summary["parameters_digest"]
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(
+        run_dir, *small_world(tmp_path), "replicas=2", "steps=100000", "microbatch_size=16", "accum=64"
+    )
+    assert wait_until(lambda: _rank(process, 1))
+    assert wait_until(lambda: (run_dir / "config.yaml").exists())
+    process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: (run_dir / "stop").exists())
+    process.send_signal(signal.SIGTERM)
+    run = finish(process, run_dir, limit=20)
+    assert run.code == 128 + signal.SIGTERM, run.output
+    assert wait_until(lambda: not _ranks(process))
+
+
+def plain_losses(words: list[str]) -> list[float]:
+    """The same training by one process in a plain loop: no step, no world, nothing that could fail."""
+    config = parse(read_words(words))
+    stream = open_stream(
+        config.data.path, config.tokenizer, config.seq_len, config.microbatch_size, config.seed
+    )
+    torch.manual_seed(config.seed)
+    model = Llama(shape_of(config, stream.vocab))
+    optimizer = make_optimizer(config, model)
+    losses = []
+    for step in range(config.steps):
+        optimizer.param_groups[0]["lr"] = config.lr * lr_factor(config, step)
+        total = 0.0
+        for sample in range(step * config.global_batch, (step + 1) * config.global_batch):
+            loss = model(**stream[sample]) / config.global_batch
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def smooth(losses: list[float], window: int = 10) -> np.ndarray:
+    return np.convolve(losses, np.ones(window) / window, mode="valid")
+
+
+def test_the_loss_curve_of_a_run_with_deaths_is_that_of_one_without(tmp_path: Path) -> None:
+    """Closer to it than failure-free runs on other data are to each other. `adaptive` has smaller batches."""
+    words = [*small_world(tmp_path), "steps=60", "replicas=4", "accum=4"]
+    calm = [smooth(plain_losses([*words, f"seed={seed}"])) for seed in range(4)]
+    noise = max(np.abs(calm[a] - calm[b]).mean() for a, b in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3)))
+    kills = ["15:1:in-reduce", "30:0:update", "45:2:vote"]
+    rough = train(tmp_path / "rough", *words, kills=kills)
+    assert rough.code == 0, rough.output
+    check_lines(rough, steps=60, batch=16)
+    assert np.abs(smooth([line["loss"] for line in rough.steps]) - calm[0]).mean() <= min(noise, 1e-4)
+    shrinking = train(tmp_path / "adaptive", *words, "policy=adaptive", kills=kills)
+    assert shrinking.code == 0, shrinking.output
+    check_lines(shrinking, steps=60, batch=None)
+    assert [shrinking.steps[i]["microbatches"] for i in (0, 20, 40, 59)] == [16, 12, 8, 4]
+
+
+def _steps(run_dir: Path) -> int:
+    path = run_dir / "steps.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _ranks(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The pids of a run's ranks, by rank."""
+    mark = f"RECOVER_SESSION=/dev/shm/recover-{process.pid}-".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+                if mark in environment and b"recover.world.bootstrap" in (entry / "cmdline").read_bytes():
+                    for setting in environment.split(b"\0"):
+                        if setting.startswith(b"OMPI_COMM_WORLD_RANK="):
+                            found[int(setting.partition(b"=")[2])] = int(entry.name)
+            except OSError:
+                pass  # gone meanwhile
+    return found
+
+
+def _rank(process: subprocess.Popen[str], rank: int) -> int:
+    return _ranks(process).get(rank, 0)
