@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_step import check, commits, train
+from training import small_world
+from training import train as recover_train
 from worlds import Outcome
 
+from recover.report import compare
 from recover.step.reduction import ReproducibleSum, make_sum
 
 
@@ -90,3 +93,42 @@ def test_what_cannot_be_summed_exactly_is_told(value: float) -> None:
 def test_an_unknown_reduction_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'fast' or 'reproducible'"):
         make_sum("exact", 4)
+
+
+def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_numbers_of_replicas(
+    tmp_path: Path,
+) -> None:
+    """By the command that a user would type, and told by the report."""
+    words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=12", "seed=7"]
+    calm = recover_train(tmp_path / "calm", *words, "replicas=4", "accum=4")
+    runs = [
+        recover_train(
+            tmp_path / "lost-three",
+            *words,
+            "replicas=4",
+            "accum=4",
+            kills=["2:1:in-reduce", "5:0:vote", "8:2:after-update"],
+        ),
+        recover_train(
+            tmp_path / "lost-in-recovery",
+            *words,
+            "replicas=4",
+            "accum=4",
+            kills=["3:3:forward", "6:1:bucket", "6:0:extra"],
+        ),
+        recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["7:1:advance"]),
+    ]
+    stopped = recover_train(
+        tmp_path / "stopped", *words, "replicas=4", "accum=4", "min_replicas=4", kills=["4:2:backward"]
+    )
+    assert stopped.code == 3, stopped.output
+    runs.append(
+        recover_train(tmp_path / "resumed", "replicas=2", "min_replicas=1", resume=tmp_path / "stopped")
+    )
+    for run in (calm, *runs):
+        assert run.code == 0, run.output
+    assert {run.summary["replicas_end"] for run in runs} == {1, 2}
+    assert {run.summary["parameters_digest"] for run in (calm, *runs)} == {calm.summary["parameters_digest"]}
+    assert all(run.summary["environment"]["reduction"] == "reproducible" for run in runs)
+    for line in compare([calm.run_dir, *(run.run_dir for run in runs[:3])]):
+        assert "bitwise equal" in line, line

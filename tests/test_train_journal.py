@@ -45,6 +45,23 @@ def test_a_successor_cuts_off_a_torn_line_wherever_it_is_torn_and_writes_it_agai
         assert numbers(path) == [1, 2, 3, 4, 5]
 
 
+def test_a_commit_that_only_the_dead_have_seen_gives_way_to_the_survivors_own(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    dead = filled(path, range(1, 4))
+    dead.kept.append(line(4, loss=9.0, seconds=1.0))
+    dead.write()
+    survivor = filled(path, range(1, 4))
+    survivor.kept.append(line(4, loss=2.0, seconds=3.0))
+    survivor.write()
+    assert numbers(path) == [1, 2, 3, 4]
+    assert list(read_lines(path))[-1]["loss"] == 2.0
+    before = path.read_bytes()
+    other = filled(path, range(1, 4))
+    other.kept.append(line(4, loss=2.0, seconds=7.0))  # the same step, by another clock
+    other.write()
+    assert path.read_bytes() == before
+
+
 def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     lines = filled(path, range(1, 4))

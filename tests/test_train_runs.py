@@ -49,7 +49,7 @@ def test_three_of_four_replicas_die_and_every_step_has_B_microbatches(tmp_path: 
     check_lines(run, steps=12, batch=16)
     assert " ".join(run.steps[0]) == STEP_FIELDS
     assert {" ".join(line) for line in run.incidents} == {INCIDENT_FIELDS}
-    assert " ".join(run.summary) == SUMMARY_FIELDS
+    assert " ".join(run.summary) == f"{SUMMARY_FIELDS} environment"
     assert (run.summary["replicas_end"], run.summary["failures"], run.summary["steps"]) == (1, 3, 12)
     assert [
         (i["step"], i["location"], i["dead_replicas"], i["extra_microbatches"]) for i in run.incidents

@@ -27,10 +27,11 @@ def bench_overhead(
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("overhead-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(r["seconds"][name] for r in ranks), strict=True)]
-        for name in ("stock", "ours")
+        for name in ("stock", "ours", "reproducible")
     }
     tokens = replicas * accum * seq_len
     ratio, low, high = paired_ratio(seconds["stock"], seconds["ours"])
+    exact = paired_ratio(seconds["ours"], seconds["reproducible"])
     memory = {}
     for name in ("stock", "ours"):
         with launched("overhead.py", replicas, [*arguments, name], timeout=600) as run_dir:
@@ -48,6 +49,8 @@ def bench_overhead(
             name: summary([tokens / s for s in values]) for name, values in seconds.items()
         },
         "ratio": {"value": ratio, "low": low, "high": high, "turns": turns},
+        "reproducible_against_fast": {"value": exact[0], "low": exact[1], "high": exact[2]},
+        "bytes_on_the_wire": ranks[0]["wire"],
         "peak_bytes": memory,
         "extra_bytes_per_parameter": (memory["ours"] - memory["stock"]) / parameters,
     }
@@ -57,13 +60,22 @@ def bench_overhead(
     )
     for column in ("", "tokens/s", "peak memory per rank"):
         table.add_column(column, justify="right")
-    for name, label in (("stock", "stock DDP on gloo"), ("ours", "recover.Step")):
+    for name, label in (
+        ("stock", "stock DDP on gloo"),
+        ("ours", "recover.Step"),
+        ("reproducible", "... reduction=reproducible"),
+    ):
         speed = results["tokens_per_second"][name]["median"]
-        table.add_row(label, f"{speed:.1f}", f"{memory[name] / 2**20:.0f} MiB")
+        table.add_row(label, f"{speed:.1f}", f"{memory[name] / 2**20:.0f} MiB" if name in memory else "")
     console.print(table)
     console.print(
         f"ours / stock: {ratio:.3f}x, 95% interval {low:.3f} to {high:.3f} over {turns} pairs; "
         f"memory {results['extra_bytes_per_parameter']:+.2f} bytes per parameter"
+    )
+    megabytes = {name: size / 1e6 for name, size in results["bytes_on_the_wire"].items()}
+    console.print(
+        f"reproducible / fast: {exact[0]:.3f}x, 95% interval {exact[1]:.3f} to {exact[2]:.3f}; "
+        f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
     )
     console.print(place())
 

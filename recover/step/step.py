@@ -143,6 +143,16 @@ class Step:
         self._pending, self._suspects = [], []
 
     @property
+    def numerics(self) -> dict[str, Any]:
+        """What the bits of the sums depend on."""
+        sums = self._gradients.sum
+        return {
+            "reduction": "reproducible" if self._exact_sum else "fast",
+            "scale": sums.unit,
+            "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
+        }
+
+    @property
     def layout(self) -> Layout:
         """How the last step was shared out when it began."""
         return self._transaction.layout

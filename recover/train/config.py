@@ -81,6 +81,11 @@ class Config(Group):
     samples: Literal["exact", "partitioned"] = Field(
         default="exact", description="exact: the dead's samples are run by others; partitioned: they drop out"
     )
+    reduction: Literal["fast", "reproducible"] = Field(
+        default="fast",
+        description="reproducible: the same bits whoever died and however many replicas there were",
+    )
+    threads: PositiveInt = Field(default=1, description="compute threads per rank; the bits depend on it")
     data: Data = Data()
     tokenizer: str = Field(default="bytes", description="bytes, or a tokenizers file")
     lr: PositiveFloat = Field(default=1e-3, description="the highest learning rate")

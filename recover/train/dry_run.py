@@ -49,7 +49,11 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     weights = 4.0 * parameters_of(shape)
     moments = 2 if config.optimizer == "adamw" else 1
     yield "weights", weights
-    yield "gradients, local and reduced", 2 * weights
+    exact = config.reduction == "reproducible"
+    yield (
+        "gradients, local and reduced",
+        (5 if exact else 2) * weights,
+    )  # two in float64, and one for the optimizer
     yield f"optimizer ({config.optimizer})", moments * weights
     yield "copy while a checkpoint is saved", (1 + moments) * weights
     tokens, width = config.tokens_per_microbatch, 2 if config.dtype == "bfloat16" else 4

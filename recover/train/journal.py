@@ -71,11 +71,29 @@ class LineFile:
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             os.truncate(self._path, whole)
-        last = data[:whole].splitlines()[-1:]
-        return self._key_of(json.loads(last[0])) if last else tuple(0 for _ in self._key)
+        lines = data[:whole].splitlines(keepends=True)
+        kept = {self._key_of(line): line for line in self.kept}
+        at, reached = 0, tuple(0 for _ in self._key)
+        for text in lines:
+            line = json.loads(text)
+            key = self._key_of(line)
+            if kept and key >= min(kept) and not _same(line, kept.get(key)):
+                # Only the dead have seen this commit: an agreement's result can die with all who held it.
+                os.truncate(self._path, at)
+                break
+            at, reached = at + len(text), key
+        return reached
 
     def _key_of(self, line: Line) -> tuple[int, ...]:
         return tuple(line[name] for name in self._key)
+
+
+def _same(line: Line, mine: Line | None) -> bool:
+    """Whether two ranks tell of the same step or incident; each has its own clock."""
+    if mine is None:
+        return False
+    names = {name for name in (*line, *mine) if name != "seconds" and not name.endswith("_ms")}
+    return all(line.get(name) == mine.get(name) for name in names)
 
 
 class Journal:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,13 +35,19 @@ from recover.train.shape import shape_of
 from recover.train.sinks import Sinks
 from recover.world import ending
 
+# Checkpoints are written by one process, as they should be; torch says so in a thread of its own.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 LOWEST_LR = 0.1  # of the highest: where the cosine ends
 IN_FLIGHT = 0.002  # a scheduled death while a checkpoint is written strikes this long after its start
 
 
 def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     world = recover.init()
+    torch.set_num_threads(config.threads)
     device = pick_device(config.device)
+    if config.reduction == "reproducible":
+        ask_for_determinism()
     stream, heldout = (
         open_stream(
             config.data.path,
@@ -65,6 +73,7 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         config.global_batch,
         policy=config.policy,
         samples=config.samples,
+        reduction=config.reduction,
         clip=config.clip,
         scheduler=scheduler,
         seed=config.seed,
@@ -125,7 +134,10 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
             if (config.checkpoint.every or early) and saver.newest() != step.index:
                 save()
             saver.finish()
-            write_json(run_dir / "summary.json", summary(run_dir, world, model, resumed_at))
+            facts = summary(run_dir, world, model, resumed_at)
+            write_json(
+                run_dir / "summary.json", facts | {"environment": environment(step, optimizer, device)}
+            )
             sinks.close()
 
     if world.last_census.epoch > 1:  # somebody died while the replicas were made equal
@@ -134,6 +146,10 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     settle(world, prepare, lost)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: stop_after_this_step(number, step))
+
+    if config.reduction == "reproducible" and journal.writing:
+        for name in operations_that_vary(model, stream, config, device):
+            print(f"recover: {name} has no deterministic form on {device.type}: bits may vary", flush=True)
 
     stop = run_dir / "stop"
     while step.index < config.steps and not step.stop_agreed and len(world.replicas) >= config.min_replicas:
@@ -155,6 +171,45 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         if config.checkpoint.every and step.index % config.checkpoint.every == 0:
             world.probe("checkpoint")
     settle(world, close, lost)
+
+
+def ask_for_determinism() -> None:
+    """Kernels that give the same bits each time; where torch has none it warns, and the run says so at the start."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def operations_that_vary(
+    model: torch.nn.Module, stream: Any, config: Config, device: torch.device
+) -> list[str]:
+    """What torch warns of in one microbatch, run for this alone."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model, stream[0], config, device).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [str(w.message).partition(" ")[0] for w in caught if "deterministic" in str(w.message)]
+
+
+def environment(step: recover.Step, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+    """All that the bits of a run depend on beside its configuration, for who compares two runs."""
+    kind = {name: optimizer.defaults.get(name) for name in ("foreach", "fused")}
+    return {
+        "torch": torch.__version__,
+        "processor": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "optimizer": f"{type(optimizer).__name__} {kind}",
+        "replica_size": 1,
+        **step.numerics,
+    }
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""Run by every rank of `recover bench overhead`: stock DDP on gloo and recover.Step take turns on the same work.
+"""Run by every rank of `recover bench overhead`: stock DDP on gloo and recover.Step (both sums) take turns.
 
 Arguments: model size, sequence length, accumulation, turns, and which of the two to run ("both", or one alone for its
 memory). Each turn is one optimizer step: accumulate, reduce, clip, update.
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recover
 from recover.models import SIZES, Llama
+from recover.step.reduction import Reduction
 
 size, seq_len, accum, turns, which = (
     sys.argv[1],
@@ -75,9 +76,10 @@ def stock() -> Callable[[], None]:
     return turn
 
 
-def ours() -> Callable[[], None]:
+def ours(reduction: Reduction = "fast") -> Callable[[], None]:
     model, optimizer = make()
-    step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0)
+    step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0, reduction=reduction)
+    wire[reduction] = sum(bucket.local.nbytes for bucket in step._gradients.buckets)
     stream = Stream()
 
     def turn() -> None:
@@ -85,6 +87,9 @@ def ours() -> Callable[[], None]:
             step.backward(model(tokens, targets))
 
     return turn
+
+
+wire: dict[str, int] = {}  # bytes that a rank hands to a reduction in one step
 
 
 def timed(turn: Callable[[], None]) -> float:
@@ -96,17 +101,16 @@ def timed(turn: Callable[[], None]) -> float:
 
 results: dict[str, Any] = {"parameters": sum(p.numel() for p in make()[0].parameters())}
 if which == "both":
-    theirs, mine = stock(), ours()
-    times: dict[str, list[float]] = {"stock": [], "ours": []}
+    ways = {"stock": stock(), "ours": ours(), "reproducible": ours("reproducible")}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(turns + 1):
-        for name in ("stock", "ours") if number % 2 else ("ours", "stock"):
-            if name == "ours":
-                elapsed = timed(mine)
-            else:
-                with world._fabric.lock:  # our watcher rests while stock DDP has its turn
-                    elapsed = timed(theirs)
+        for name in list(ways) if number % 2 else reversed(ways):
+            # Our watcher rests while stock DDP has its turn.
+            with world._fabric.lock if name == "stock" else nullcontext():
+                elapsed = timed(ways[name])
             if number:  # the first turn warms up
                 times[name].append(elapsed)
+    results["wire"] = wire
     results["seconds"] = times
 else:
     turn = {"stock": stock, "ours": ours}[which]()
