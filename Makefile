@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: help setup demo test check bench soak clean
 help:
-	@echo "make demo    processes that all-reduce while some of them are killed"
+	@echo "make demo    train a small LLaMA twice, with and without deaths, and draw both"
 	@echo "make test    all tests (minus the soaks)"
 	@echo "make check   ruff (format, lint) and mypy"
 	@echo "make bench   the benchmarks"
@@ -34,7 +34,10 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/recover bench collectives
+	$(BIN)/recover bench collectives --json runs/bench/collectives.json
+	$(BIN)/recover bench repair --json runs/bench/repair.json
+	$(BIN)/recover bench overhead --json runs/bench/overhead.json
+	$(BIN)/recover bench recovery --json runs/bench/recovery.json
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

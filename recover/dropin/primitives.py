@@ -11,7 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed import Work as TorchWork
@@ -19,9 +19,6 @@ from torch.distributed import Work as TorchWork
 from recover.policy.roles import Role
 from recover.world.worker import Worker
 from recover.world.world import World
-
-if TYPE_CHECKING:
-    from recover.dropin.process_group import ProcessGroupULFM
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,14 @@ class Control:
         return False
 
 
-def ulfm_allreduce(tensor: torch.Tensor, group: ProcessGroupULFM) -> WorkULFM:
+class Group(Protocol):
+    """What the primitives need of a process group: `ProcessGroupULFM` is one."""
+
+    control: Control
+    at_boundary: bool
+
+
+def ulfm_allreduce(tensor: torch.Tensor, group: Group) -> WorkULFM:
     """Sum `tensor` in place over the cross-replica group; a spare's is zeroed first, unless at a boundary.
 
     If somebody has died since the last call, every survivor's work carries the same failure record and nothing is
@@ -181,12 +185,12 @@ def ulfm_allreduce(tensor: torch.Tensor, group: ProcessGroupULFM) -> WorkULFM:
     return _allreduce(tensor, group, WorkULFM([tensor]))
 
 
-def ulfm_consensus(group: ProcessGroupULFM) -> WorkULFM:
+def ulfm_consensus(group: Group) -> WorkULFM:
     """Detect, repair and record without moving data: after it, all survivors have seen the same failures."""
     return group.control.submit(WorkULFM([]), None)
 
 
-def _allreduce(tensor: torch.Tensor, group: ProcessGroupULFM, work: WorkULFM) -> WorkULFM:
+def _allreduce(tensor: torch.Tensor, group: Group, work: WorkULFM) -> WorkULFM:
     control = group.control
 
     def reduce() -> bool:
