@@ -68,6 +68,10 @@ class DDPGradients:
         self._rewinding: Work | torch.cuda.Event | None = None
         self._helper = Worker()
         self.rewinds = {"blocking": 0, "non-blocking": 0}
+        # DDP rebuilds its buckets once, at the first forward after a reduction. A survivor that has no extra microbatch
+        # to run would not come there and keep another layout than the others: do it now, on all alike.
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()
         model.register_comm_hook(self, ddp_comm_hook)
 
     @property

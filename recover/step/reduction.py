@@ -71,12 +71,12 @@ class FastSum:
 
 class ReproducibleSum:
     dtype = torch.float64
-    loss_unit = 2.0**-40
 
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
         self.exponent = 48 - math.ceil(math.log2(global_batch))
         self.unit = 2.0**-self.exponent
+        self.loss_unit = 2.0 ** -(self.exponent - 8)  # losses up to 2^12 or so, whatever B
         self.bound = 2.0 ** (53 - self.exponent) / global_batch
 
     def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:

@@ -18,8 +18,11 @@ class ExactSamples:
     def index(self, step: int, slot: int) -> int:
         return (step - 1) * self._global_batch + slot
 
-    def committed(self, samples: list[int]) -> None:
+    def committed(self, samples: list[int], contributed: bool) -> None:
         pass
+
+    def put_back(self) -> None:
+        pass  # a slot is its sample, whoever runs it
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -38,22 +41,29 @@ class PartitionedSamples:
     def __init__(self, replica: int, replicas: int) -> None:
         self._replica, self._replicas = replica, replicas
         self._start = 0
-        self._drawn = 0
+        self._drawn = self._mark = 0
         self._behind = 0  # all contributed samples lie below
 
     def index(self, step: int, slot: int) -> int:
         self._drawn += 1
         return self._start + self._replica + (self._drawn - 1) * self._replicas
 
-    def committed(self, samples: list[int]) -> None:
+    def committed(self, samples: list[int], contributed: bool) -> None:
         self._behind = max([self._behind, *(sample + 1 for sample in samples)])
+        if not contributed:
+            self.put_back()
+        self._mark = self._drawn
+
+    def put_back(self) -> None:
+        """What this replica drew in this step was not used: a spare draws it again."""
+        self._drawn = self._mark
 
     def state_dict(self) -> dict[str, Any]:
         return {"start": self._behind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = self._behind = state["start"]
-        self._drawn = 0
+        self._drawn = self._mark = 0
 
 
 def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:

@@ -194,6 +194,8 @@ class Step:
                     transaction.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
                 if committed or transaction.recover():
                     break
+                if not transaction.share.kept:
+                    self._samples.put_back()  # what this replica had run does not enter the step
                 place = "extra"
         except GeneratorExit:
             self._pending, self._suspects = [], []
@@ -229,7 +231,7 @@ class Step:
         self.grad_norm = transaction.grad_norm / weight
         self.incidents = transaction.incidents
         self.samples, self.all_samples = transaction.contributed, transaction.all_samples
-        self._samples.committed(self.all_samples)
+        self._samples.committed(self.all_samples, contributed=bool(self.samples))
         self.stop_agreed = transaction.stop_agreed
         self._world.probe("update")
         if transaction.finite:

@@ -26,6 +26,7 @@ from recover.world.world import World
 
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
 LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)  # what is summed beside the gradients; samples by slot
+FRUITLESS = 8
 IN_FLIGHT = 0.002  # a scheduled death inside a reduction strikes this long after it has started
 
 
@@ -65,6 +66,7 @@ class Transaction:
         self._scalars.forget()
         self._tainted = False
         self._in_range = True
+        self._fruitless = 0  # repairs in a row that found nobody dead
         self.layout = self.policy.layout(self.world.replicas, self.global_batch)
         self.share = self.layout.share(self.world.replica)
         self._done = self.share.kept
@@ -113,7 +115,7 @@ class Transaction:
         self.world.cross.drain()
         self._complete = self._is_complete()
         self._in_range &= self.gradients.in_range
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._in_range
+        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, loss = self.replica.combine(self._own_totals()).tolist()
         if self._complete:
@@ -141,6 +143,11 @@ class Transaction:
         self.stop_agreed = not agreed & GO_ON
         return True
 
+    @property
+    def _fits(self) -> bool:
+        """Whether what this replica contributes can be summed as promised; a spare contributes nothing."""
+        return self._in_range or not self.share.counts
+
     def _own_totals(self) -> torch.Tensor:
         """This rank's part of the squared gradient norm and of the loss."""
         if not self._complete:
@@ -160,6 +167,12 @@ class Transaction:
             census = self.world.repair(self._record().to_bytes(), evict=ranks)
             records, lost = self._read(census), lost + census.lost
         poison.check(self.index, self.world.grid)
+        self._fruitless = 0 if lost else self._fruitless + 1
+        if self._fruitless > FRUITLESS:
+            raise RuntimeError(
+                f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
+                "than a death keeps the reductions from ending well (the ranks' logs say what)"
+            )
         if not all(record.in_range for record in records.values()):
             raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if all(record.complete for record in records.values()):
@@ -200,7 +213,7 @@ class Transaction:
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
-            in_range=self._in_range,
+            in_range=self._fits,
             stop=self.stop_requested,
             fingerprint=self.fingerprint,
             holding=self.share.holding(finished),

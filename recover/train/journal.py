@@ -89,10 +89,11 @@ class LineFile:
 
 
 def _same(line: Line, mine: Line | None) -> bool:
-    """Whether two ranks tell of the same step or incident; each has its own clock."""
+    """Whether two ranks tell of the same step or incident; each noticed it by its own clock, in its own place."""
     if mine is None:
         return False
-    names = {name for name in (*line, *mine) if name != "seconds" and not name.endswith("_ms")}
+    own = ("seconds", "location")
+    names = {name for name in (*line, *mine) if name not in own and not name.endswith("_ms")}
     return all(line.get(name) == mine.get(name) for name in names)
 
 

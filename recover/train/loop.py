@@ -134,13 +134,13 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
             if (config.checkpoint.every or early) and saver.newest() != step.index:
                 save()
             saver.finish()
+            sinks.close()
             facts = summary(run_dir, world, model, resumed_at)
             write_json(
                 run_dir / "summary.json", facts | {"environment": environment(step, optimizer, device)}
             )
-            sinks.close()
 
-    if world.last_census.epoch > 1:  # somebody died while the replicas were made equal
+    if len(world.members) < world.grid.ranks:  # somebody died before the first step
         dead = sorted(set(range(world.grid.ranks)) - set(world.members))
         lost(dead, world.last_census.seconds)
     settle(world, prepare, lost)

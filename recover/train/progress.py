@@ -23,6 +23,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
+        self._told: set[tuple[int, int | None]] = set()  # lines that were read once are not read again
         self._file = 0
         if path.exists():  # of an earlier run, and about to be replaced by what stays of it
             self._file, self._at = path.stat().st_ino, path.stat().st_size
@@ -32,13 +33,23 @@ class Tail:
             with open(self._path, "rb") as file:
                 if self._file != (now := os.fstat(file.fileno()).st_ino):
                     self._file, self._at = now, 0
+                if os.fstat(file.fileno()).st_size < self._at:  # cut by a successor, who writes on from there
+                    self._at = 0
                 file.seek(self._at)
                 text = file.read()
         except FileNotFoundError:
             return []
         whole = text[: text.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError:  # it was cut and has grown again: this was not the beginning of a line
+            self._at = 0
+            return []
         self._at += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        fresh = {(line["step"], line.get("epoch")): line for line in lines}
+        untold = [line for key, line in fresh.items() if key not in self._told]
+        self._told |= fresh.keys()
+        return untold
 
 
 class Screen:

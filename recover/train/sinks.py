@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.train.config import Config
+from recover.world import ending
 
 AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
 CURVES = ("loss", "heldout_loss", "grad_norm", "lr", "microbatches", "replicas", "seconds")
@@ -18,14 +19,24 @@ class Sinks:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir = config, run_dir
+        self._off = not config.log.tensorboard and not config.log.wandb
         self._logged: int | None = None
         self._events: Any = None
         self._wandb: Any = None
 
     def log(self, kept: Collection[dict[str, Any]]) -> None:
         """Log the steps that have not been logged yet."""
-        if not self._config.log.tensorboard and not self._config.log.wandb:
+        if self._off:
             return
+        try:
+            self._log_new(kept)
+        except Exception as error:  # a service that fails must not cost a replica, and then its successor
+            self._off = True
+            text = f"no more curves are logged ({type(error).__name__}: {error}); steps.jsonl has them"
+            ending.log(text)
+            print(f"recover: {text}", flush=True)
+
+    def _log_new(self, kept: Collection[dict[str, Any]]) -> None:
         if self._logged is None:
             recent = list(kept)[-AGAIN:]
             if not recent:
@@ -38,10 +49,13 @@ class Sinks:
                 self._log(line)
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        try:
+            if self._events is not None:
+                self._events.close()
+            if self._wandb is not None:
+                self._wandb.finish()
+        except Exception as error:
+            ending.log(f"the curves could not be closed: {error}")
 
     def _open(self, first: int) -> None:
         if self._config.log.tensorboard:

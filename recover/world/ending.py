@@ -70,7 +70,14 @@ def rank_file(kind: str) -> Path | None:
 
 
 def log(text: str) -> None:
-    """Append a time-stamped line to this rank's log; without a run directory, do nothing."""
+    """Append a time-stamped line to this rank's log; without a run directory, do nothing. Never raises."""
+    try:
+        _append(text)
+    except OSError:
+        pass  # a full disk must not end a run
+
+
+def _append(text: str) -> None:
     path = rank_file("log")
     if path is None:
         return

@@ -56,6 +56,9 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._abandoned: list[
+            Work
+        ] = []  # the library may still write to the buffers of an operation that failed
         self._last = Work.failed(RuntimeError("nothing was posted yet"))
         threading.Thread(target=self._loop, name="recover-communication", daemon=True).start()
 
@@ -70,4 +73,7 @@ class Worker:
 
     def _loop(self) -> None:
         while True:
-            self._queue.get().run()
+            work = self._queue.get()
+            work.run()
+            if work.error is not None:
+                self._abandoned.append(work)

@@ -21,7 +21,7 @@ from recover.world.watcher import Watcher
 from recover.world.worker import Worker
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
-MATE_PATIENCE = 0.15  # seconds; a death is noticed within 60 ms
+MATE_PATIENCE = 0.5  # seconds; a death is noticed within 60 ms, on busy cores a little later
 
 _current: World | None = None
 
@@ -111,8 +111,11 @@ class World:
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
-        if self.grid.replica_size > 1:
-            time.sleep(MATE_PATIENCE)
+        deadline = time.monotonic() + MATE_PATIENCE
+        while self.grid.replica_size > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            if self._fabric.failed() & self.grid.mates(self.rank):
+                time.sleep(MATE_PATIENCE)  # the watcher ends this rank now
 
     def _close(self) -> None:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""

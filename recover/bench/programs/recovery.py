@@ -46,13 +46,12 @@ rows = []
 while step.index < kills[-1].step + 1:
     began = time.time()
     computed: list[float] = []
-    owed = 0
     for tokens, targets in step.microbatches(Stream()):
         start = time.perf_counter()
         step.backward(model(tokens, targets))
         computed.append(time.perf_counter() - start)
     committed = time.time()
-    redone = len(step.samples) - 2 * world.grid.replicas // (len(world.replicas) + 1) if step.incidents else 0
+    redone = len(step.samples) - len(step.layout.share(world.replica).run) if step.incidents else 0
     rows.append(
         {
             "step": step.index,

@@ -124,7 +124,7 @@ class MpiCarrier(DataCarrier):
         self._fabric.doze_until(
             lambda rank: board.arrived(rank) >= operation,
             self.peers,
-            lambda: self.peers if self._freed else (),
+            lambda: self.peers if self._freed or self._comm.Is_revoked() else (),
         )
 
     def _call(self, operation: Callable[[], object]) -> None:
