@@ -182,7 +182,7 @@ def test_partitions_are_cut_anew_behind_all_samples_that_were_used(replicas: int
         drawn = [partitions[r].index(step, slot) for r in alive for slot in range(1 if r == 2 else 3)]
         used += drawn
         for replica in alive:
-            partitions[replica].committed(drawn)
+            partitions[replica].committed(drawn, contributed=True)
     states = [partitions[replica].state_dict() for replica in (0, 2, 3)]
     assert states == [states[0]] * 3  # any of them may save
     again = [PartitionedSamples(replica, replicas) for replica in range(replicas)]
@@ -191,3 +191,15 @@ def test_partitions_are_cut_anew_behind_all_samples_that_were_used(replicas: int
         used += [partition.index(4, slot) for slot in range(7)]
     assert len(used) == len(set(used))
     assert again[0].state_dict() == states[0]  # nothing new has been committed
+
+
+def test_a_spare_draws_again_what_was_not_used() -> None:
+    """Only the partitions of the dead drop out: a spare's samples are used once it is no spare any more."""
+    partition = PartitionedSamples(1, 2)
+    spare = [partition.index(1, slot) for slot in range(3)]
+    partition.committed([0, 2, 4], contributed=False)
+    assert [partition.index(2, slot) for slot in range(3)] == spare
+    partition.put_back()  # its sum was given up in the middle of a step
+    assert [partition.index(2, slot) for slot in range(2)] == spare[:2]
+    partition.committed(spare[:2], contributed=True)
+    assert partition.index(3, 0) == spare[2]
