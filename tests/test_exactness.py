@@ -138,3 +138,41 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
     assert all(run.summary["environment"]["reduction"] == "reproducible" for run in runs)
     for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):
         assert "bitwise equal" in line, line
+
+
+def test_fast_sums_use_the_same_samples_and_stay_within_a_ten_thousandth(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "samples=exact", "replicas=4", "accum=4", "steps=50"]
+    calm = recover_train(tmp_path / "calm", *words)
+    stormy = recover_train(tmp_path / "stormy", *words, kills=["9:1:in-reduce", "21:0:vote", "33:3:backward"])
+    assert (calm.code, stormy.code) == (0, 0), stormy.output
+    assert stormy.summary["replicas_end"] == 1
+    assert [line["data_digest"] for line in stormy.steps] == [line["data_digest"] for line in calm.steps]
+    for mine, theirs in zip(stormy.steps, calm.steps, strict=True):
+        assert abs(mine["loss"] - theirs["loss"]) <= 1e-4 * theirs["loss"], (mine, theirs)
+
+
+@pytest.mark.soak
+def test_the_main_job_has_the_same_bits_with_a_death_at_every_location(tmp_path: Path) -> None:
+    words = [
+        "samples=exact",
+        "reduction=reproducible",
+        "steps=20",
+        "seed=7",
+        "checkpoint.every=6",
+        "device=cpu",
+    ]
+    four = ["replicas=4", "accum=4"]
+    calm = recover_train(tmp_path / "calm", *words, *four)
+    storms = [
+        ["3:1:forward", "7:3:backward", "11:0:vote"],
+        ["2:2:bucket", "6:0:checkpoint", "14:1:in-reduce"],
+        ["4:0:in-reduce", "4:1:repair", "9:2:after-update"],
+        ["5:3:in-reduce", "5:0:extra", "12:1:advance"],
+    ]
+    runs = [recover_train(tmp_path / str(n), *words, *four, kills=kills) for n, kills in enumerate(storms)]
+    runs.append(recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["10:0:update"]))
+    for run in runs:
+        assert run.code == 0, run.output
+        assert run.summary["replicas_end"] == 1
+    for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):
+        assert "losses bitwise equal; parameters bitwise equal" in line, line
