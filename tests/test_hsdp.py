@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_llama import CONFIG, reference
+from toy_llama import CONFIG, reference, reference_gradients
 from worlds import Outcome, run_world
 
 from recover.models import Llama
@@ -42,6 +42,17 @@ def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6) -> None:
         torch.testing.assert_close(torch.tensor(values), parameters[name].flatten()[:8], rtol=1e-4, atol=2e-5)
 
 
+def check_memory(outcome: Outcome) -> None:
+    """Each rank holds its shard of parameters, gradients and optimizer state, and no more."""
+    total = sum(p.numel() for p in Llama(CONFIG).parameters())
+    padding = 64 * len(list(Llama(CONFIG).parameters()))
+    for rank in outcome.survivors:
+        memory = outcome.notes(rank, "memory")[0]
+        assert total / 2 - padding <= memory["parameters"] <= total / 2 + padding
+        assert memory["buckets"] == memory["parameters"]
+        assert memory["optimizer"] == 2 * memory["parameters"]
+
+
 def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
     outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce"])
     check(outcome, {0, 1}, batch=6)
@@ -60,6 +71,7 @@ def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, 
     check(train(tmp_path, 3, kills), {0, 2}, batch=6)
 
 
+@pytest.mark.soak  # tests/test_train_hsdp.py shows the same through the trainer
 def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     calm = train(tmp_path, 2, [], "calm", reduction="reproducible", accum=3)
     stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", reduction="reproducible")
@@ -68,17 +80,26 @@ def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     assert stormy.notes(4, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]
 
 
-def test_each_rank_holds_its_shard_and_no_more(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 2, [], steps=2)
-    total = sum(p.numel() for p in Llama(CONFIG).parameters())
-    for rank in range(4):
-        memory = outcome.notes(rank, "memory")[0]
-        padding = 64 * len(list(Llama(CONFIG).parameters()))
-        assert total / 2 - padding <= memory["parameters"] <= total / 2 + padding
-        assert memory["buckets"] == memory["parameters"]
-        assert memory["optimizer"] == 2 * memory["parameters"]
+def test_gradients_are_those_of_one_process_before_and_after_a_death(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 3, ["2:1.0:in-reduce"], gradients=True, steps=3)
+    assert outcome.survivors == [0, 1, 4, 5], outcome.output
+    check_memory(outcome)
+    for step in (1, 2, 3):
+        expected = reference_gradients(step, batch=6)
+        for rank in outcome.survivors:
+            gradients = torch.load(tmp_path / "run" / f"gradients-{rank}-{step}.pt")
+            assert gradients.keys() == expected.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6)
 
 
 def test_a_slow_mate_and_a_slow_repair_throw_nobody_out(tmp_path: Path) -> None:
     outcome = train(tmp_path, 3, ["3:1.0:in-reduce"], slow_repair=2.0, slow_mate=4.0)
     check(outcome, {1}, batch=6)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_model_wrapped_in_fsdp1_goes_the_same_way(tmp_path: Path, use_orig_params: bool) -> None:
+    outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce:1"], fsdp1=use_orig_params)
+    check(outcome, {0, 1}, batch=6)
+    assert outcome.ends[1] == "orphan"

@@ -40,7 +40,7 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
         (["lr=nan"], "lr='nan' must be a finite number"),
         (["accum=x"], "accum='x' must be a whole number"),
         (["log.tensorboard=perhaps"], "must be true or false"),
-        (["parallel=hsdp"], "not built yet"),
+        (["parallel=4d"], "parallel='4d' must be 'ddp', 'hsdp' or '3d'; did you mean '3d'?"),
         (["policy=static"], "samples=partitioned"),
         (["model=tinny"], "did you mean 'tiny'?"),
         (["min_replicas=9"], "min_replicas=9 is more than replicas=4"),

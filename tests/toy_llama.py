@@ -34,3 +34,12 @@ def reference(steps: int, batch: int) -> tuple[list[float], list[float], dict[st
         optimizer.step()
         losses.append(total)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def reference_gradients(step: int, batch: int) -> dict[str, torch.Tensor]:
+    """The mean gradients of one process over a step's samples, at the first parameters."""
+    torch.manual_seed(3)
+    model, stream = Llama(CONFIG), Tokens()
+    for slot in range(batch):
+        (model(*stream[(step - 1) * batch + slot]) / batch).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -8,12 +8,14 @@ Importing this package registers the backend:
 """
 
 from recover.dropin.ddp import DDPGradients, ddp_comm_hook
+from recover.dropin.fsdp import FSDPGradients
 from recover.dropin.primitives import FailureRecord, WorkULFM, ulfm_allreduce, ulfm_consensus
 from recover.dropin.process_group import ProcessGroupULFM
 from recover.replica.group import init_replica_world
 
 __all__ = [
     "DDPGradients",
+    "FSDPGradients",
     "FailureRecord",
     "ProcessGroupULFM",
     "WorkULFM",

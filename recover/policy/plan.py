@@ -77,9 +77,6 @@ class Layout(_Shares):
             tuple(Share(replica, role, not role.is_spare, SlotSet(), slots) for replica, role, slots in dealt)
         )
 
-    def slots(self, replica: int) -> SlotSet:
-        return self.share(replica).run
-
     @property
     def accum(self) -> int:
         """The accumulation of the step: as many rounds as its busiest replica runs."""
@@ -121,6 +118,3 @@ class PolicyDecision(_Shares):
         """How many replicas run every extra round; the others run one less."""
         rounds = self.rounds
         return sum(len(share.run) == rounds for share in self.shares) if rounds else 0
-
-    def extra_slots(self, replica: int) -> SlotSet:
-        return self.share(replica).run

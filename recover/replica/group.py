@@ -25,7 +25,8 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
                 f"{world.grid.replica_size}, and no torch group may span replicas; leave out init_process_group"
             )
         return
-    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    # Gloo beside NCCL: checkpoints are gathered on the host.
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store: dist.Store = dist.HashStore()
     if world.grid.replica_size > 1:
         # On one host in the session, which is removed with the job; over several, in the run directory they share.

@@ -9,25 +9,25 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from recover.replica.blocks import blocks_of, recompute_blocks
 from recover.replica.group import init_replica_world
-from recover.step.inside import mark
+from recover.step.inside import Replica, mark
 from recover.world.world import World
 
 
-class ShardedReplica:
+class ShardedReplica(Replica):
     """Ranks that share the rows of every microbatch and hold a shard each."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self._device = device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.size = group.size()
+        self._group, self._device = group, device
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self._device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group)
         return total.to(values.device)
 
 
@@ -38,35 +38,27 @@ def hsdp(
     blocks: Iterable[torch.nn.Module] | None = None,
     param_dtype: torch.dtype | None = None,
     checkpoint_activations: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> torch.nn.Module:
     """Shard `model` over the ranks of this replica, in place, and return it.
 
     blocks:                  modules that are gathered one at a time; by default the members of its ModuleLists
     param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
+    mesh:                    one dimension of the replica's ranks, if there is one already; no group of it may be wider
     """
     device = next(model.parameters()).device
-    init_replica_world(world, device)
-    chosen = list(blocks) if blocks is not None else _blocks(model)
+    if mesh is None:
+        init_replica_world(world, device)
+        mesh = init_device_mesh(device.type, (world.grid.replica_size,), mesh_dim_names=("shard",))
+    chosen = list(blocks) if blocks is not None else blocks_of(model)
     if checkpoint_activations:
-        apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
-        chosen = [
-            module
-            for module in model.modules()
-            if getattr(module, "_checkpoint_wrapped_module", None) in chosen
-        ]
-    mesh = init_device_mesh(device.type, (world.grid.replica_size,), mesh_dim_names=("shard",))
+        chosen = recompute_blocks(model, chosen)
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for block in [*chosen, model]:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     assert isinstance(model, FSDPModule)
     # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's own divisor, the
     # number of shards, is right, and it never changes. B is the step's.
-    mark(model, ShardedReplica(world.grid.replica_size, device))
+    mark(model, ShardedReplica(mesh.get_group(), device))
     return model
-
-
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [
-        block for module in model.children() if isinstance(module, torch.nn.ModuleList) for block in module
-    ]

@@ -48,30 +48,66 @@ def _all(directory: Path) -> list[Found]:
     )
 
 
-def tensors_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+class Tensors:
+    """Model and optimizer as torch.distributed.checkpoint sees them: every rank of a replica brings its part.
 
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    The files hold whole tensors under the names of the whole model, so they fit any other way of sharing it out.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, replica_size: int) -> None:
+        import torch.distributed as dist
+
+        self._model, self._optimizer = model, optimizer
+        # A group of its own: it is used by the saving thread while the replica computes.
+        self._ranks = (
+            {"process_group": dist.new_group(backend="gloo")} if replica_size > 1 else {"no_dist": True}
+        )
+
+    def load(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group: we know
+            dcp.load(state, checkpoint_id=path, **self._ranks)
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_options(),
+        )
+
+    def save(self, path: Path) -> Future[Any]:
+        """Copy them now and write them in a thread."""
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            saving = dcp.async_save(self._state(), checkpoint_id=path, **self._ranks)
+        assert isinstance(saving, Future)
+        return saving
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, moments = get_state_dict(self._model, self._optimizer, options=_options())
+        return {"model": weights, "optimizer": moments}
 
 
-def load(path: Path, model: Any, optimizer: Any) -> None:
-    """Fill model and optimizer from a checkpoint."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+def _options() -> Any:
+    """By parameter, not by group: a rank of a pipeline has only some of a group's parameters."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    state = tensors_of(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group: we know
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Saver:
-    """Saves for one rank, one checkpoint at a time."""
+    """Saves for one rank of a replica, one checkpoint at a time. The `first` of its ranks names and publishes them."""
 
-    def __init__(self, run_dir: Path, every: int, keep: int) -> None:
-        self._directory, self._every, self._keep = run_dir / "checkpoints", every, keep
+    def __init__(self, run_dir: Path, every: int, keep: int, first: bool) -> None:
+        self._directory, self._every, self._keep, self._first = run_dir / "checkpoints", every, keep, first
         self._newest: int | None = None  # None: this rank has not looked yet
         self._idle = threading.Event()
         self._idle.set()
@@ -86,33 +122,31 @@ class Saver:
             self._newest = self._tidy()
         return self._newest
 
-    def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Copy the tensors now and write them in a thread."""
-        import torch.distributed.checkpoint as dcp
-
+    def save(self, step: int, tensors: Tensors, facts: dict[str, Any]) -> None:
         self.finish()
         draft = self._directory / f".step-{step}.tmp"
         self._newest = step
         try:
-            draft.mkdir(parents=True)
-            (draft / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is no process group: we know
-                saving = dcp.async_save(tensors, checkpoint_id=draft, no_dist=True)
-        except OSError as error:
+            saving = tensors.save(draft)
+        except Exception as error:
             self._failed(draft, error)
             return
-        assert isinstance(saving, Future)
         self._idle.clear()
-        saving.add_done_callback(lambda done: self._publish(draft, step, done))
+        saving.add_done_callback(lambda done: self._publish(draft, step, facts, done))
 
     def finish(self) -> None:
         """Wait until what is being saved is on disk, or has failed."""
         self._idle.wait()
 
-    def _publish(self, draft: Path, step: int, done: Future[Any]) -> None:
+    def _publish(self, draft: Path, step: int, facts: dict[str, Any], done: Future[Any]) -> None:
         try:
             done.result()
+            if not self._first:
+                return
+            with open(draft / FACTS, "w") as file:
+                file.write(json.dumps(facts, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             _flush(draft)
             draft.rename(self._directory / f"step-{step}")
             _flush(self._directory)
@@ -127,6 +161,8 @@ class Saver:
 
     def _failed(self, draft: Path, error: Exception) -> None:
         """Training is worth more than a checkpoint: say so and go on."""
+        if not self._first:
+            return
         shutil.rmtree(draft, ignore_errors=True)
         text = f"the checkpoint {draft.stem[1:]} could not be written ({error}); the one before it stands"
         ending.log(text)

@@ -29,7 +29,7 @@ def train(
 ) -> int:
     """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas)."""
     try:
-        plan = make_plan(words, run_dir, kills, resume)
+        plan = make_plan(words, run_dir, kills, resume, elsewhere=dry_run)
     except (ValueError, OSError) as error:
         _say(str(error))
         return 2
@@ -61,10 +61,12 @@ def run(plan: Plan) -> int:
 
 def _launch(plan: Plan) -> int:
     return launch(
-        plan.config.replicas,
+        plan.config.replicas * plan.config.replica_size,
         Path(__file__).with_name("loop.py"),
         [plan.config.model_dump_json(), str(plan.resume.path.absolute()) if plan.resume else ""],
+        replica_size=plan.config.replica_size,
         run_dir=plan.run_dir,
+        hang_limit=plan.config.hang_limit,
         env={KILLS_VARIABLE: " ".join(map(str, plan.kills))},
     )
 
@@ -102,8 +104,9 @@ class _Signals:
 
 def _intention(plan: Plan, first: int) -> str:
     config = plan.config
+    inside = f" of {config.replica_size} ranks" if config.replica_size > 1 else ""
     return (
-        f"training {config.model} from step {first} to {config.steps} on {config.replicas} replicas, "
+        f"training {config.model} from step {first} to {config.steps} on {config.replicas} replicas{inside}, "
         f"B = {config.global_batch} microbatches of {config.microbatch_size} x {config.seq_len} tokens\n"
         f"data: {plan.stream.description}"
     )

@@ -74,7 +74,27 @@ class Config(Group):
     seq_len: PositiveInt = Field(
         default=SEQ_LEN, description="tokens in a sequence; small: 256, 1b and 7b: 4096 unless said"
     )
-    parallel: Literal["ddp"] = Field(default="ddp", description="how a replica is built inside: one process")
+    parallel: Literal["ddp", "hsdp", "3d"] = Field(
+        default="ddp",
+        description="how a replica is built inside: ddp, one process; hsdp, ranks that hold a shard each; 3d, a grid "
+        "of tensor, pipeline and expert parallelism",
+    )
+    shard: PositiveInt | None = Field(
+        default=None, description="hsdp: ranks that share one copy of the model"
+    )
+    tp: PositiveInt = Field(default=1, description="3d: ranks that share each matrix")
+    pp: PositiveInt = Field(default=1, description="3d: ranks that share the layers, as stages of a pipeline")
+    ep: PositiveInt = Field(default=1, description="3d: ranks that share the experts and the rows")
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = Field(
+        default="1f1b", description="3d: how microbatches go through the pipeline"
+    )
+    experts: NonNegativeInt = Field(
+        default=0, description="feed-forward networks per layer that tokens are routed to; 0: one for all"
+    )
+    top_k: PositiveInt = Field(default=2, description="how many of them a token visits")
+    recompute: bool = Field(
+        default=False, description="forget activations inside blocks and compute them again in backward"
+    )
     policy: Literal["balanced", "static", "adaptive"] = Field(
         default="balanced", description="how work is shared out: docs/policy.md"
     )
@@ -101,6 +121,11 @@ class Config(Group):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: CUDA where there is one"
     )
+    pace: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds that a microbatch takes at least, by waiting: for comparisons on few cores",
+    )
     seed: NonNegativeInt = Field(default=0, description="of the weights, the order of the data and dropout")
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
@@ -108,7 +133,13 @@ class Config(Group):
         default=1, description="with fewer left, save a checkpoint and end with exit code 3"
     )
     faults: str | None = Field(
-        default=None, description="a YAML list of kills: step, replica, location, and if need be local"
+        default=None, description="a schedule of faults in YAML (`recover faults make`): docs/faults.md"
+    )
+    hang_limit: float | None = Field(
+        default=None,
+        ge=1,
+        description="seconds after which a hung rank that others wait for is taken for dead; null: 10 if its process "
+        "does not run, 60 or ten steps if it does",
     )
 
     @validator(mode="before")
@@ -150,6 +181,32 @@ class Config(Group):
                 "policy='static' does not go with samples='exact': a spare's samples are almost never the ones that a "
                 "dead replica leaves behind; add samples=partitioned, or use policy=balanced"
             )
+        if (self.parallel == "hsdp") != (self.shard is not None):
+            raise ValueError(
+                "parallel='hsdp' needs the number of ranks to a replica; add shard=2"
+                if self.shard is None
+                else f"shard={self.shard} belongs to parallel=hsdp, not to parallel={self.parallel}; leave one out"
+            )
+        if self.shard and self.microbatch_size % self.shard:
+            raise ValueError(
+                f"microbatch_size={self.microbatch_size} sequences cannot be shared among the shard={self.shard} ranks "
+                f"of a replica; make it a multiple, as microbatch_size={self.shard}"
+            )
+        grid = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        if self.parallel != "3d" and (wrong := [f"{name}={n}" for name, n in grid.items() if n > 1]):
+            raise ValueError(
+                f"{', '.join(wrong)}: a grid belongs to parallel=3d, not to parallel={self.parallel}; add parallel=3d"
+            )
+        if self.parallel == "3d" and self.replica_size == 1:
+            raise ValueError("parallel='3d' needs a grid of more than one rank; add tp=2, pp=2 or both")
+        for name, number, ranks in (
+            ("seq_len", self.seq_len, f"tp={self.tp}"),
+            ("microbatch_size", self.microbatch_size, f"ep={self.ep}"),
+        ):
+            if number % int(ranks[3:]):
+                raise ValueError(
+                    f"{name}={number} cannot be shared among the {ranks} ranks of a replica; make it a multiple"
+                )
         if self.replicas > self.global_batch:
             raise ValueError(
                 f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"
@@ -159,6 +216,11 @@ class Config(Group):
                 f"min_replicas={self.min_replicas} is more than replicas={self.replicas}; lower it"
             )
         return self
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.shard or self.tp * self.pp * self.ep
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -249,8 +311,6 @@ def _explain(detail: ErrorDetails) -> str:
         case "value_error":  # one of our own, which names everything
             return str(detail["ctx"]["error"])
         case "literal_error":
-            if key == "parallel" and value in ("hsdp", "3d", "threed", "fsdp", "tp", "pp"):
-                return f"parallel={value!r} is not built yet; a replica is one process: parallel=ddp"
             choices = get_args(Config.model_fields[key].annotation)
             near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "choose another"

@@ -17,7 +17,10 @@ def tell(plan: Plan) -> Iterator[str]:
     config = plan.config
     shape = shape_of(config, plan.stream.vocab)
     batch, tokens = config.global_batch, config.global_batch * config.tokens_per_microbatch
-    yield f"grid      {config.replicas} replicas of 1 rank: {config.replicas} processes"
+    ranks = f"{config.replica_size} rank{'s' if config.replica_size > 1 else ''}"
+    if config.parallel == "3d":
+        ranks += f" (tp {config.tp} x pp {config.pp} x ep {config.ep}, {config.schedule})"
+    yield f"grid      {config.replicas} replicas of {ranks}: {config.replicas * config.replica_size} processes"
     size = parameters_of(shape) / 1e6
     yield f"model     {config.model}: {size:,.1f} M parameters, {shape.layers} layers of {shape.dim}"
     yield f"data      {plan.stream.description}"
@@ -27,7 +30,7 @@ def tell(plan: Plan) -> Iterator[str]:
     yield "memory per rank"
     memory = list(memory_per_rank(config, shape))
     for name, size in [*memory, ("together, about", sum(size for _, size in memory))]:
-        yield f"          {name:<34}{size / 1e6:10,.1f} MB"
+        yield f"          {name:<38}{size / 1e6:10,.1f} MB"
     yield f"plan      policy {config.policy}, samples {config.samples}"
     policy = get_policy(config.policy, config.replicas)
     for alive in range(config.replicas, max(0, config.replicas - SHOWN), -1):
@@ -42,11 +45,13 @@ def tell(plan: Plan) -> Iterator[str]:
     for kill in plan.kills:
         yield f"kill      {kill}"
     yield f"run dir   {plan.run_dir}"
+    for doubt in plan.doubts:
+        yield f"not here  {doubt}"
 
 
 def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, float]]:
     """Bytes. Activations are an estimate, the rest is what the trainer allocates."""
-    weights = 4.0 * parameters_of(shape)
+    weights = 4.0 * parameters_per_rank(config, shape)
     moments = 2 if config.optimizer == "adamw" else 1
     yield "weights", weights
     exact = config.reduction == "reproducible"
@@ -56,6 +61,32 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     )  # two in float64, and one for the optimizer
     yield f"optimizer ({config.optimizer})", moments * weights
     yield "copy while a checkpoint is saved", (1 + moments) * weights
-    tokens, width = config.tokens_per_microbatch, 2 if config.dtype == "bfloat16" else 4
-    kept = 8 * shape.dim + 4 * shape.hidden  # per token and layer: inputs of norms, projections and products
-    yield "activations of a microbatch", tokens * (shape.layers * kept * width + shape.vocab * 12.0)
+    if config.parallel == "hsdp":
+        yield "one block, gathered, and its gradient", 8.0 * parameters_of(shape) / (shape.layers + 1)
+    width = 2 if config.dtype == "bfloat16" else 4
+    tokens = config.tokens_per_microbatch // (config.replica_size // config.pp)
+    # Per token and layer: inputs of norms, projections and products, or of the block alone where they are recomputed.
+    kept = (
+        shape.dim
+        if config.recompute
+        else 8 * shape.dim + 4 * shape.hidden * (shape.top_k if shape.experts else 1)
+    )
+    layers, flying = -(-shape.layers // config.pp), min(config.pp, config.accum)
+    name = f"activations of {flying} microbatch{'es' if flying > 1 else ''}"
+    yield name, tokens * (layers * flying * kept * width + shape.vocab * 12.0)
+    if (
+        config.pp > 1
+    ):  # torch keeps one for each microbatch of a round, in each direction that a stage receives from
+        yield "buffers between stages", 4.0 * config.accum * tokens * shape.dim * min(2, config.pp - 1)
+
+
+def parameters_per_rank(config: Config, shape: LlamaConfig) -> float:
+    """On the fullest rank; a pipeline's ends hold the embedding and the output beside their layers."""
+    if config.parallel != "3d":
+        return parameters_of(shape) / config.replica_size
+    ends = shape.vocab * shape.dim
+    experts = 3 * shape.dim * shape.hidden * shape.experts
+    block = (parameters_of(shape) - ends * (1 if shape.tied else 2)) / shape.layers - experts
+    layers = -(-shape.layers // config.pp)
+    outside = ends * (2 if config.pp == 1 and not shape.tied else 1)
+    return (layers * (block + experts / config.ep) + outside) / config.tp

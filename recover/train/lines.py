@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recover.faults import Kill
+from recover.faults import Fault
 from recover.step.incident import Incident
 from recover.step.step import Step
 from recover.train.config import Config
@@ -22,6 +22,7 @@ from recover.world.world import World
 def step_line(step: Step, world: World, config: Config, lr: float, seconds: float) -> Line:
     """The step that was just committed. The same on all survivors, but for the time it took."""
     microbatches = len(step.all_samples)
+    stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
     return {
         "step": step.index,
         "loss": _finite(step.loss),
@@ -35,10 +36,11 @@ def step_line(step: Step, world: World, config: Config, lr: float, seconds: floa
         "roles": {str(role): count for role, count in sorted(step.layout.roles().items())},
         "seconds": round(seconds, 6),
         "data_digest": data_digest(step.all_samples),
+        **({"stragglers": stragglers} if stragglers else {}),
     }
 
 
-def incident_line(incident: Incident, kills: Iterable[Kill], exact: bool) -> Line:
+def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> Line:
     return {
         "step": incident.step,
         "location": _location(incident, kills),
@@ -58,16 +60,16 @@ def incident_line(incident: Incident, kills: Iterable[Kill], exact: bool) -> Lin
     }
 
 
-def _location(incident: Incident, kills: Iterable[Kill]) -> str:
+def _location(incident: Incident, kills: Iterable[Fault]) -> str:
     """Where the schedule struck; of a death that nobody scheduled, where the survivors were when they noticed."""
-    latest: dict[int, Kill] = {}
+    latest: dict[int, Fault] = {}
     for kill in sorted(kills, key=lambda kill: kill.step):
-        if kill.replica in incident.dead_replicas and kill.step <= incident.step:
+        if kill.lethal and kill.replica in incident.dead_replicas and kill.step <= incident.step:
             latest[kill.replica] = kill
     return ", ".join(sorted({kill.location for kill in latest.values()})) or incident.noticed_in
 
 
-def summary(run_dir: Path, world: World, model: torch.nn.Module, resumed_at: int) -> dict[str, Any]:
+def summary(run_dir: Path, world: World, digest: str, resumed_at: int) -> dict[str, Any]:
     """Over all steps of the run, those before it was resumed included."""
     steps = list(read_lines(run_dir / "steps.jsonl"))
     before = [line for line in read_lines(run_dir / "incidents.jsonl") if line["step"] <= resumed_at]
@@ -87,7 +89,7 @@ def summary(run_dir: Path, world: World, model: torch.nn.Module, resumed_at: int
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "effective_throughput": round(tokens / alive, 1) if alive else 0.0,  # per living rank
         "final_loss": steps[-1]["loss"] if steps else None,
-        "parameters_digest": parameters_digest(model),
+        "parameters_digest": digest,
     }
 
 
@@ -103,11 +105,11 @@ def data_digest(samples: Sequence[int]) -> str:
     return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
 
 
-def parameters_digest(model: torch.nn.Module) -> str:
-    """Over the bytes of all parameters, in the order of their names."""
+def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Over the bytes of all parameters, whole, in the order of their names."""
     digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for _, parameter in parameters:
+        digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import signal
 import sys
 import time
@@ -22,24 +21,27 @@ import torch
 
 import recover
 from recover.data import open_stream
-from recover.faults import parse_kills
+from recover.faults import parse_faults
+from recover.faults.locations import IN_FLIGHT
 from recover.faults.probe import KILLS_VARIABLE
-from recover.models import Llama
 from recover.policy import RestoreMode
 from recover.step.incident import Incident
+from recover.step.inside import replica_of
 from recover.train import checkpoint
 from recover.train.config import Config
+from recover.train.inside import Inside, make_inside
 from recover.train.journal import Journal, settle
-from recover.train.lines import incident_line, step_line, summary, write_json
+from recover.train.lines import incident_line, parameters_digest, step_line, summary, write_json
 from recover.train.shape import shape_of
 from recover.train.sinks import Sinks
 from recover.world import ending
+from recover.world.machine import processor
+from recover.world.world import World
 
 # Checkpoints are written by one process, as they should be; torch says so in a thread of its own.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 LOWEST_LR = 0.1  # of the highest: where the cosine ends
-IN_FLIGHT = 0.002  # a scheduled death while a checkpoint is written strikes this long after its start
 
 
 def main(config: Config, run_dir: Path, resume: Path | None) -> None:
@@ -61,11 +63,12 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         for split in ("train", "heldout")
     )
     shape = shape_of(config, stream.vocab)
-    torch.manual_seed(config.seed)
-    model = Llama(shape).to(device)
+    inside = make_inside(config, shape, world, device)
+    model = inside.model
     optimizer = make_optimizer(config, model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(config, done))
-    saved = load_checkpoint(resume, model, optimizer) if resume else None
+    tensors = checkpoint.Tensors(model, optimizer, world.grid.replica_size)
+    saved = load_checkpoint(resume, tensors) if resume else None
     step = recover.Step(
         world,
         model,
@@ -88,8 +91,8 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     resumed_at = step.index
     sinks = Sinks(config, run_dir)
     journal = Journal(run_dir, world, sinks)
-    saver = checkpoint.Saver(run_dir, config.checkpoint.every, config.checkpoint.keep)
-    kills = parse_kills(os.environ.get(KILLS_VARIABLE, "").split())
+    saver = checkpoint.Saver(run_dir, config.checkpoint.every, config.checkpoint.keep, first=world.shard == 0)
+    kills = parse_faults(os.environ.get(KILLS_VARIABLE, "").split())
 
     def lost(ranks: Sequence[int], seconds: float) -> None:
         """Ranks died before the first step or after the last one: there is nothing to run again."""
@@ -118,7 +121,12 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
             "model": asdict(shape),
             "config": config.model_dump(),
         }
-        saver.save(step.index, checkpoint.tensors_of(model, optimizer), facts)
+        saver.save(step.index, tensors, facts)
+
+    def together(decided: bool) -> bool:
+        """What the first rank of this replica has decided, on all of its ranks."""
+        vote = torch.tensor([float(decided and world.shard == 0)], dtype=torch.float64)
+        return bool(replica_of(model).combine(vote))
 
     def prepare() -> None:
         if journal.writing:
@@ -129,16 +137,18 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     def close() -> None:
         """The writer may die before its last line, or over it: then its successor does all of this again."""
         journal.write()
-        if journal.writing:
+        if world.replica == world.replicas[0]:
+            # The writer's replica: a checkpoint and a digest take all of its ranks.
             early = step.index < config.steps
-            if (config.checkpoint.every or early) and saver.newest() != step.index:
+            if (config.checkpoint.every or early) and together(saver.newest() != step.index):
                 save()
             saver.finish()
-            sinks.close()
-            facts = summary(run_dir, world, model, resumed_at)
-            write_json(
-                run_dir / "summary.json", facts | {"environment": environment(step, optimizer, device)}
-            )
+            digest = parameters_digest(inside.parameters())
+            if journal.writing:
+                sinks.close()
+                facts = summary(run_dir, world, digest, resumed_at)
+                facts["environment"] = environment(step, world, optimizer, device)
+                write_json(run_dir / "summary.json", facts)
 
     if len(world.members) < world.grid.ranks:  # somebody died before the first step
         dead = sorted(set(range(world.grid.ranks)) - set(world.members))
@@ -147,24 +157,26 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: stop_after_this_step(number, step))
 
-    if config.reduction == "reproducible" and journal.writing:
-        for name in operations_that_vary(model, stream, config, device):
-            print(f"recover: {name} has no deterministic form on {device.type}: bits may vary", flush=True)
+    if config.reduction == "reproducible" and world.replica == world.replicas[0]:
+        for name in operations_that_vary(inside, stream[0]):
+            if journal.writing:
+                print(
+                    f"recover: {name} has no deterministic form on {device.type}: bits may vary", flush=True
+                )
 
     stop = run_dir / "stop"
     while step.index < config.steps and not step.stop_agreed and len(world.replicas) >= config.min_replicas:
         started, lr = time.perf_counter(), optimizer.param_groups[0]["lr"]
-        for batch in step.microbatches(stream):
-            step.backward(loss_of(model, batch, config, device))
+        for _ in inside.work(step, stream):
             if stop.exists():
                 step.request_stop()
         line = step_line(step, world, config, lr, time.perf_counter() - started)
         if config.eval.every and step.index % config.eval.every == 0:
-            line["heldout_loss"] = evaluate(model, heldout, config, device)
+            line["heldout_loss"] = evaluate(inside, heldout, config)
         exact = config.samples == "exact"
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         journal.commit(line, [incident_line(incident, kills, exact) for incident in step.incidents])
-        if journal.writing and saver.due(step.index):
+        if world.replica == world.replicas[0] and config.checkpoint.every and together(saver.due(step.index)):
             save()
             if world.probe.expects("checkpoint"):
                 time.sleep(IN_FLIGHT)
@@ -180,19 +192,17 @@ def ask_for_determinism() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def operations_that_vary(
-    model: torch.nn.Module, stream: Any, config: Config, device: torch.device
-) -> list[str]:
+def operations_that_vary(inside: Inside, batch: Any) -> list[str]:
     """What torch warns of in one microbatch, run for this alone."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loss_of(model, stream[0], config, device).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+        inside.rehearse(batch)
     return [str(w.message).partition(" ")[0] for w in caught if "deterministic" in str(w.message)]
 
 
-def environment(step: recover.Step, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+def environment(
+    step: recover.Step, world: World, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, Any]:
     """All that the bits of a run depend on beside its configuration, for who compares two runs."""
     kind = {name: optimizer.defaults.get(name) for name in ("foreach", "fused")}
     return {
@@ -200,16 +210,9 @@ def environment(step: recover.Step, optimizer: torch.optim.Optimizer, device: to
         "processor": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "optimizer": f"{type(optimizer).__name__} {kind}",
-        "replica_size": 1,
+        "replica_size": world.grid.replica_size,
         **step.numerics,
     }
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def pick_device(name: str) -> torch.device:
@@ -234,22 +237,10 @@ def lr_factor(config: Config, done: int) -> float:
     return LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-def loss_of(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], config: Config, device: torch.device
-) -> torch.Tensor:
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-        loss: torch.Tensor = model(batch["tokens"].to(device), batch["targets"].to(device))
-    return loss
-
-
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, heldout: Any, config: Config, device: torch.device) -> float:
-    """The mean loss on held-out data. Every replica computes it: nobody has to wait for anybody, or miss it."""
-    model.eval()
+def evaluate(inside: Inside, heldout: Any, config: Config) -> float:
+    """The mean loss on held-out data. Every replica computes it: none has to wait for another, or miss it."""
     batches = range(min(config.eval.batches, len(heldout)))
-    losses = [float(loss_of(model, heldout[index], config, device)) for index in batches]
-    model.train()
-    return sum(losses) / len(losses)
+    return sum(inside.loss(heldout[index]) for index in batches) / len(batches)
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -263,8 +254,8 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends) or "none"
 
 
-def load_checkpoint(path: Path, model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    checkpoint.load(path, model, optimizer)
+def load_checkpoint(path: Path, tensors: checkpoint.Tensors) -> dict[str, Any]:
+    tensors.load(path)
     facts: dict[str, Any] = json.loads((path / checkpoint.FACTS).read_text())
     return facts
 

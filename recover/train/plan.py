@@ -10,10 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recover.data import Stream, check_corpus, open_stream
-from recover.faults import Kill, parse_kill, parse_kills
+from recover.faults import Fault, parse_faults
+from recover.faults.schedule import check_schedule, read_schedule
 from recover.train import checkpoint
 from recover.train.config import Config, ConfigError, flatten, parse, read_file, read_words
 
@@ -28,6 +27,11 @@ FIXED = (
     "seed",
     "eval.fraction",
 )
+INSIDE = ("shard", "tp", "pp", "ep", "schedule")  # what belongs to one kind of replica
+
+
+class RoomError(ConfigError):
+    """The disk is too small."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,22 @@ class Plan:
     config: Config
     run_dir: Path
     resume: checkpoint.Found | None
-    kills: tuple[Kill, ...]
+    kills: tuple[Fault, ...]
     stream: Stream
+    doubts: tuple[str, ...] = ()  # what would keep it from being run here
 
 
-def make_plan(words: Sequence[str], run_dir: Path | None, kills: Sequence[str], resume: Path | None) -> Plan:
-    """Raises ValueError, in a sentence, for whatever can be known now."""
+def make_plan(
+    words: Sequence[str],
+    run_dir: Path | None,
+    kills: Sequence[str],
+    resume: Path | None,
+    elsewhere: bool = False,
+) -> Plan:
+    """Raises ValueError, in a sentence, for whatever can be known now.
+
+    A plan that is only looked at may be for a machine `elsewhere`, with another corpus and another disk.
+    """
     found = _find(resume) if resume else None
     given: dict[str, Any] = {}
     if words and "=" not in words[0]:
@@ -49,13 +63,22 @@ def make_plan(words: Sequence[str], run_dir: Path | None, kills: Sequence[str], 
     if found:
         before = dict(flatten(found.facts()["config"]))
         del before["accum"]  # follows from B and the number of replicas
+        if given.get("parallel", before["parallel"]) != before["parallel"]:
+            # Another kind of replica has sizes of its own.
+            before = {key: value for key, value in before.items() if key not in INSIDE}
         given = {**before, **given}
     config = parse(given)
-    schedule = (*parse_kills(kills), *_read_faults(config.faults))
-    _check_kills(schedule, config)
+    schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
+    check_schedule(schedule, config.replicas, config.replica_size, config.steps, config.checkpoint.every)
     _check_extras(config)
+    doubts: list[str] = []
     corpus = config.data.path, config.tokenizer, config.seq_len, config.microbatch_size
-    check_corpus(*corpus, config.global_batch, config.eval.fraction)
+    try:
+        check_corpus(*corpus, config.global_batch, config.eval.fraction)
+    except ValueError as error:
+        if not elsewhere:
+            raise
+        doubts.append(str(error))
     stream, _ = (
         open_stream(*corpus, config.seed, split, config.eval.fraction) for split in ("train", "heldout")
     )
@@ -69,9 +92,14 @@ def make_plan(words: Sequence[str], run_dir: Path | None, kills: Sequence[str], 
         )
     if found:
         _check_resume(config, found, stream)
-    if config.model.endswith(".json") or config.checkpoint.every:
-        _check_model_and_room(config, stream, where)
-    return Plan(config, where.absolute(), found, schedule, stream)
+    if config.model.endswith(".json") or config.checkpoint.every or config.parallel == "3d":
+        try:
+            _check_model_and_room(config, stream, where)
+        except RoomError as error:
+            if not elsewhere:
+                raise
+            doubts.append(str(error))
+    return Plan(config, where.absolute(), found, schedule, stream, tuple(doubts))
 
 
 def _find(run_dir: Path) -> checkpoint.Found:
@@ -121,7 +149,7 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
     place = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if need > free:
-        raise ConfigError(
+        raise RoomError(
             f"{config.checkpoint.keep + 1} checkpoints take {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB "
             "left; make room, give another --run-dir, or lower checkpoint.keep"
         )
@@ -135,35 +163,3 @@ def _check_extras(config: Config) -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError("device='cuda': torch sees no GPU here; use device=cpu")
-
-
-def _check_kills(kills: Sequence[Kill], config: Config) -> None:
-    for kill in kills:
-        if kill.replica >= config.replicas:
-            raise ConfigError(
-                f"kill {kill}: there are replicas 0 to {config.replicas - 1}, and no {kill.replica}"
-            )
-        if kill.local:
-            raise ConfigError(
-                f"kill {kill}: a replica is one process; write {kill.step}:{kill.replica}:{kill.location}"
-            )
-        if kill.step > config.steps:
-            raise ConfigError(f"kill {kill}: the run has {config.steps} steps; choose one of them")
-
-
-def _read_faults(path: str | None) -> list[Kill]:
-    """A list of `{step, replica, location}`, with `local` where a replica has several ranks."""
-    if path is None:
-        return []
-    try:
-        entries = yaml.safe_load(Path(path).read_text())
-        return [
-            parse_kill(f"{e['step']}:{e['replica']}.{e.get('local', 0)}:{e['location']}")
-            for e in entries or []
-        ]
-    except OSError as error:
-        raise ConfigError(f"faults={path!r} cannot be read ({error.strerror}); check the path") from None
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"faults={path!r} must be a YAML list like `- {{step: 3, replica: 1, location: in-reduce}}`; found: {error}"
-        ) from None

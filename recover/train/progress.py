@@ -62,6 +62,7 @@ class Screen:
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._rate = 0.0
         self._said = 0.0
+        self._slow: set[str] = set()  # replicas that were named as stragglers
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
@@ -81,6 +82,12 @@ class Screen:
             for incident in [i for i in self._untold if i["step"] <= line["step"]]:
                 self._untold.remove(incident)
                 self.say(sentence(incident, line, self._config.global_batch))
+            for replica, factor in line.get("stragglers", {}).items():
+                if replica not in self._slow:
+                    self._slow.add(replica)
+                    self.say(
+                        f"step {line['step']}: replica {replica} takes {factor:g} times as long as the others"
+                    )
             self._show(line)
 
     def __enter__(self) -> Self:

@@ -14,8 +14,14 @@ from recover.train.config import Config, ConfigError
 def shape_of(config: Config, vocab: int) -> LlamaConfig:
     """A named size takes the tokenizer's vocabulary; a model from a file keeps its own."""
     if config.model in SIZES:
-        return dataclasses.replace(SIZES[config.model], vocab=vocab, seq_len=config.seq_len)
-    shape = _from_hugging_face(Path(config.model))
+        shape = dataclasses.replace(SIZES[config.model], vocab=vocab, seq_len=config.seq_len)
+    else:
+        shape = _from_hugging_face(Path(config.model))
+    shape = dataclasses.replace(shape, experts=config.experts, top_k=config.top_k)
+    if config.parallel == "3d":
+        from recover.replica.threed_shape import Shape
+
+        Shape(config.tp, config.pp, config.ep, config.schedule).check_model(shape)
     if config.seq_len > shape.seq_len:
         raise ConfigError(
             f"seq_len={config.seq_len} is more than the {shape.seq_len} positions of {config.model}; lower it"
@@ -30,7 +36,7 @@ def shape_of(config: Config, vocab: int) -> LlamaConfig:
 def parameters_of(shape: LlamaConfig) -> int:
     head = shape.dim // shape.heads
     attention = 2 * shape.dim * head * (shape.heads + shape.kv_heads)
-    block = attention + 3 * shape.dim * shape.hidden + 2 * shape.dim
+    block = attention + 3 * shape.dim * shape.hidden * max(1, shape.experts) + (2 + shape.experts) * shape.dim
     embeddings = shape.vocab * shape.dim * (1 if shape.tied else 2)
     return shape.layers * block + embeddings + shape.dim
 

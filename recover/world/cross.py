@@ -27,10 +27,6 @@ class CrossGroup:
         self.error: Exception | None = None
         self._carrier, self._worker = carrier, worker
 
-    @property
-    def broken(self) -> bool:
-        return self.error is not None
-
     def all_reduce(self, source: Any, out: Any = None) -> Work:
         """Sum over the group: in place, or into `out` with the source left as it was.
 

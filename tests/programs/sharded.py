@@ -1,7 +1,9 @@
 """A tiny LLaMA on sharded replicas (HSDP); every rank writes down what it committed.
 
 Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow_repair` (seconds by which every rank
-but the first delays its part in a repair) and `slow_mate` (seconds for which one rank sleeps in step 2).
+but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2), `fsdp1` (the
+model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), and `gradients` (parameters
+stay what they are, and every rank keeps what the optimizer gets).
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import recover
+import recover.dropin
 from recover.models import Llama
+from recover.models.llama import Block
 from recover.replica import rows
 from recover.step.gradients import local_part
 
@@ -35,16 +41,29 @@ if seconds := options.get("slow_repair"):
 
     world.repair = slow
 torch.manual_seed(3)
-model = recover.hsdp(Llama(CONFIG), world)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+net, gradients = Llama(CONFIG), None
+if "fsdp1" in options:
+    recover.dropin.init_replica_world(world)
+    model = FullyShardedDataParallel(
+        net,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=options["fsdp1"],
+        device_id=torch.device("cpu"),
+    )
+    gradients = recover.dropin.FSDPGradients(model, world, bucket_mb=0.02)
+else:
+    model = recover.hsdp(net, world)
+keep = options.get("gradients", False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if keep else 1e-3)
 step = recover.Step(
     world,
     model,
     optimizer,
     global_batch=world.grid.replicas * options["accum"],
     reduction=options.get("reduction", "fast"),
-    clip=1.0,
+    clip=None if keep else 1.0,
     bucket_mb=0.02,
+    gradients=gradients,
 )
 diary = os.open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", os.O_CREAT | os.O_WRONLY)
 
@@ -53,6 +72,13 @@ def note(kind: str, **facts: object) -> None:
     os.write(diary, (json.dumps({"kind": kind, "time": time.time(), **facts}) + "\n").encode())
 
 
+if keep:
+
+    def keep_gradients(*_: object) -> None:
+        whole = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        torch.save(whole, f"{os.environ['RECOVER_RUN_DIR']}/gradients-{world.rank}-{step.index + 1}.pt")
+
+    optimizer.register_step_pre_hook(keep_gradients)
 stream = Tokens()
 while step.index < options["steps"]:
     if options.get("slow_mate") and step.index == 1 and world.rank == 1:
@@ -78,6 +104,11 @@ note(
     optimizer=sum(local_part(v).numel() for v in states),
     buckets=sum(b.local.numel() for b in step._gradients.buckets),
 )
-full = {name: p.full_tensor() for name, p in model.named_parameters()}
+if gradients is not None:
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        full = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+    full = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in full.items()}
+else:
+    full = {name: p.full_tensor() for name, p in model.named_parameters()}
 digest = hashlib.sha256(b"".join(full[n].detach().numpy().tobytes() for n in sorted(full))).hexdigest()
 note("end", digest=digest, sample={n: full[n].flatten()[:8].tolist() for n in sorted(full)})

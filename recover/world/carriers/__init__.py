@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from recover.world.carriers.base import DataCarrier, DataCarriers
 from recover.world.grid import Grid
 from recover.world.openmpi import OpenMPIFabric
 from recover.world.worker import Worker
 
-CarrierName = Literal["auto", "mpi", "gloo"]
-CARRIERS: tuple[CarrierName, ...] = ("auto", "mpi", "gloo")
+CARRIERS = ("auto", "mpi", "gloo")
 
 
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
@@ -31,4 +28,4 @@ def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> Data
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
 
 
-__all__ = ["CARRIERS", "CarrierName", "DataCarrier", "DataCarriers", "choose"]
+__all__ = ["CARRIERS", "DataCarrier", "DataCarriers", "choose"]

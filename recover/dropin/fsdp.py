@@ -1,0 +1,55 @@
+"""A user's own FullyShardedDataParallel (FSDP1, what the paper uses) under `recover.Step`.
+
+    recover.dropin.init_replica_world(world)          # FSDP shards over the ranks of this replica
+    model = FullyShardedDataParallel(net)
+    step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.FSDPGradients(model, world))
+
+FSDP reduces and scatters gradients inside the replica; when a backward is through, what it left on this rank goes into
+our buckets, which are reduced across replicas. It refuses hooks of its own while it shards, so nothing overlaps here;
+`recover.hsdp` does better.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from recover.replica.hsdp import ShardedReplica
+from recover.step.gradients import OwnedGradients
+from recover.step.inside import mark
+from recover.step.step import BUCKET_MB
+from recover.world.world import World
+
+SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+
+
+class FSDPGradients(OwnedGradients):
+    """The sharded gradients of an FSDP-wrapped model, for `recover.Step(..., gradients=...)`."""
+
+    def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float = BUCKET_MB) -> None:
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            if module.sharding_strategy not in SHARDED:
+                raise ValueError(
+                    f"sharding_strategy={module.sharding_strategy.name} would leave other gradients than this rank's "
+                    f"shard; use FULL_SHARD or SHARD_GRAD_OP, and let recover do what is between replicas"
+                )
+            if dist.get_world_size(module.process_group) != world.grid.replica_size:
+                raise ValueError(
+                    f"this FSDP model spans {dist.get_world_size(module.process_group)} ranks, and a replica has "
+                    f"{world.grid.replica_size}; call recover.dropin.init_replica_world(world) before wrapping it"
+                )
+        assert model.process_group is not None
+        super().__init__(model.parameters(), bucket_mb)
+        self._through = False
+        mark(model, ShardedReplica(model.process_group, next(model.parameters()).device))
+
+    def collect(self) -> None:
+        self._through = True
+        super().collect()
+        self._through = False
+
+    def _take(self, parameter: torch.nn.Parameter) -> None:
+        # Autograd's hooks see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
+        if self._through:
+            super()._take(parameter)

@@ -1,0 +1,32 @@
+"""The blocks of a model: what is gathered, or recomputed, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The members of its ModuleLists."""
+    return [
+        block for module in model.children() if isinstance(module, torch.nn.ModuleList) for block in module
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Of a parameter, without what recomputation puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def recompute_blocks(
+    model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None = None
+) -> list[torch.nn.Module]:
+    """Forget the activations inside blocks and compute them again in backward; returns the blocks as wrapped."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    chosen = list(blocks) if blocks is not None else blocks_of(model)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
+    return [
+        module for module in model.modules() if getattr(module, "_checkpoint_wrapped_module", None) in chosen
+    ]

@@ -1,0 +1,128 @@
+"""How the ranks of one replica compute together: what the training loop asks of each kind of replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+import recover
+from recover.models import Llama, LlamaConfig
+from recover.replica import plain_name, recompute_blocks, rows
+from recover.step.inside import replica_of
+from recover.train.config import Config
+from recover.train.pace import Pace
+from recover.world.world import World
+
+Batch = dict[str, torch.Tensor]
+
+
+class Inside(Protocol):
+    """One replica, as one of its ranks sees it."""
+
+    model: torch.nn.Module  # this rank's part of it, under the names of the whole
+
+    def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
+        """All that this replica owes to one step; comes up for air after each microbatch or round."""
+
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of one microbatch, without gradients: the same on every rank of the replica."""
+
+    def rehearse(self, batch: Batch) -> None:
+        """Forward and backward of one microbatch outside of any step, for what torch has to say of it."""
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter of the whole model, in the order of their names. All ranks of the replica call it."""
+
+
+def make_inside(config: Config, shape: LlamaConfig, world: World, device: torch.device) -> Inside:
+    torch.manual_seed(config.seed)
+    if config.parallel == "3d":
+        return WholeRounds(config, shape, world, device)
+    return WholeBatches(config, shape, world, device)
+
+
+class WholeBatches:
+    """A rank that computes microbatches one by one: all rows of them, or its part where the replica is sharded."""
+
+    def __init__(self, config: Config, shape: LlamaConfig, world: World, device: torch.device) -> None:
+        self._world, self._device = world, device
+        self._pace = Pace(config.pace)
+        self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
+        self.model: torch.nn.Module = Llama(shape).to(device)
+        if config.parallel == "hsdp":
+            self.model = recover.hsdp(
+                self.model, world, param_dtype=self._autocast, checkpoint_activations=config.recompute
+            )
+            self._autocast = None  # FSDP2 casts
+        elif config.recompute:
+            recompute_blocks(self.model)
+
+    def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
+        for batch in step.microbatches(stream):
+            self._pace.wait()
+            step.backward(self._forward(batch))
+            self._pace.note()
+            yield
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> float:
+        self.model.eval()
+        loss = self._forward(batch).double().reshape(1).cpu()
+        self.model.train()
+        replica = replica_of(self.model)
+        return float(replica.combine(loss)) / replica.size
+
+    def rehearse(self, batch: Batch) -> None:
+        self._forward(batch).backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = {plain_name(name): p.detach() for name, p in self.model.named_parameters()}
+        for name, parameter in sorted(named.items()):
+            whole = getattr(parameter, "full_tensor", None)
+            yield name, whole() if whole else parameter
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        mine = rows(self._world, batch)
+        with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            loss: torch.Tensor = self.model(mine["tokens"].to(self._device), mine["targets"].to(self._device))
+        return loss
+
+
+class WholeRounds:
+    """A rank of a grid, with a part of each layer or with some of the layers: all that is owed goes through at once."""
+
+    def __init__(self, config: Config, shape: LlamaConfig, world: World, device: torch.device) -> None:
+        self._pace = Pace(config.pace)
+        self._pipeline = recover.threed(
+            Llama(shape).to(device),
+            world,
+            tp=config.tp,
+            pp=config.pp,
+            ep=config.ep,
+            schedule=config.schedule,
+            param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None,
+            checkpoint_activations=config.recompute,
+        )
+        self.model: torch.nn.Module = self._pipeline
+
+    def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
+        for batches in step.rounds(stream):
+            self._pace.wait(len(batches))
+            step.backward(self._pipeline(batches))
+            self._pace.note(len(batches))
+            yield
+
+    def loss(self, batch: Batch) -> float:
+        return self._pipeline.evaluate(batch)
+
+    def rehearse(self, batch: Batch) -> None:
+        self._pipeline([batch])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._pipeline.full_parameters()
