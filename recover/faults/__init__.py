@@ -1,6 +1,7 @@
-"""Faults on purpose: the named places at which a process can be killed, and the one probe that kills."""
+"""Faults on purpose: named places, actions, schedules, and the one probe that makes them happen."""
 
-from recover.faults.locations import LOCATIONS, Kill, parse_kill, parse_kills
+from recover.faults.fault import ACTIONS, Fault, parse_fault, parse_faults
+from recover.faults.locations import LOCATIONS
 from recover.faults.probe import Probe
 
-__all__ = ["LOCATIONS", "Kill", "Probe", "parse_kill", "parse_kills"]
+__all__ = ["ACTIONS", "LOCATIONS", "Fault", "Probe", "parse_fault", "parse_faults"]

@@ -1,52 +1,115 @@
-"""The one probe that kills. Code calls it at every named location; it fires where the schedule says so."""
+"""The one probe that makes faults happen. Code calls it at every named location; it fires where the schedule says."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable
 
-from recover.faults.locations import LOCATIONS, Kill
+from recover.faults.fault import Fault
+from recover.faults.locations import LOCATIONS
 
-KILLS_VARIABLE = "RECOVER_KILL"  # a space-separated list, handed to every rank by whoever launches it
+KILLS_VARIABLE = (
+    "RECOVER_KILL"  # a space-separated list of faults, handed to every rank by whoever launches it
+)
+
+Handler = Callable[[object], None]  # gets the detail of the place that was reached
 
 
-def _sigkill(kill: Kill) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # the signal is on its way; nothing after this line may happen
+class ScheduledFault(RuntimeError):
+    """The exception of the action `exit`."""
 
 
 class Probe:
-    """What one rank is scheduled to suffer. `step` is set by whoever counts steps (from 1)."""
+    """What one rank is scheduled to suffer. `step` is set by whoever counts steps (from 1).
+
+    What happens to weights and gradients is done by handlers: the probe knows nothing of tensors.
+    """
 
     def __init__(
         self,
         replica: int,
         local: int = 0,
-        kills: Iterable[Kill] = (),
-        fire: Callable[[Kill], None] = _sigkill,
+        faults: Iterable[Fault] = (),
+        fire: Callable[[Fault], None] | None = None,
     ) -> None:
-        self._mine = [kill for kill in kills if (kill.replica, kill.local) == (replica, local)]
+        self._mine = [fault for fault in faults if (fault.replica, fault.local) == (replica, local)]
         self._fire = fire
-        self.step = 0
+        self._handlers: dict[str, Handler] = {}
+        self._step = 0
+        self.slowness = 1.0  # how many times longer than it took should a microbatch take
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if not self._step and number:
+            self._start_clocks()
+        self._step = number
+
+    def handle(self, action: str, handler: Handler) -> None:
+        """Let `handler` do what this action says."""
+        self._handlers[action] = handler
 
     def __call__(self, location: str, detail: object = None) -> None:
-        """Die here if this is the place. A kill without detail fires at the first arrival at its location."""
+        """Suffer what is scheduled here. A fault without detail fires at the first arrival at its location."""
         if not self._mine:
             return
-        for kill in self._mine:
-            if self._matches(kill, location, detail):
-                self._fire(kill)
+        for fault in [fault for fault in self._mine if self._matches(fault, location, detail)]:
+            self._mine.remove(fault)  # once: a location may be reached again in the same step
+            self._suffer(fault, detail)
 
     def expects(self, location: str, detail: object = None) -> bool:
-        """Whether a call with these arguments would kill: lets the caller arrange what must be in flight."""
-        return any(self._matches(kill, location, detail) for kill in self._mine)
+        """Whether a call with these arguments would fire: lets the caller arrange what must be in flight."""
+        return any(self._matches(fault, location, detail) for fault in self._mine)
 
-    def _matches(self, kill: Kill, location: str, detail: object) -> bool:
+    def _matches(self, fault: Fault, location: str, detail: object) -> bool:
         assert location in LOCATIONS, location
         return (
-            kill.step == self.step
-            and kill.location == location
-            and (kill.detail is None or kill.detail == str(detail))
+            fault.step == self.step
+            and fault.location == location
+            and (fault.detail is None or fault.detail == str(detail))
         )
+
+    def _start_clocks(self) -> None:
+        for fault in self._mine:
+            if fault.after is not None:
+                clock = threading.Timer(fault.after, self._suffer, (fault, None))
+                clock.daemon = True
+                clock.start()
+
+    def _suffer(self, fault: Fault, detail: object) -> None:
+        if self._fire is not None:
+            self._fire(fault)
+        elif fault.action == "kill":
+            _signal_self(signal.SIGKILL)
+        elif fault.action == "stop":
+            _signal_self(signal.SIGSTOP)
+        elif fault.action == "exit":
+            raise ScheduledFault(f"scheduled: {fault}")
+        elif fault.kind == "pause":
+            _pause(fault.amount)
+        elif fault.kind == "slow":
+            self.slowness = fault.amount
+        elif fault.action in self._handlers:
+            self._handlers[fault.action](detail)
+        else:
+            raise RuntimeError(f"fault {fault}: only a loop on recover.Step can suffer {fault.action!r}")
+
+
+def _signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+    if number == signal.SIGKILL:
+        time.sleep(60)  # the signal is on its way; nothing after this line may happen
+
+
+def _pause(seconds: float) -> None:
+    """A stopped process cannot wake itself: a child of it does."""
+    waker = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    _signal_self(signal.SIGSTOP)
+    waker.wait()

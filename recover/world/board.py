@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-PID, STARTED, JOINED, ENTERED, FINISHED, ARRIVED, ACTIVITY = range(7)
-_COLUMNS = 8  # 64 bytes: one cache line per rank, so that writers do not disturb each other
+from recover.world.watchdog import Sign
+
+PID, STARTED, JOINED, ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(10)
+_COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
 
 
 class Board:
@@ -82,6 +84,33 @@ class Board:
         """Something was accomplished; any change counts as progress."""
         self._table[rank, ACTIVITY] += 1
 
+    def come_to_vote(self, rank: int) -> None:
+        """This rank has done its part, and waits for the others."""
+        self._table[rank, VOTES] += 1
+
+    def in_step(self, rank: int, step: int) -> None:
+        """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
+        self._table[rank, STEP] = step
+
+    def beat(self, rank: int) -> None:
+        """This process runs: its watcher does."""
+        self._table[rank, HEARTBEAT] += 1
+
+    def signs_of_life(self, me: int) -> dict[int, Sign]:
+        """What the other ranks of this host show of themselves, as far as they have joined the world."""
+        rows = self._table.tolist()
+        mine = rows[me]
+        return {
+            rank: Sign(
+                heartbeat=row[HEARTBEAT],
+                progress=tuple(row[ENTERED:HEARTBEAT]),
+                late=0 < row[STEP] == mine[STEP]
+                and (row[VOTES], row[ENTERED]) < (mine[VOTES], mine[ENTERED]),
+            )
+            for rank, row in enumerate(rows)
+            if rank != me and row[HEARTBEAT]
+        }
+
     def finished(self, rank: int) -> int:
         return int(self._table[rank, FINISHED])
 
@@ -92,8 +121,8 @@ class Board:
         return any(self._table[rank, FINISHED] >= agreement and self.pid(rank) for rank in range(self.size))
 
     def snapshot(self) -> bytes:
-        """All counters; two equal snapshots mean that nothing happened in between."""
-        return self._table.tobytes()
+        """All counters of what was done; two equal snapshots mean that nothing happened in between."""
+        return self._table[:, :HEARTBEAT].tobytes()
 
 
 def _start_time(pid: int) -> int:

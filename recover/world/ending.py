@@ -59,9 +59,9 @@ def rank_from_environment() -> int | None:
     return None
 
 
-def rank_file(kind: str) -> Path | None:
-    """`<run dir>/ranks/<rank>.<kind>`, or None if there is no run directory or no rank."""
-    run_dir, rank = os.environ.get("RECOVER_RUN_DIR"), rank_from_environment()
+def rank_file(kind: str, rank: int | None = None) -> Path | None:
+    """`<run dir>/ranks/<rank>.<kind>`, or None if there is no run directory or no rank. By default this one's."""
+    run_dir, rank = os.environ.get("RECOVER_RUN_DIR"), rank_from_environment() if rank is None else rank
     if not run_dir or rank is None:
         return None
     path = Path(run_dir, "ranks", f"{rank}.{kind}")
@@ -88,12 +88,12 @@ def _append(text: str) -> None:
         os.close(fd)
 
 
-def record(how: End | str, detail: str = "") -> None:
-    """Write this rank's marker; it appears whole or not at all."""
-    path = rank_file("end")
+def record(how: End | str, detail: str = "", rank: int | None = None) -> None:
+    """Write this rank's marker, or that of one that cannot speak for itself; it appears whole or not at all."""
+    path = rank_file("end", rank)
     if path is None:
         return
-    draft = path.with_suffix(".end.tmp")
+    draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
     draft.write_text(json.dumps({"end": str(End(how)), "detail": detail, "time": _now()}) + "\n")
     draft.replace(path)
 

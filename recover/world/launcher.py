@@ -41,6 +41,7 @@ def launch(
     run_dir: str | Path | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     mpirun: str | None = None,
+    hang_limit: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run `script` on `ranks` ranks and return 0 (the survivors finished), 1 (it failed), 2 (it could not be
@@ -49,6 +50,7 @@ def launch(
     lock = None
     try:
         preflight.check_numbers(ranks, replica_size, timeout)
+        limit = preflight.check_hang_limit(hang_limit, timeout)
         preflight.check_script(script)
         mpirun = preflight.find_mpirun(mpirun)
         preflight.check_mpirun(mpirun)
@@ -56,7 +58,7 @@ def launch(
         with Session() as session, _signals(session) as caught:
             process = subprocess.Popen(
                 [*_mpirun_line(mpirun, ranks, session), str(script), *args],
-                env=_environment(session, directory, ranks, replica_size, env or {}),
+                env=_environment(session, directory, ranks, replica_size, limit | dict(env or {})),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

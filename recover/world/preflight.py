@@ -11,6 +11,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from recover.world.watchdog import LIMIT_VARIABLE, read_limit
+
 _OPENMPI_FAMILY = ("OMPI_", "PMIX_", "PRTE_")
 
 
@@ -74,6 +76,21 @@ def check_numbers(ranks: int, replica_size: int, timeout: float) -> None:
         )
     if timeout < 0:
         raise Refusal(f"--timeout is {timeout:g}; give seconds, or 0 to wait for ever")
+
+
+def check_hang_limit(given: float | None, timeout: float) -> dict[str, str]:
+    """What the ranks are told about it: as an option, or by whoever has set the variable."""
+    text = os.environ.get(LIMIT_VARIABLE, "") if given is None else f"{given:g}"
+    try:
+        limit = read_limit(text)
+    except ValueError as error:
+        raise Refusal(f"{'--hang-limit' if given is not None else LIMIT_VARIABLE}: {error}") from None
+    if limit is not None and 0 < timeout <= limit:
+        raise Refusal(
+            f"the job is ended after {timeout:g} s without progress (--timeout), so a hung rank would never be found "
+            f"after {limit:g} s; lower the hang limit or raise --timeout"
+        )
+    return {} if limit is None else {LIMIT_VARIABLE: text}
 
 
 def check_script(script: Path) -> None:

@@ -1,10 +1,11 @@
 """The watcher: a thread that learns of deaths while the main thread computes or waits for data.
 
-It does three things. If a mate of this rank's replica is dead, the rank leaves at once, whatever it is blocked in:
+It does four things. If a mate of this rank's replica is dead, the rank leaves at once, whatever it is blocked in:
 the world's agreement would otherwise wait for it for ever. If anybody else is dead, it frees this rank's
-cross-replica group, so that nobody stays blocked there. And if an agreement has forgotten this rank, the rank gives
-itself up. While the main thread is inside the protocol itself (an agreement, a repair) it keeps out of MPI: a rank that
-has voted leaves only as the repair tells it to.
+cross-replica group, so that nobody stays blocked there. If an agreement has forgotten this rank, the rank gives
+itself up. And if another rank of this host hangs while this one waits, it kills it. While the main thread is inside the
+protocol itself (an agreement, a repair) it keeps out of MPI: a rank that has voted leaves only as the repair tells
+it to.
 """
 
 from __future__ import annotations
@@ -17,27 +18,43 @@ from recover.world import ending
 from recover.world.board import Board
 from recover.world.grid import Grid
 from recover.world.openmpi import OpenMPIFabric
-from recover.world.watchdog import AgreementWatchdog
+from recover.world.watchdog import AgreementWatchdog, HangWatchdog
 
 INTERVAL = 0.003
+LOOK = 0.05  # seconds between looks at the others' signs of life
 
 
 class Watcher:
-    """Started once per process. `on_death` gets the set of all known deaths, each time that it has grown."""
+    """Started once per process. `on_death` gets the set of all known deaths, each time that it has grown.
+
+    `waits` says whether this rank waits for others: only then may it find that one of them hangs.
+    """
 
     def __init__(
-        self, fabric: OpenMPIFabric, grid: Grid, board: Board, on_death: Callable[[frozenset[int]], None]
+        self,
+        fabric: OpenMPIFabric,
+        grid: Grid,
+        board: Board,
+        hangs: HangWatchdog,
+        on_death: Callable[[frozenset[int]], None],
+        waits: Callable[[], bool],
     ) -> None:
-        self._fabric, self._board, self._on_death = fabric, board, on_death
+        self._fabric, self._board, self._on_death, self._waits = fabric, board, on_death, waits
         self._mates = grid.mates(fabric.rank)
-        self._watchdog = AgreementWatchdog()
+        self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
+        self._looked = 0.0
         threading.Thread(target=self._loop, name="recover-watcher", daemon=True).start()
 
     def _loop(self) -> None:
         while True:
+            self._board.beat(self._fabric.rank)
             time.sleep(INTERVAL)
-            self._look_at_the_board()
+            now = time.monotonic()
+            if now - self._looked > LOOK:
+                self._looked = now
+                self._look_for_hung_ranks(now)
+            self._look_for_a_forgotten_agreement(now)
             if self._fabric.lock.acquire(blocking=False):
                 try:
                     self._look_for_deaths()
@@ -55,11 +72,25 @@ class Watcher:
             )
         self._on_death(failed)
 
-    def _look_at_the_board(self) -> None:
+    def _look_for_a_forgotten_agreement(self, now: float) -> None:
         agreement = self._fabric.waiting_in
         held = agreement is not None and self._board.held_by_others(agreement)
-        if self._watchdog.forgotten(agreement, held, time.monotonic()):
+        if held and any(self._board.pid(rank) for rank in self._hangs.hushed):
+            held = False  # it may have stopped halfway through telling the others; it is fenced, or goes on
+        if self._agreements.forgotten(agreement, held, now):
             ending.die(
                 ending.End.FENCED,
                 f"agreement {agreement} was decided without this rank; it leaves so that the others go on",
             )
+
+    def _look_for_hung_ranks(self, now: float) -> None:
+        signs = self._board.signs_of_life(self._fabric.rank)
+        for rank, why in self._hangs.look(self._waits(), signs, now).items():
+            if not self._board.pid(rank):
+                continue  # it is dead, and all will learn of it
+            self._board.kill(rank)
+            ending.log(f"fenced rank {rank}: {why}")
+            try:
+                ending.record(ending.End.FENCED, f"{why}, so rank {self._fabric.rank} killed it", rank)
+            except OSError:
+                pass  # a full disk must not end this rank

@@ -71,6 +71,11 @@ class Worker:
         """Wait until everything that was posted has ended."""
         self._last.wait()
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that was posted has not ended."""
+        return not self._last.done
+
     def _loop(self) -> None:
         while True:
             work = self._queue.get()

@@ -6,9 +6,11 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from recover.faults.locations import parse_kills
+from recover.faults.fault import parse_faults
 from recover.faults.probe import KILLS_VARIABLE, Probe
 from recover.world import ending
 from recover.world.board import Board
@@ -17,6 +19,7 @@ from recover.world.cross import CrossGroup
 from recover.world.grid import Grid
 from recover.world.membership import Census, ExcludedError, Membership
 from recover.world.openmpi import OpenMPIFabric, start_mpi
+from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
 from recover.world.watcher import Watcher
 from recover.world.worker import Worker
 
@@ -35,7 +38,7 @@ class World:
         self.replica = grid.replica(fabric.rank)
         self.shard = grid.shard(fabric.rank)
         self.board = board
-        self.probe = Probe(self.replica, self.shard, parse_kills(os.environ.get(KILLS_VARIABLE, "").split()))
+        self.probe = Probe(self.replica, self.shard, parse_faults(os.environ.get(KILLS_VARIABLE, "").split()))
         self.worker = Worker()
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
         self._fabric = fabric
@@ -43,8 +46,10 @@ class World:
             fabric, grid, choose(carrier, fabric, grid, self.worker), self.probe, ending.log
         )
         self._cross: CrossGroup | None = None
+        self._waiting = 0  # how many calls deep this rank is in a wait for others
+        self._hangs = HangWatchdog(read_limit(os.environ.get(LIMIT_VARIABLE)))
+        self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
         self.last_census = self.repair(b"")  # start-up is the first pass of the repair loop
-        self._watcher = Watcher(fabric, grid, board, self._on_death)
         ending.on_success(self._close)
         ending.on_raise(self._look_for_a_dead_mate)
 
@@ -74,9 +79,10 @@ class World:
 
         None if somebody died: then every survivor gets None, and must call `repair`.
         """
-        self.cross.drain()
-        with self._fabric.lock:
-            agreed = self._membership.agree(word)
+        with self._waits_here():
+            self.cross.drain()
+            with self._fabric.lock:
+                agreed = self._membership.agree(word)
         if agreed is None and self.noticed_at is None:
             self.noticed_at = time.time()
         return agreed
@@ -90,7 +96,7 @@ class World:
         if self._cross is not None:
             self._cross.break_off()
             self._cross.drain()
-        with self._fabric.lock:
+        with self._waits_here(), self._fabric.lock:
             try:
                 census = self._membership.repair(record, evict)
             except ExcludedError as excluded:
@@ -103,11 +109,37 @@ class World:
         self.noticed_at = None
         return census
 
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Inside, this rank owes the others its part of a step: there is a limit to how long it may do nothing."""
+        started, epoch = time.monotonic(), self.epoch
+        self.board.in_step(self.rank, number)
+        try:
+            yield
+            if (
+                self.epoch == epoch
+            ):  # one that somebody was lost in, or waited for in vain, says nothing of the next
+                self._hangs.committed(time.monotonic() - started)
+        finally:
+            self.board.in_step(self.rank, 0)
+
+    @contextmanager
+    def _waits_here(self) -> Iterator[None]:
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def _waits(self) -> bool:
+        """Whether this rank waits for others: in an agreement or a repair, or for a reduction."""
+        return bool(self._waiting) or self.worker.busy
+
     def _on_death(self, failed: frozenset[int]) -> None:
         """Called by the watcher, with the fabric's lock held, so never in the middle of a repair."""
-        if not failed.isdisjoint(self.members):
+        if self._cross is not None and not failed.isdisjoint(self.members):
             self.noticed_at = self.noticed_at or time.time()
-            self.cross.break_off()
+            self._cross.break_off()
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
@@ -121,7 +153,8 @@ class World:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
         while self.agree(1) is None:
             self.repair()
-        self._fabric.linger(LINGER)
+        with self._waits_here():  # one that hangs here is fenced, or it would be left behind
+            self._fabric.linger(LINGER + self._hangs.silent_limit)
 
 
 def init(replica_size: int | None = None, carrier: str = "auto") -> World:

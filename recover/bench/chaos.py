@@ -1,0 +1,151 @@
+"""`recover faults chaos`: random schedules of faults against a training job, one after another, and what must hold.
+
+Run number i draws its schedule from seed + i, so any of them can be had again by its own seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recover.bench.invariants import Left, violations
+from recover.faults import LOCATIONS, Fault
+from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
+from recover.faults.schedule import write_schedule
+from recover.train.config import Config
+from recover.train.plan import make_plan
+
+ACTIONS = {
+    "kill": 6.0,
+    "exit": 2.0,
+    "stop": 1.0,
+    "pause:0.3": 1.0,
+    "pause:1": 1.0,
+    "corrupt:weights": 1.0,
+}
+BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
+HANG_LIMIT = 5.0  # seconds: short, so that many stopped ranks can be waited for
+PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
+TIMES = 10.0
+
+
+@dataclass
+class Tally:
+    """What came of all runs."""
+
+    runs: int = 0
+    faults: int = 0
+    bad_seeds: list[int] = field(default_factory=list)
+
+
+def chaos(
+    words: Sequence[str],
+    seed: int,
+    minutes: float | None,
+    runs: int | None,
+    replicas: tuple[int, int] | None = None,
+    output: Path | None = None,
+) -> int:
+    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
+    place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
+    place.mkdir(parents=True, exist_ok=True)
+    if not any(word.startswith("hang_limit=") for word in words):
+        words = [*words, f"hang_limit={HANG_LIMIT:g}"]
+    started, tally = time.monotonic(), Tally()
+    config = make_plan(words, place / "calm", (), None).config
+    calm = run_job(words, place / "calm", limit=None)
+    if broken := list(violations(calm, config, ())):
+        print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
+        return 1
+    seconds = time.monotonic() - started
+    while (runs is None or tally.runs < runs) and (
+        minutes is None or time.monotonic() - started < minutes * 60
+    ):
+        number = seed + tally.runs
+        low, high = replicas or (config.replicas, config.replicas)
+        count = random.Random(f"chaos/{number}").randint(low, high)
+        theirs = [*words, f"replicas={count}", f"global_batch={config.global_batch}"]
+        theirs.append(f"accum={-(-config.global_batch // count)}")
+        tally.runs += 1
+        tally.faults += _one(theirs, number, place, calm, limit=max(PATIENCE, TIMES * seconds), tally=tally)
+    shutil.rmtree(calm.run_dir)
+    if not tally.bad_seeds:
+        shutil.rmtree(place, ignore_errors=output is None)
+    print(
+        f"chaos: {tally.runs} runs, {tally.faults} faults, {len(tally.bad_seeds)} with a violation "
+        f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
+        flush=True,
+    )
+    return 1 if tally.bad_seeds else 0
+
+
+def _one(words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally) -> int:
+    """One run; how many faults were scheduled. A violation is told, and the run directory kept."""
+    run_dir = place / f"seed-{seed}"
+    config = make_plan(words, run_dir, (), None).config
+    faults = schedule_for(config, seed, calm.summary["seconds"])
+    began = time.monotonic()
+    run = run_job(words, run_dir, limit, faults)
+    broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
+    broken += violations(run, config, faults, calm)
+    told = "ok" if not broken else "VIOLATION"
+    print(
+        f"seed {seed}: {config.replicas} replicas, {len(faults)} faults, {time.monotonic() - began:.1f} s: {told}",
+        flush=True,
+    )
+    if broken:
+        tally.bad_seeds.append(seed)
+        for law in broken:
+            print(f"  {law}")
+        print(f"  schedule: {' '.join(map(str, faults))}\n  evidence: {run_dir}", flush=True)
+    else:
+        shutil.rmtree(run_dir)
+    return len(faults)
+
+
+def schedule_for(config: Config, seed: int, seconds: float) -> tuple[Fault, ...]:
+    """What run number `seed` suffers. One in five by the clock, so that any instruction can be the last."""
+    rng = random.Random(f"schedule/{seed}")
+    count = rng.randint(1, max(1, config.replicas - 1))
+    if config.replicas > 1 and rng.random() < 0.2:
+        mean = max(0.05, seconds / (count + 1))
+        return draw_by_clock(
+            config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
+        )
+    locations = dict.fromkeys(LOCATIONS, 1.0) if config.checkpoint.every == 1 else EVEN
+    return draw_schedule(
+        config.replicas,
+        config.replica_size,
+        seed,
+        count=count,
+        steps=(1, config.steps),
+        locations=locations,
+        actions=ACTIONS,
+    )
+
+
+def run_job(words: Sequence[str], run_dir: Path, limit: float | None, faults: Sequence[Fault] = ()) -> Left:
+    """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`."""
+    run_dir.mkdir(parents=True)
+    schedule = run_dir / "faults.yaml"
+    schedule.write_text(write_schedule(faults))
+    command = [sys.executable, "-m", "recover.cli", "train", *words, f"faults={schedule}"]
+    command += ["--run-dir", str(run_dir)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
+    with open(run_dir / "output.txt", "w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its guardian ends the ranks
+            process.wait()
+            time.sleep(5)
+    return Left(run_dir.absolute(), process.returncode, process.pid)

@@ -1,0 +1,113 @@
+"""What must hold of every run, whatever struck it, read from its run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recover.faults import Fault
+from recover.faults.locations import IN_RECOVERY
+from recover.train.config import Config
+from recover.world.session import MEMORY
+
+
+@dataclass(frozen=True)
+class Left:
+    """A run that has ended: what it wrote, and how its process left."""
+
+    run_dir: Path
+    code: int
+    pid: int  # of the `recover train` process
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+    def ranks_done(self) -> int:
+        ends = [json.loads(path.read_text())["end"] for path in (self.run_dir / "ranks").glob("*.end")]
+        return ends.count("done")
+
+
+def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None) -> Iterator[str]:
+    """Every law that the run has broken. `calm` is a run of the same job in which nothing was scheduled."""
+    yield from leftovers(run)
+    if run.code != 0:
+        yield f"exit code {run.code}"
+        return
+    yield from _whole(run, config)
+    yield from _losses(run, config, faults)
+    if calm is not None and config.samples == "exact":
+        digests = [[line["data_digest"] for line in each.lines("steps.jsonl")] for each in (run, calm)]
+        if digests[0] != digests[1]:
+            yield "other samples than in the run without failures"
+        if config.reduction == "reproducible":
+            if [line["loss"] for line in run.lines("steps.jsonl")] != [
+                line["loss"] for line in calm.lines("steps.jsonl")
+            ]:
+                yield "other losses than in the run without failures"
+            if run.summary["parameters_digest"] != calm.summary["parameters_digest"]:
+                yield "other parameters than in the run without failures"
+
+
+def _whole(run: Left, config: Config) -> Iterator[str]:
+    """No line is lost, doubled or torn, and every step has B microbatches."""
+    for name in ("steps.jsonl", "incidents.jsonl"):
+        path = run.run_dir / name
+        text = path.read_text() if path.exists() else ""
+        if text and not text.endswith("\n"):
+            yield f"the last line of {name} is torn"
+            return
+    steps = run.lines("steps.jsonl")
+    if [line["step"] for line in steps] != list(range(1, config.steps + 1)):
+        yield f"steps.jsonl has the steps {[line['step'] for line in steps]} of {config.steps}"
+    if config.policy != "adaptive" and (
+        wrong := [line["step"] for line in steps if line["microbatches"] != config.global_batch]
+    ):
+        yield f"steps {wrong} were not taken on {config.global_batch} microbatches"
+    keys = [(line["step"], line["epoch"]) for line in run.lines("incidents.jsonl")]
+    if keys != sorted(set(keys)):
+        yield f"incidents.jsonl is out of order: {keys}"
+
+
+def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
+    """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
+    lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
+    mortal = {fault.replica for fault in faults if fault.lethal}
+    doomed = {fault.replica for fault in faults if must_strike(fault, config.steps)}
+    if bystanders := lost - mortal:
+        yield f"replicas {sorted(bystanders)} were lost, and nothing was scheduled to happen to them"
+    if unharmed := doomed - lost:
+        yield f"replicas {sorted(unharmed)} were not lost as scheduled"
+    done, left = run.ranks_done(), (config.replicas - len(lost)) * config.replica_size
+    if done != left:
+        yield f"{done} ranks have finished; {left} should have"
+
+
+def must_strike(fault: Fault, steps: int) -> bool:
+    """Whether the run cannot end without it. Not so by the clock, in a recovery, or after the last comparison."""
+    in_time = fault.step < steps or fault.action != "corrupt:weights"
+    return fault.lethal and fault.after is None and fault.location not in IN_RECOVERY and in_time
+
+
+def leftovers(run: Left) -> Iterator[str]:
+    """Processes and directories of the job that are still there."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path("/proc", name, "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # gone, or somebody else's
+        if f"RECOVER_RUN_DIR={run.run_dir}".encode() in environment:
+            yield f"process {name} of the run is still there"
+    for place in (MEMORY, Path(tempfile.gettempdir())):
+        for path in place.glob(f"recover-{run.pid}-*"):
+            yield f"{path} was left behind"

@@ -1,0 +1,148 @@
+"""Schedules drawn from a seed: a pure function of its arguments, the same on every machine, without communication."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from recover.faults.fault import BY_CLOCK, IN_GRADIENT, Fault
+from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, REPAIR_PHASES
+from recover.faults.schedule import ScheduleError
+
+EVEN: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location != "checkpoint"}
+KILLS: Mapping[str, float] = {"kill": 1.0}
+
+
+def draw_schedule(
+    replicas: int,
+    replica_size: int,
+    seed: int,
+    *,
+    count: int | None = None,
+    steps: tuple[int, int] = (1, 1),
+    mtbf: float | None = None,
+    locations: Mapping[str, float] = EVEN,
+    actions: Mapping[str, float] = KILLS,
+) -> tuple[Fault, ...]:
+    """`count` faults in these steps, or as many as a mean of `mtbf` steps between failures makes there.
+
+    At least one replica is spared. What only happens in a recovery (`repair`, `extra`) joins the fault before it.
+    """
+    low, high = steps
+    if not 1 <= low <= high:
+        raise ScheduleError(f"steps {low}:{high} is no range; write FIRST:LAST, counted from 1, as 3:40")
+    _check_grid(replicas, replica_size)
+    if (count is None) == (mtbf is None):
+        raise ScheduleError("give either a number of faults (--count) or a mean time between them (--mtbf)")
+    rng = random.Random(f"{seed}/{replicas}/{replica_size}/{count}/{low}/{high}/{mtbf}")
+    if mtbf is None:
+        assert count is not None
+        times = sorted(rng.randint(low, high) for _ in range(count))
+    else:
+        times = [int(low + at) for at in _arrivals(rng, mtbf, high - low + 1)]
+    return tuple(_faults(rng, times, replicas, replica_size, locations, actions, strict=mtbf is None))
+
+
+def draw_by_clock(
+    replicas: int,
+    replica_size: int,
+    seed: int,
+    *,
+    mtbf: float,
+    count: int | None = None,
+    actions: Mapping[str, float] = KILLS,
+) -> tuple[Fault, ...]:
+    """Faults with a mean of `mtbf` seconds between them, until `count` have struck or one replica is left."""
+    _check_grid(replicas, replica_size)
+    for action in actions:
+        if action.partition(":")[0] not in BY_CLOCK:
+            raise ScheduleError(
+                f"action {action!r} needs a place, and by the clock there is none; use --steps"
+            )
+    rng = random.Random(f"{seed}/{replicas}/{replica_size}/{count}/{mtbf}s")
+    mortal, at = _shuffled(rng, replicas), 0.0
+    found: list[Fault] = []
+    while len(mortal) > 1 and (count is None or len(found) < count):
+        at += rng.expovariate(1 / mtbf)
+        action = _pick(rng, actions)
+        fault = Fault(0, mortal[0], ANYTIME, rng.randrange(replica_size), action=action, after=round(at, 2))
+        found.append(fault)
+        if fault.lethal:
+            mortal.pop(0)
+        elif count is None and len(found) >= replicas:
+            break
+    return tuple(found)
+
+
+def _faults(
+    rng: random.Random,
+    times: list[int],
+    replicas: int,
+    replica_size: int,
+    locations: Mapping[str, float],
+    actions: Mapping[str, float],
+    strict: bool,
+) -> Iterator[Fault]:
+    mortal, last, drifted = _shuffled(rng, replicas), None, False
+    struck: set[tuple[int, int]] = set()
+    for number, step in enumerate(times, start=1):
+        action = _pick(rng, actions)
+        if action == "corrupt:weights":
+            # Once, and only where those who differ from it stay a majority, whoever else dies.
+            if drifted or len(mortal) - 1 - (len(times) - number) < 2:
+                action = "kill"
+            drifted = True
+        victim = next((replica for replica in mortal if (step, replica) not in struck), mortal[0])
+        fault = Fault(step, victim, _pick(rng, locations), rng.randrange(replica_size), action=action)
+        if fault.lethal and len(mortal) == 1:
+            if strict:
+                raise ScheduleError(
+                    f"{len(times)} faults would leave none of {replicas} replicas; lower --count, or add replicas"
+                )
+            return  # a rate has no promise to keep: the last replica lives on
+        if action in IN_GRADIENT:
+            fault = replace(fault, location="bucket")
+        elif action == "corrupt:weights":  # here it is found before it can enter a sum
+            fault = replace(fault, location="advance")
+        elif fault.location in IN_RECOVERY:
+            if last and _calls_for_work(last) and (last.step, victim) not in struck:
+                phase = rng.choice(REPAIR_PHASES) if fault.location == "repair" else None
+                fault = replace(fault, step=last.step, detail=phase)
+            else:
+                fault = replace(fault, location="in-reduce")  # which makes a recovery for the next one
+        mortal.remove(victim)
+        if not fault.lethal:  # it lives on, and the next fault may be another's
+            mortal.insert(rng.randint(0, len(mortal)), victim)
+        struck.add((fault.step, victim))
+        last = fault
+        yield fault
+
+
+def _calls_for_work(fault: Fault) -> bool:
+    """Whether it is repaired in its own step, with microbatches to run again."""
+    return fault.lethal and fault.location in ("forward", "backward", "bucket", "in-reduce")
+
+
+def _arrivals(rng: random.Random, mean: float, end: float) -> Iterator[float]:
+    at = rng.expovariate(1 / mean)
+    while at < end:
+        yield at
+        at += rng.expovariate(1 / mean)
+
+
+def _shuffled(rng: random.Random, replicas: int) -> list[int]:
+    order = list(range(replicas))
+    rng.shuffle(order)
+    return order
+
+
+def _pick(rng: random.Random, weights: Mapping[str, float]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def _check_grid(replicas: int, replica_size: int) -> None:
+    if replicas < 1 or replica_size < 1:
+        raise ScheduleError(
+            f"{replicas} replicas of {replica_size} ranks is no world; both must be 1 or more"
+        )

@@ -1,0 +1,140 @@
+"""One scheduled fault: when, whom, where, and what happens to it.
+
+As text: `STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]`; or, for one that strikes by the clock,
+`SECONDSs:REPLICA[.LOCAL][=ACTION]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recover.faults.locations import ANYTIME, LOCATIONS, NUMBERED, REPAIR_PHASES
+
+ACTIONS: dict[str, str] = {
+    "kill": "SIGKILL",
+    "exit": "an exception that nobody catches",
+    "stop": "SIGSTOP, for ever",
+    "pause:S": "stopped for S seconds, then it goes on",
+    "slow:F": "from there on every microbatch takes F times as long",
+    "corrupt:weights": "a bit of its parameters is flipped",
+    "corrupt:gradient": "a bit of its local gradient is flipped, before it is reduced",
+    "nan": "a NaN gets into its local gradient, before it is reduced",
+}
+LETHAL = ("kill", "exit", "stop", "corrupt:weights")  # the replica is lost: the last one by eviction
+BY_CLOCK = ("kill", "stop", "pause")  # signals strike anywhere; the others need a place
+IN_GRADIENT = ("corrupt:gradient", "nan")
+
+_SHAPE = re.compile(
+    r"(?P<when>\d+|\d+(\.\d+)?s):(?P<replica>\d+)(\.(?P<local>\d+))?"
+    r"(:(?P<location>[a-z-]+)(:(?P<detail>\w+))?)?(=(?P<action>.+))?"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`local` is the rank's position inside its replica, `detail` narrows the location.
+
+    `after` is set instead of `step` (then 0) if it strikes by the clock: seconds from the rank's first step.
+    """
+
+    step: int
+    replica: int
+    location: str
+    local: int = 0
+    detail: str | None = None
+    action: str = "kill"
+    after: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """The action without its number: `pause`, not `pause:1.5`."""
+        head = self.action.partition(":")[0]
+        return head if head in ("pause", "slow") else self.action
+
+    @property
+    def amount(self) -> float:
+        """The number of an action that has one: seconds of a pause, factor of a slowness."""
+        return float(self.action.partition(":")[2])
+
+    @property
+    def lethal(self) -> bool:
+        return self.action in LETHAL
+
+    def __str__(self) -> str:
+        action = f"={self.action}" if self.action != "kill" else ""
+        if self.after is not None:
+            return f"{self.after:g}s:{self.replica}.{self.local}{action}"
+        detail = f":{self.detail}" if self.detail is not None else ""
+        return f"{self.step}:{self.replica}.{self.local}:{self.location}{detail}{action}"
+
+
+def parse_fault(text: str) -> Fault:
+    """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or `30s:1=stop`."""
+    match = _SHAPE.fullmatch(text.strip())
+    if match is None or (match["location"] is None) != match["when"].endswith("s"):
+        raise ValueError(
+            f"fault {text!r} is not of the form STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]; for example "
+            "3:1:in-reduce, or 30s:1 for one that strikes 30 s after the first step began"
+        )
+    replica, local, action = int(match["replica"]), int(match["local"] or 0), match["action"] or "kill"
+    _check_action(text, action)
+    if match["location"] is None:
+        after = float(match["when"][:-1])
+        fault = Fault(0, replica, ANYTIME, local, action=action, after=after)
+        if fault.kind not in BY_CLOCK:
+            raise ValueError(
+                f"fault {text!r}: {action!r} needs a place to strike at; give a step and a location"
+            )
+        return fault
+    _check_location(text, match["location"], match["detail"])
+    if int(match["when"]) < 1:
+        raise ValueError(f"fault {text!r}: steps count from 1; write 1:{replica}:{match['location']}")
+    if action in IN_GRADIENT and match["location"] != "bucket":
+        raise ValueError(
+            f"fault {text!r}: {action!r} strikes a gradient that is about to be reduced; "
+            f"write {match['when']}:{replica}:bucket={action}"
+        )
+    return Fault(int(match["when"]), replica, match["location"], local, match["detail"], action)
+
+
+def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+    return tuple(parse_fault(text) for text in texts)
+
+
+def _check_location(text: str, location: str, detail: str | None) -> None:
+    if location not in LOCATIONS:
+        raise ValueError(f"fault {text!r}: there is no location {location!r}; {_near(location, LOCATIONS)}")
+    if detail is None:
+        return
+    if location == "repair" and detail not in REPAIR_PHASES:
+        raise ValueError(f"fault {text!r}: a repair has no {detail!r}; {_near(detail, REPAIR_PHASES)}")
+    if location in NUMBERED and not detail.isdigit():
+        raise ValueError(
+            f"fault {text!r}: buckets are numbered from 0; write {location}:0 instead of {detail!r}"
+        )
+    if location not in (*NUMBERED, "repair"):
+        raise ValueError(f"fault {text!r}: location {location!r} takes no ':{detail}'; leave it out")
+
+
+def _check_action(text: str, action: str) -> None:
+    name, _, amount = action.partition(":")
+    if name not in ("pause", "slow"):
+        if action not in ACTIONS:
+            raise ValueError(f"fault {text!r}: there is no action {action!r}; {_near(action, ACTIONS)}")
+        return
+    try:
+        number = float(amount)
+    except ValueError:
+        number = 0.0
+    least = 1.0 if name == "slow" else 0.0
+    if not least < number < float("inf"):
+        what = "a factor above 1, as slow:3" if name == "slow" else "seconds, as pause:1.5"
+        raise ValueError(f"fault {text!r}: {name} takes {what}; found {amount!r}")
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"it must be one of {', '.join(known)}"

@@ -1,0 +1,156 @@
+"""Schedules of faults: read from YAML, written to it, and checked before anything is started.
+
+- {step: 3, replica: 1, location: in-reduce}
+- {step: 6, replica: 2, local: 1, location: repair:census, action: exit}
+- {after: 30, replica: 0, action: stop}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from recover.faults.fault import Fault, parse_fault
+from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS
+
+KEYS = ("step", "after", "replica", "local", "location", "action")
+EXAMPLE = "- {step: 3, replica: 1, location: in-reduce}"
+_ORDER = {location: number for number, location in enumerate(LOCATIONS)}
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be read, or that cannot happen."""
+
+
+def read_schedule(path: str | Path) -> tuple[Fault, ...]:
+    """The faults of a YAML file, in its order. Raises ScheduleError with the entry that is wrong."""
+    try:
+        # As text: YAML's own reading would make numbers of what is none, and strings of what is one.
+        entries = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise ScheduleError(
+            f"faults={str(path)!r} cannot be read ({error.strerror}); check the path"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"faults={str(path)!r} must be a YAML list like `{EXAMPLE}`; {error}") from None
+    if entries in (None, ""):
+        return ()
+    if not isinstance(entries, list):
+        raise ScheduleError(f"faults={str(path)!r} must be a YAML list like `{EXAMPLE}`; found {entries!r}")
+    return tuple(_read(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, start=1))
+
+
+def _read(entry: object, where: str) -> Fault:
+    if not isinstance(entry, Mapping) or not ({"replica", "location"} <= set(entry) or "after" in entry):
+        raise ScheduleError(f"{where} must be a YAML list like `{EXAMPLE}`; found {entry!r}")
+    if unknown := [key for key in entry if key not in KEYS]:
+        raise ScheduleError(f"{where}: there is no key {unknown[0]!r}; use {', '.join(KEYS)}")
+    if ("after" in entry) == ("step" in entry) or ("after" in entry and "location" in entry):
+        raise ScheduleError(f"{where}: give `step` and `location`, or `after` (seconds) and neither of them")
+    when = f"{entry['after'].removesuffix('s')}s" if "after" in entry else entry["step"]
+    place = f":{entry['location']}" if "location" in entry else ""
+    text = f"{when}:{entry.get('replica')}.{entry.get('local', '0')}{place}={entry.get('action', 'kill')}"
+    try:
+        return parse_fault(text)
+    except ValueError as error:
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def write_schedule(faults: Sequence[Fault]) -> str:
+    """The same as YAML, one line each."""
+    return "".join(f"- {_flow(_entry(fault))}\n" for fault in faults) or "[]\n"
+
+
+def _entry(fault: Fault) -> dict[str, object]:
+    entry: dict[str, object] = {"step": fault.step} if fault.after is None else {"after": fault.after}
+    entry |= {"replica": fault.replica}
+    if fault.local:
+        entry |= {"local": fault.local}
+    if fault.after is None:
+        entry |= {"location": fault.location + (f":{fault.detail}" if fault.detail is not None else "")}
+    return entry | {"action": fault.action}
+
+
+def _flow(entry: dict[str, object]) -> str:
+    text: str = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1000)
+    return text.strip()
+
+
+def check_schedule(
+    faults: Sequence[Fault],
+    replicas: int | None = None,
+    replica_size: int | None = None,
+    steps: int | None = None,
+    checkpoint_every: int | None = None,
+) -> None:
+    """Raises ScheduleError for a fault that can never strike, as far as the numbers given can tell."""
+    for problem in impossible(faults, replicas, replica_size, steps, checkpoint_every):
+        raise ScheduleError(problem)
+
+
+def impossible(
+    faults: Sequence[Fault],
+    replicas: int | None = None,
+    replica_size: int | None = None,
+    steps: int | None = None,
+    checkpoint_every: int | None = None,
+) -> Iterator[str]:
+    """Every fault that can never strike, in a sentence with its mend."""
+    for fault in faults:
+        if replicas is not None and fault.replica >= replicas:
+            yield f"fault {fault}: there are replicas 0 to {replicas - 1}, and no {fault.replica}"
+        elif replica_size is not None and fault.local >= replica_size:
+            number = "one process" if replica_size == 1 else f"{replica_size} ranks, numbered from 0"
+            yield f"fault {fault}: a replica is {number}; there is no {fault.replica}.{fault.local}"
+        elif steps is not None and fault.step > steps:
+            yield f"fault {fault}: the run has {steps} steps; choose one of them"
+        elif (
+            fault.location == "checkpoint"
+            and checkpoint_every is not None
+            and not _divides(checkpoint_every, fault)
+        ):
+            when = (
+                f"after every {checkpoint_every} steps" if checkpoint_every else "never (checkpoint.every=0)"
+            )
+            yield f"fault {fault}: checkpoints are written {when}; choose such a step"
+        elif fault.location in IN_RECOVERY and not any(_causes_repair(other, fault) for other in faults):
+            yield (
+                f"fault {fault}: there is no {fault.location} unless somebody else is lost in step {fault.step}; "
+                f"add such a fault, for example {fault.step}:{_another(fault, replicas)}:in-reduce"
+            )
+        elif earlier := next((other for other in faults if _comes_too_late(fault, other)), None):
+            yield f"fault {fault}: replica {fault.replica} is lost already by {earlier}; leave one of them out"
+
+
+def survivors(faults: Sequence[Fault], replicas: int) -> int:
+    """How many replicas are left if every fault strikes."""
+    return replicas - len({fault.replica for fault in faults if fault.lethal})
+
+
+def _divides(every: int, fault: Fault) -> bool:
+    return every > 0 and fault.step % every == 0
+
+
+def _causes_repair(other: Fault, fault: Fault) -> bool:
+    """Whether the loss of `other` is repaired in the step of `fault`. One by the clock may be."""
+    if other.replica == fault.replica or not other.lethal or other.location in IN_RECOVERY:
+        return False
+    late = other.location in AFTER_VERDICT or other.action == "corrupt:weights"
+    return other.after is not None or other.step == fault.step or (late and other.step + 1 == fault.step)
+
+
+def _comes_too_late(fault: Fault, other: Fault) -> bool:
+    """Whether the rank, or the replica in an earlier step, is gone by the time of `fault`."""
+    if other is fault or other.replica != fault.replica or not other.lethal:
+        return False
+    if fault.after is not None or other.after is not None:
+        return fault.after is not None and other.after is not None and other.after <= fault.after
+    if other.step == fault.step:
+        return other.local == fault.local and _ORDER[other.location] <= _ORDER[fault.location]
+    return other.step < fault.step - (other.action == "corrupt:weights")  # found in the step after it
+
+
+def _another(fault: Fault, replicas: int | None) -> int:
+    return (fault.replica + 1) % (replicas or fault.replica + 2)

@@ -1,0 +1,37 @@
+"""Who holds the others up: replicas whose own microbatches take far longer than those of the others.
+
+Every replica adds its seconds per microbatch to a sum that is reduced anyway, in a place of its own, so all survivors
+know all of them, and say the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+WINDOW = 8  # steps: a single slow one is noise
+FAR = 2.0  # times the median of the others
+NOISE = 0.005  # seconds per microbatch: less than that is the machine's own unrest
+
+
+class Stragglers:
+    """Fed with each committed step; remembers the last few."""
+
+    def __init__(self) -> None:
+        self._paces: dict[int, deque[float]] = {}
+
+    def committed(self, paces: Mapping[int, float]) -> dict[int, float]:
+        """`paces`: seconds per microbatch of every replica that has run some. Who straggles, and by which factor."""
+        self._paces = {
+            replica: self._paces.get(replica, deque(maxlen=WINDOW)) for replica in paces
+        }  # the dead are forgotten
+        for replica, seconds in paces.items():
+            self._paces[replica].append(seconds)
+        typical = {r: statistics.median(seen) for r, seen in self._paces.items() if len(seen) == WINDOW}
+        found = {}
+        for replica, seconds in typical.items():
+            others = [value for other, value in typical.items() if other != replica]
+            if others and seconds > FAR * statistics.median(others) + NOISE:
+                found[replica] = round(seconds / statistics.median(others), 2)
+        return found

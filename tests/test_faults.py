@@ -1,0 +1,245 @@
+"""Schedules, places and actions: what can be asked for, what is refused, and that what is asked for happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_step import check, commits, train
+from toy import reference
+
+from recover.faults import LOCATIONS, Fault, Probe, parse_fault, parse_faults
+from recover.faults.command import check as check_file
+from recover.faults.draw import draw_by_clock, draw_schedule
+from recover.faults.probe import ScheduledFault
+from recover.faults.schedule import ScheduleError, impossible, read_schedule, survivors, write_schedule
+
+MIXED = {"kill": 3, "exit": 1, "stop": 1, "pause:1": 1, "slow:2": 1, "corrupt:weights": 1, "nan": 1}
+
+
+def recover(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "recover.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3:1.0:in-reduce",
+        "6:2.1:bucket:0",
+        "8:0.0:backward=pause:2",
+        "1:0.0:repair:census=exit",
+        "30s:1.0=stop",
+    ],
+)
+def test_a_fault_is_read_as_it_is_written(text: str) -> None:
+    assert str(parse_fault(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("3:1", "STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]"),
+        ("3:1:vot", "did you mean 'vote'?"),
+        ("0:1:vote", "steps count from 1"),
+        ("3:1:vote:2", "takes no ':2'"),
+        ("3:1:repair:censu", "did you mean 'census'?"),
+        ("3:1:bucket:last", "numbered from 0"),
+        ("3:1:vote=kil", "did you mean 'kill'?"),
+        ("3:1:vote=pause", "pause takes seconds"),
+        ("3:1:vote=slow:0.5", "a factor above 1"),
+        ("3:1:vote=nan", "write 3:1:bucket=nan"),
+        ("30s:1:vote", "30s:1 for one that strikes 30 s after"),
+        ("30s:1=exit", "needs a place"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"^fault ") as caught:
+        parse_fault(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ("3:4:vote", "there are replicas 0 to 3, and no 4"),
+        ("3:1.2:vote", "a replica is 2 ranks, numbered from 0; there is no 1.2"),
+        ("41:1:vote", "the run has 40 steps"),
+        ("4:1:vote 9:1:forward", "fault 9:1.0:forward: replica 1 is lost already by 4:1.0:vote"),
+        ("4:1:vote 4:1:advance=pause:1", "replica 1 is lost already by 4:1.0:vote"),
+        ("9s:1 3s:1=stop", "fault 9s:1.0: replica 1 is lost already by 3s:1.0=stop"),
+        (
+            "4:1:repair:census",
+            "unless somebody else is lost in step 4; add such a fault, for example 4:2:in-reduce",
+        ),
+        ("4:1:extra 4:2:vote=pause:1", "unless somebody else is lost in step 4"),
+        ("3:1:checkpoint", "checkpoints are written after every 5 steps"),
+    ],
+)
+def test_a_fault_that_can_never_strike_is_named(faults: str, said: str) -> None:
+    (problem,) = impossible(parse_faults(faults.split()), 4, 2, 40, checkpoint_every=5)
+    assert said in problem
+
+
+def test_what_can_strike_is_not_called_impossible() -> None:
+    possible = (
+        "4:1:vote 4:1.1:advance 5:2:in-reduce 5:3:extra 6:0:forward=pause:1 6:0:vote=slow:2 10:0:checkpoint"
+    )
+    assert list(impossible(parse_faults(possible.split()), 4, 2, 40, checkpoint_every=5)) == []
+    for late in (["4:1:advance", "5:2:repair"], ["4:1:advance=corrupt:weights", "5:1:vote"]):  # met in step 5
+        assert list(impossible(parse_faults(late), 4, 2, 40)) == []
+
+
+def test_a_schedule_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "faults.yaml"
+    faults = (*draw_schedule(8, 2, 5, count=7, steps=(1, 9), actions=MIXED), *draw_by_clock(4, 1, 5, mtbf=30))
+    file.write_text(write_schedule(faults))
+    assert read_schedule(file) == faults
+    file.write_text(
+        "- {step: 3, replica: 1, location: repair:census}\n- {after: 1e1, replica: 0, action: stop}\n"
+    )
+    assert "after" in _refusal(file)  # 1e1 is no number of seconds that we write
+    file.write_text(
+        "- {step: 003, replica: 1, location: repair:census}\n- {after: 1.5, replica: 0, action: stop}\n"
+    )
+    assert list(map(str, read_schedule(file))) == ["3:1.0:repair:census", "1.5s:0.0=stop"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step: 3", "must be a YAML list like"),
+        ("- {step: 3}", "entry 1 must be a YAML list like"),
+        ("- {step: 3, replica: 1, location: vote}\n- {step: 3, replica: 1, where: vote}", "entry 2"),
+        ("- {step: 3, replica: 1, location: vote, why: not}", "there is no key 'why'"),
+        ("- {step: 3, after: 2, replica: 1}", "`after` (seconds) and neither of them"),
+        ("- {step: x, replica: 1, location: vote}", "entry 1: fault 'x:1.0:vote=kill'"),
+        ("- [", "must be a YAML list like"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_names_the_entry(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "faults.yaml").write_text(text)
+    assert said in _refusal(tmp_path / "faults.yaml")
+
+
+def _refusal(file: Path) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        read_schedule(file)
+    return str(caught.value)
+
+
+def test_drawn_schedules_can_strike_and_spare_somebody() -> None:
+    places = set()
+    for seed in range(400):
+        replicas, size = 2 + seed % 7, 1 + seed % 2
+        faults = draw_schedule(replicas, size, seed, count=replicas - 1, steps=(2, 9), actions=MIXED)
+        assert len(faults) == replicas - 1
+        assert list(impossible(faults, replicas, size, 9)) == [], write_schedule(faults)
+        assert survivors(faults, replicas) >= 1
+        places |= {fault.location for fault in faults}
+    assert places == set(LOCATIONS) - {"checkpoint"}
+
+
+def test_a_rate_gives_as_many_faults_as_it_says() -> None:
+    drawn = [len(draw_schedule(1000, 1, seed, mtbf=12, steps=(1, 1200))) for seed in range(30)]
+    assert 85 < sum(drawn) / len(drawn) < 115  # 100 by the rate
+    gaps = [fault.after for seed in range(200) for fault in draw_by_clock(2, 1, seed, mtbf=30)]
+    assert 24 < sum(filter(None, gaps)) / len(gaps) < 36
+    with pytest.raises(ScheduleError, match="lower --count"):
+        draw_schedule(4, 1, 0, count=4, steps=(1, 9))
+
+
+def test_the_command_makes_and_checks_schedules_alike_everywhere(tmp_path: Path) -> None:
+    options = ("--replicas", 8, "--replica-size", 2, "--count", 5, "--steps", "3:40", "--seed", 1)
+    made = recover("faults", "make", *options)
+    assert made.stdout == write_schedule(draw_schedule(8, 2, 1, count=5, steps=(3, 40)))
+    file = tmp_path / "f.yaml"
+    file.write_text(made.stdout)
+    found, problems = check_file(file, 8, 2, 40)
+    assert (len(found), problems) == (5, [])
+    checked = recover("faults", "check", file, "--replicas", 4, "--replica-size", 2, "--steps", 40)
+    assert checked.returncode == 1
+    assert "there are replicas 0 to 3" in checked.stdout
+    file.write_text("- {step: 3, replica: 0, location: vote}\n- {step: 4, replica: 1, location: vote}\n")
+    assert check_file(file, 2, 1, 40)[1] == [
+        "no replica would be left of 2: the run would be lost; spare one of them"
+    ]
+
+
+def test_the_probe_strikes_once_at_its_place_and_nowhere_else() -> None:
+    struck: list[Fault] = []
+    faults = parse_faults(["2:1.1:bucket:1=pause:1", "2:1.1:vote", "2:0.1:vote", "3:1.1:bucket=slow:3"])
+    probe = Probe(1, 1, faults, struck.append)
+    for step in (1, 2, 2, 3):
+        probe.step = step
+        for index in (0, 1, 1):
+            probe("bucket", index)
+        probe("vote")
+    assert list(map(str, struck)) == ["2:1.1:bucket:1=pause:1", "2:1.1:vote", "3:1.1:bucket=slow:3"]
+
+
+def test_the_probe_hands_on_what_it_cannot_do_itself() -> None:
+    probe = Probe(
+        0, 0, parse_faults(["1:0:bucket:2=nan", "1:0:vote=slow:3", "1:0:update=exit", "1:0:bucket=nan"])
+    )
+    seen: list[object] = []
+    probe.step = 1
+    with pytest.raises(RuntimeError, match=r"only a loop on recover\.Step"):
+        probe("bucket", 0)
+    probe.handle("nan", seen.append)
+    probe("bucket", 2)
+    probe("vote")
+    assert (seen, probe.slowness) == ([2], 3.0)
+    with pytest.raises(ScheduledFault, match=r"1:0\.0:update=exit"):
+        probe("update")
+
+
+def test_every_action_but_stopping_leaves_the_batch_and_the_bits_alone(tmp_path: Path) -> None:
+    kills = [
+        "2:1:backward=exit",
+        "3:2:in-reduce=pause:0.5",
+        "4:3:advance=corrupt:weights",
+        "6:4:forward=slow:3",
+        "7:0:bucket",
+    ]
+    outcome = train(tmp_path, 5, kills, steps=8)
+    flipped = next(note for note in outcome.notes(3, "commit") if note["step"] == 4)
+    assert flipped.pop("digest") != commits(outcome)[3]["digest"]  # it notes down what it has after the flip
+    flipped["digest"] = commits(outcome)[3]["digest"]
+    check(outcome, {0, 1, 3}, batch=10)
+    assert (outcome.ends[1], outcome.ends[3]) == ("raised", "excluded")
+    # The flipped bit was found in the very next step, and what was summed with it was thrown away.
+    assert [len(entry["replicas"]) for entry in commits(outcome)] == [5, 4, 4, 4, 3, 3, 2, 2]
+
+
+def test_a_nan_is_skipped_by_all_and_a_wrong_gradient_is_seen_by_nobody(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 3, ["2:2:bucket:0=corrupt:gradient", "4:1:bucket=nan"], steps=5)
+    assert outcome.code == 0, outcome.output
+    assert outcome.survivors == [0, 1, 2]
+    notes = [outcome.notes(rank, "commit") for rank in range(3)]
+    assert [[entry["skipped"] for entry in entries] for entries in notes] == [[0, 0, 0, 1, 1]] * 3
+    assert [entry["digest"] for entry in notes[0]] == [entry["digest"] for entry in notes[1]]
+    start = outcome.notes(0, "start")[0]["parameters"]
+    losses, _ = reference(start, [list(range(6 * step, 6 * step + 6)) for step in range(3)])
+    told = [entry["loss"] for entry in notes[0]]
+    torch.testing.assert_close(told[:2], losses[:2], rtol=1e-5, atol=1e-6)
+    assert abs(told[2] - losses[2]) > 1e-4 * losses[2]  # all replicas took the same wrong step
+
+
+def test_train_takes_schedules_from_files_and_from_the_command_line(tmp_path: Path) -> None:
+    from training import small_world
+
+    from recover.train.plan import make_plan
+
+    file = tmp_path / "faults.yaml"
+    file.write_text("- {step: 3, replica: 1, location: in-reduce, action: stop}\n- {after: 30, replica: 2}\n")
+    words = [*small_world(tmp_path), f"faults={file}", "hang_limit=3"]
+    plan = make_plan(words, tmp_path / "run", ["5:0:bucket:1=nan"], None)
+    assert list(map(str, plan.kills)) == ["5:0.0:bucket:1=nan", "3:1.0:in-reduce=stop", "30s:2.0"]
+    assert json.loads(plan.config.model_dump_json())["hang_limit"] == 3
+    with pytest.raises(ValueError, match="replica 1 is lost already"):
+        make_plan(words, tmp_path / "run", ["9:1:vote"], None)

@@ -1,0 +1,159 @@
+"""Deaths by the dozen: the matrix of places, roles and numbers, and random schedules; and that broken laws are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from training import small_world
+
+from recover.bench.cells import IN_RECOVERY, MODES, PLACES, ROLES, Cell, all_cells, lay_out
+from recover.bench.chaos import run_job, schedule_for
+from recover.bench.invariants import Left, violations
+from recover.bench.matrix import POLICY, insert, matrix, run_launch, table
+from recover.faults import LOCATIONS, parse_faults
+from recover.faults.schedule import impossible
+from recover.train.config import parse
+
+SUBSTRATES = {"ddp": ["replicas=8"], "hsdp": ["replicas=5", "parallel=hsdp", "shard=2", "microbatch_size=2"]}
+
+
+def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
+    assert {place.partition(":")[0] for place in (*PLACES, *IN_RECOVERY)} == set(LOCATIONS)
+    launches = list(lay_out(all_cells(), 8, 2, "static"))
+    served = set().union(*(launch.cells for launch in launches))
+    # A spare that is not used up stays one: there is never extra work for it to die in.
+    assert set(all_cells()) - served == {Cell("extra", "spare", "then")}
+    for launch in launches:
+        every = launch.checkpoint_every
+        assert list(impossible(launch.faults, 8, 2, launch.steps, every)) == [], launch.faults
+        assert len({fault.replica for fault in launch.faults}) == len(launch.faults) < 8
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_deaths_of_every_role_at_many_places_in_one_launch(tmp_path: Path, number: int) -> None:
+    """In repairs of others, alone and by rank 0; in pairs, and in extra work."""
+    (launch,) = islice(lay_out(all_cells(), 6, 1, "static"), number, number + 1)
+    words = [*POLICY, *small_world(tmp_path), "replicas=6"]
+    assert list(run_launch(words, launch, tmp_path / "run")) == [], (tmp_path / "run/output.txt").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("substrate", SUBSTRATES)
+def test_the_whole_matrix(tmp_path: Path, substrate: str) -> None:
+    assert matrix([*small_world(tmp_path), *SUBSTRATES[substrate]], None, None) == 0
+
+
+def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    job = [*small_world(place), "replicas=3", "accum=2", "steps=5", "reduction=reproducible"]
+    command = [
+        sys.executable,
+        "-m",
+        "recover.cli",
+        "faults",
+        "chaos",
+        *options,
+        "--",
+        "recover",
+        "train",
+        *job,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) -> None:
+    result = chaos(tmp_path, "--seed", "23", "--runs", "1", "--output", str(tmp_path / "kept"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "seed 23: 3 replicas, 2 faults" in result.stdout
+    assert "chaos: 1 runs, 2 faults, 0 with a violation" in result.stdout
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.soak
+def test_fifty_random_schedules_keep_every_law(tmp_path: Path) -> None:
+    result = chaos(tmp_path, "--seed", "5000", "--runs", "50", "--replicas", "4:6")
+    assert result.returncode == 0, result.stdout
+
+
+def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
+    config = parse({"replicas": "5", "steps": "12"})
+    schedules = [schedule_for(config, seed, 3.0) for seed in range(300)]
+    assert schedules == [schedule_for(config, seed, 3.0) for seed in range(300)]
+    faults = [fault for schedule in schedules for fault in schedule]
+    assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint"}
+    assert {"kill", "exit", "stop", "corrupt:weights"} < {fault.action for fault in faults}
+    assert any(fault.after for fault in faults)
+    assert all(list(impossible(schedule, 5, 1, 12)) == [] for schedule in schedules)
+
+
+def pretend(place: Path, losses: tuple[float, ...] = (3.0, 2.0), digest: str = "d", dead: int = 1) -> Left:
+    """What a healthy run of 3 replicas leaves that has lost one of them in its second step."""
+    (place / "ranks").mkdir(parents=True)
+    lines = [
+        {"step": i, "microbatches": 6, "loss": loss, "data_digest": f"s{i}"}
+        for i, loss in enumerate(losses, 1)
+    ]
+    (place / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (place / "incidents.jsonl").write_text(
+        json.dumps({"step": 2, "epoch": 2, "dead_replicas": [dead]}) + "\n"
+    )
+    (place / "summary.json").write_text(json.dumps({"parameters_digest": digest}))
+    for rank in {0, 1, 2} - {dead}:
+        (place / "ranks" / f"{rank}.end").write_text('{"end": "done"}')
+    return Left(place, 0, 999_999)
+
+
+def test_every_broken_law_is_told(tmp_path: Path) -> None:
+    config = parse({"replicas": "3", "accum": "2", "steps": "2", "reduction": "reproducible"})
+    faults = parse_faults(["2:1:vote"])
+    calm, good = pretend(tmp_path / "calm"), pretend(tmp_path / "good")
+
+    def told(run: Left, said: str) -> None:
+        assert any(said in law for law in violations(run, config, faults, calm)), said
+
+    assert list(violations(good, config, faults, calm)) == []
+    told(Left(good.run_dir, 1, 1), "exit code 1")
+    told(pretend(tmp_path / "short", losses=(3.0,)), "steps.jsonl has the steps [1] of 2")
+    told(pretend(tmp_path / "bits", digest="e"), "other parameters")
+    told(pretend(tmp_path / "loss", losses=(3.0, 2.5)), "other losses")
+    bystander = pretend(tmp_path / "bystander", dead=2)
+    told(bystander, "replicas [2] were lost, and nothing was scheduled")
+    told(bystander, "replicas [1] were not lost as scheduled")
+    torn = pretend(tmp_path / "torn")
+    (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-1])
+    told(torn, "the last line of steps.jsonl is torn")
+    other = pretend(tmp_path / "other")
+    lines = (other.run_dir / "steps.jsonl").read_text()
+    (other.run_dir / "steps.jsonl").write_text(lines.replace('"microbatches": 6', '"microbatches": 5', 1))
+    told(other, "steps [1] were not taken on 6 microbatches")
+    (other.run_dir / "steps.jsonl").write_text(lines.replace("s2", "s3"))
+    told(other, "other samples")
+    (other.run_dir / "ranks" / "2.end").unlink()
+    told(other, "1 ranks have finished; 2 should have")
+    command = [sys.executable, "-c", "import time; time.sleep(30)"]
+    with subprocess.Popen(command, env={"RECOVER_RUN_DIR": str(good.run_dir)}) as straggler:
+        told(good, f"process {straggler.pid} of the run is still there")
+        straggler.kill()
+
+
+def test_a_run_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "replicas=2", "steps=9", "pace=9"]
+    run = run_job(words, tmp_path / "run", limit=4)
+    assert run.code == -9
+    assert list(violations(run, parse({}), ())) == ["exit code -9"]
+
+
+def test_the_table_goes_to_its_place_in_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- matrix: ddp -->\nold\n<!-- end of matrix: ddp -->\nafter\n")
+    cells = {Cell("vote", "major", mode) for mode in MODES}
+    insert(page, "ddp", list(table(cells, {Cell("vote", "major", "two")})))
+    text = page.read_text()
+    assert "| `vote` | 2/3 |" + " - |" * (len(ROLES) - 1) in text
+    assert (text.startswith("before"), text.endswith("after\n"), "old" in text) == (True, True, False)
+    with pytest.raises(ValueError, match="no place for this table"):
+        insert(page, "hsdp", [])
