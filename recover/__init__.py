@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recover.replica.hsdp import hsdp
+    from recover.replica.threed import threed
     from recover.step.step import Step
     from recover.world.world import World, init
 
-__all__ = ["Step", "World", "hsdp", "init"]
+__all__ = ["Step", "World", "hsdp", "init", "threed"]
 _HOMES = {
     "Step": "recover.step.step",
     "World": "recover.world.world",
     "hsdp": "recover.replica.hsdp",
     "init": "recover.world.world",
+    "threed": "recover.replica.threed",
 }
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""The reference LLaMA: RMSNorm, rotary positions, grouped-query attention by SDPA, SwiGLU."""
+"""The reference LLaMA: RMSNorm, rotary positions, grouped-query attention by SDPA, SwiGLU, or experts instead of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from recover.models.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     tied: bool = False
+    experts: int = 0  # feed-forward networks per layer that tokens are routed to; 0: one for all
+    top_k: int = 2  # how many of them a token visits
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
@@ -30,6 +34,8 @@ class LlamaConfig:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if (self.dim // self.heads) % 2:
             raise ValueError(f"a head of {self.dim // self.heads} is odd; rotary positions need an even one")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k is {self.top_k}; it must be 1 to {self.experts}, the number of experts")
 
 
 SIZES = {
@@ -89,7 +95,11 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: nn.Module = (
+            Experts(config.experts, config.top_k, config.dim, config.hidden)
+            if config.experts
+            else FeedForward(config)
+        )
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -123,7 +133,7 @@ class Llama(nn.Module):
         """Small normal weights; what adds to the residual stream is smaller the deeper the model is."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                residual = name.endswith(("wo.weight", "w2.weight"))
+                residual = name.endswith(("wo.weight", "w2.weight", "feed_forward.w2"))
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** (0.5 * residual))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

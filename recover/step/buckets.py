@@ -16,8 +16,9 @@ from recover.world.worker import Work
 class Bucket:
     """One flat piece of the gradient, and the ledger entry that says under which epoch it was reduced."""
 
-    def __init__(self, local: torch.Tensor, in_place: bool = False) -> None:
+    def __init__(self, local: torch.Tensor, in_place: bool = False, copies: int = 1) -> None:
         self.local = local
+        self.copies = copies  # ranks of the replica that hold the same bucket
         self.result = local if in_place else torch.empty_like(local)
         self.snapshot: torch.Tensor | None = None
         self._in_place = in_place

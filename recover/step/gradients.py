@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 
 from recover.step.buckets import Bucket
+from recover.step.inside import PLAIN, Partners, Replica, Sharing
+from recover.step.parts import as_gradient, local_part, own_gradient
 from recover.step.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
@@ -61,10 +63,19 @@ class Gradients(Protocol):
 
 
 class OwnedGradients:
-    """Buckets for the parameters of a module, filled by hooks that run when a parameter's gradient is complete."""
+    """Buckets for the parameters of a module, filled by hooks that run when a parameter's gradient is complete.
+
+    What several ranks of the replica hold together (see `Sharing`) lies in buckets of its own. A hook must not wait
+    for other ranks, since each of them may be elsewhere in its pipeline. So the parts are gathered in a tray, and added
+    up over the partners when the round is through: a local sum never holds half a gradient.
+    """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], bucket_mb: float, sum: Sum | None = None
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        bucket_mb: float,
+        sum: Sum | None = None,
+        replica: Replica = PLAIN,
     ) -> None:
         self.sum: Sum = sum or FastSum()
         self.in_range = True
@@ -72,7 +83,9 @@ class OwnedGradients:
         if not self._parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
         self._places: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
-        self.buckets = self._lay_out(bucket_mb)
+        self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
+        self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
+        self.buckets = self._lay_out(bucket_mb, replica)
         self._touched: set[torch.nn.Parameter] = set()
         self._open = False
         self._post: Post | None = None
@@ -82,28 +95,33 @@ class OwnedGradients:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._take)
 
-    def _lay_out(self, bucket_mb: float) -> list[Bucket]:
-        """Last parameters first, as backward meets them; a bucket never mixes devices."""
+    def _lay_out(self, bucket_mb: float, replica: Replica) -> list[Bucket]:
+        """Last parameters first, as backward meets them. A bucket mixes neither devices nor ways of sharing.
+
+        What partners share comes last, since it is full last. Its buckets are cut alike on all of them, whatever else
+        they hold: their sums have the same bits only if they are reduced in the same pieces.
+        """
         limit = max(1, int(bucket_mb * MEGABYTE / 4))
-        groups: list[list[torch.nn.Parameter]] = []
-        filled, device = limit, None
+        alike: dict[tuple[torch.device, Sharing], list[torch.nn.Parameter]] = {}
         for parameter in reversed(self._parameters):
-            size = local_part(parameter).numel()
-            if (filled and filled + size > limit) or parameter.device != device:
-                groups.append([])
-                filled, device = 0, parameter.device
-            groups[-1].append(parameter)
-            filled += size
-        buckets = []
-        for index, group in enumerate(groups):
-            total = builtins.sum(local_part(p).numel() for p in group)
-            bucket = Bucket(torch.zeros(total, dtype=self.sum.dtype, device=group[0].device))
-            at = 0
-            for parameter in group:
-                shape, size = local_part(parameter).shape, local_part(parameter).numel()
-                self._places[parameter] = (index, bucket.local[at : at + size].view(shape))
-                at += size
-            buckets.append(bucket)
+            alike.setdefault((parameter.device, replica.sharing(parameter)), []).append(parameter)
+        buckets: list[Bucket] = []
+        for (device, sharing), members in sorted(
+            alike.items(), key=lambda item: item[0][1].partners is not None
+        ):
+            for group in _cut(members, limit):
+                total = builtins.sum(local_part(p).numel() for p in group)
+                local = torch.zeros(total, dtype=self.sum.dtype, device=device)
+                filled = local
+                if sharing.partners is not None:
+                    filled = torch.zeros_like(local)
+                    self._trays[len(buckets)] = sharing.partners, filled
+                at = 0
+                for parameter in group:
+                    shape, size = local_part(parameter).shape, local_part(parameter).numel()
+                    self._places[parameter] = (len(buckets), filled[at : at + size].view(shape))
+                    at += size
+                buckets.append(Bucket(local, copies=sharing.copies))
         return buckets
 
     def begin(self) -> None:
@@ -114,12 +132,13 @@ class OwnedGradients:
     def clear(self) -> None:
         self.in_range = True
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
+        self._emptied.clear()
 
     def expect(self, post: Post | None) -> None:
         self._open, self._post, self._next = True, post, 0
         self._seen.clear()
         self._waiting = [0] * len(self.buckets)
-        for index, _ in self._places.values():
+        for index in [*(index for index, _ in self._places.values()), *self._trays]:
             self._waiting[index] += 1
 
     def ready(self) -> None:
@@ -129,6 +148,7 @@ class OwnedGradients:
         for parameter in self._parameters:  # gradients that came without autograd's hooks
             if parameter.grad is not None:
                 self._take(parameter)
+        self._empty_trays()
         if self._post is not None:  # buckets with parameters that this microbatch did not use
             self._post_up_to(len(self.buckets))
         self._open, self._post = False, None
@@ -161,8 +181,9 @@ class OwnedGradients:
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
                 "with activation checkpointing of shared weights use use_reentrant=False"
             )
-        gradient = local_part(parameter.grad)
-        self.in_range &= self.sum.add(place, gradient, first=parameter not in self._touched)
+        parts = self._trays[index][0].size if index in self._trays else 1
+        first = parameter not in self._touched
+        self.in_range &= self.sum.add(place, own_gradient(parameter), first, parts)
         self._touched.add(parameter)
         parameter.grad = None
         if self._post is not None and parameter not in self._seen:
@@ -177,31 +198,42 @@ class OwnedGradients:
         assert self._post is not None
         while self._next < end:
             index, self._next = self._next, self._next + 1
-            for parameter, (where, place) in self._places.items():
-                if where == index and parameter not in self._touched:
-                    place.zero_()
-                    self._touched.add(parameter)
+            if index not in self._trays:
+                self._fill_up(index)
+            elif index not in self._emptied:
+                self.buckets[index].local.zero_()
+                self._emptied.add(index)
             self._post(index, self.buckets[index])
 
+    def _fill_up(self, index: int) -> None:
+        """Parameters that nobody has used count as zero."""
+        for parameter, (where, place) in self._places.items():
+            if where == index and parameter not in self._touched:
+                place.zero_()
+                self._touched.add(parameter)
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that lives here; a plain tensor is its own."""
-    return getattr(tensor, "_local_tensor", tensor)
+    def _empty_trays(self) -> None:
+        """Add up what the round gave to shared parameters. All ranks of the replica do this after each round."""
+        for index, (partners, tray) in self._trays.items():
+            self._fill_up(index)
+            partners.add_up(tray)
+            if index in self._emptied:
+                self.buckets[index].local.add_(tray)
+            else:
+                self.buckets[index].local.copy_(tray)
+                self._emptied.add(index)
+        self._touched -= {p for p, (index, _) in self._places.items() if index in self._trays}
 
 
-def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """`value` as the gradient of `parameter`: in its dtype, and sharded as it is."""
-    value = value.to(local_part(parameter).dtype)
-    if not hasattr(parameter, "_local_tensor"):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    sharded: DTensor = parameter  # type: ignore[assignment]
-    return DTensor.from_local(  # shape and stride: shards may be of unequal size
-        value,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+def _cut(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
+    """Into runs of at most `limit` elements, or of one parameter that has more."""
+    runs: list[list[torch.nn.Parameter]] = []
+    filled = limit
+    for parameter in parameters:
+        size = local_part(parameter).numel()
+        if not runs or (filled and filled + size > limit):
+            runs.append([])
+            filled = 0
+        runs[-1].append(parameter)
+        filled += size
+    return runs

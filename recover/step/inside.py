@@ -1,10 +1,31 @@
-"""What a step asks of the inside of a replica: to combine a few numbers over its ranks."""
+"""What a step asks of the inside of a replica: to combine a few numbers, and which parameters its ranks share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+class Partners(Protocol):
+    """The ranks of a replica that hold the same parameter, each with a part of its gradient. One object per group."""
+
+    size: int
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """The sum over the partners, in place: the same bits on all of them."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a parameter is held by the ranks of a replica."""
+
+    copies: int = 1  # ranks that hold the same values: in the norm of the gradient they count once
+    partners: Partners | None = None  # those whose gradients have to be added to this rank's
+
+
+ALONE = Sharing()
 
 
 class Replica(Protocol):
@@ -19,8 +40,12 @@ class Replica(Protocol):
         a rank that left it out would leave its mates blocked.
         """
 
+    def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
+        """Who else in the replica holds this parameter."""
+        return ALONE
 
-class PlainReplica:
+
+class PlainReplica(Replica):
     """One rank: nothing to combine."""
 
     size = 1

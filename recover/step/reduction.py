@@ -26,8 +26,11 @@ class Sum(Protocol):
     dtype: torch.dtype
     unit: float  # what 1.0 in a bucket stands for
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
-        """Add one microbatch's gradient to a place (the first one overwrites). False: it is out of range."""
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
+        """Add one microbatch's gradient to a place (the first one overwrites). False: it is out of range.
+
+        It may be one of several `parts`, which are added up later.
+        """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
         """The gradient for the optimizer, in fp32, from the reduced sum."""
@@ -49,7 +52,7 @@ class FastSum:
     unit = 1.0
     loss_unit = 1.0
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
         if first:
             place.copy_(gradient)
         else:
@@ -79,11 +82,11 @@ class ReproducibleSum:
         self.loss_unit = 2.0 ** -(self.exponent - 8)  # losses up to 2^12 or so, whatever B
         self.bound = 2.0 ** (53 - self.exponent) / global_batch
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> bool:
-        gradient = gradient.float()
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
+        gradient, bound = gradient.float(), self.bound / parts
         if gradient.numel():
             low, high = torch.aminmax(gradient)
-            if not (float(low) > -self.bound and float(high) < self.bound):  # NaN fails too
+            if not (float(low) > -bound and float(high) < bound):  # NaN fails too
                 return False
         whole = gradient.mul_(2.0**self.exponent).round_()  # exact: a power of two, and integers from 2^24 on
         if first:

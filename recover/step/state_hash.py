@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recover.step.gradients import local_part
+from recover.step.parts import local_part
 
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 

@@ -19,12 +19,15 @@ import torch
 
 from recover.policy import Layout, get_policy
 from recover.step import poison
-from recover.step.gradients import Gradients, OwnedGradients, local_part
+from recover.step.damage import damages
+from recover.step.gradients import Gradients, OwnedGradients
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
+from recover.step.parts import local_part
 from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint
+from recover.step.stragglers import Stragglers
 from recover.step.transaction import LOSS, WEIGHT, Transaction
 from recover.world import ending
 from recover.world.world import World
@@ -84,6 +87,9 @@ class Step:
         self.incidents: list[Incident] = []  # what happened in the last committed step
         self.samples: list[int] = []  # the samples that this replica contributed to the last committed step
         self.all_samples: list[int] = []  # those of all replicas
+        self.stragglers: dict[
+            int, float
+        ] = {}  # replicas far slower than the median of the others, and how much
         self.stop_agreed = False  # somebody had asked to stop, and all survivors know it
         self.weight = (
             0.0  # the sum of weights of the last committed step: its number of microbatches, by default
@@ -97,14 +103,18 @@ class Step:
                 f"reduction={reduction!r} needs gradients that are kept apart per microbatch; leave gradients= out"
             )
         self._gradients = gradients or OwnedGradients(
-            model.parameters(), bucket_mb, make_sum(reduction, global_batch)
+            model.parameters(), bucket_mb, make_sum(reduction, global_batch), replica_of(model)
         )
         self._transaction = Transaction(
             world, self._gradients, get_policy(policy, world.grid.replicas), global_batch, replica_of(model)
         )
+        self._paces = Stragglers()
+        self._handed_out = 0.0  # when the microbatch under way was
         self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
+        for action, suffer in damages(model, self._gradients).items():
+            world.probe.handle(action, suffer)
         ending.on_raise(self._leave_note)
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
@@ -120,12 +130,17 @@ class Step:
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times in the mean.
 
-        After a round, `loss` is the sum over its microbatches. A loss without a graph is only recorded: a pipeline has
-        run its backward passes already.
+        After a round, `loss` is the sum over its microbatches, or a tensor with one value for each. A loss without
+        a graph is only recorded: a pipeline has run its backward passes already.
         """
         if not self._pending:
             raise RuntimeError(
                 "step.backward was called without a microbatch; call it once for each one handed out"
+            )
+        if loss.numel() not in (1, len(self._pending)):
+            raise ValueError(
+                f"a loss of {loss.numel()} values was given for {len(self._pending)} microbatch(es); give their sum, "
+                "or one value for each"
             )
         if self._exact_sum and (weight != int(weight) or (loss.requires_grad and len(self._pending) > 1)):
             raise ValueError(
@@ -137,9 +152,15 @@ class Step:
         if loss.requires_grad:
             (loss if weight == 1.0 else loss * weight).backward()
         self._gradients.collect()
-        value, count = loss.detach() / len(self._pending), weight
-        for slot, sample in self._pending:
-            self._transaction.finish_slot(slot, sample, value, count)
+        losses = loss.detach().flatten().tolist()
+        if len(losses) == 1:
+            losses = [losses[0] / len(self._pending)] * len(self._pending)
+        for (slot, sample), value in zip(self._pending, losses, strict=True):
+            self._transaction.finish_slot(slot, sample, value, weight)
+        if self._world.probe.slowness > 1:
+            time.sleep((self._world.probe.slowness - 1) * (time.perf_counter() - self._handed_out))
+        self._transaction.computed(time.perf_counter() - self._handed_out, len(self._pending))
+        self._world.board.touch(self._world.rank)
         self._pending, self._suspects = [], []
 
     @property
@@ -170,6 +191,13 @@ class Step:
         self._samples.load_state_dict(state["samples"])
 
     def _shares(
+        self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
+    ) -> Iterator[list[T]]:
+        """One step, which the others wait for."""
+        with self._world.step(self.index + 1):
+            yield from self._attempts(stream, cut, overlap)
+
+    def _attempts(
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
     ) -> Iterator[list[T]]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
@@ -207,6 +235,7 @@ class Step:
 
     def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
         self._world.probe(place)
+        self._handed_out = time.perf_counter()
         number = self._transaction.index
         batches = []
         self._pending = []
@@ -233,6 +262,7 @@ class Step:
         self.samples, self.all_samples = transaction.contributed, transaction.all_samples
         self._samples.committed(self.all_samples, contributed=bool(self.samples))
         self.stop_agreed = transaction.stop_agreed
+        self._name_stragglers(number)
         self._world.probe("update")
         if transaction.finite:
             shrink = 1.0
@@ -249,6 +279,12 @@ class Step:
         self.index = number
         self._world.board.touch(self._world.rank)
         self._world.probe("advance")
+
+    def _name_stragglers(self, number: int) -> None:
+        before, self.stragglers = self.stragglers, self._paces.committed(self._transaction.paces)
+        for replica, factor in self.stragglers.items():
+            if replica not in before:
+                ending.log(f"step {number}: replica {replica} takes {factor:g} times as long as the others")
 
     def _copy_state_from_first_replica(self) -> None:
         """All replicas start from the same bits, whatever each of them has made."""

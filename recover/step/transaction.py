@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from recover.faults.locations import IN_FLIGHT
 from recover.policy import FailureEvent, Policy, RestoreMode
 from recover.step import poison, state_hash
 from recover.step.buckets import Bucket
@@ -27,7 +28,6 @@ from recover.world.world import World
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
 LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)  # what is summed beside the gradients; samples by slot
 FRUITLESS = 8
-IN_FLIGHT = 0.002  # a scheduled death inside a reduction strikes this long after it has started
 
 
 class StateDivergedError(RuntimeError):
@@ -51,7 +51,8 @@ class Transaction:
         self.stop_agreed = False
         # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
         slots = global_batch + max(global_batch, world.grid.replicas)
-        self.totals = torch.zeros(SAMPLES + slots, dtype=torch.float64)
+        self._paces = SAMPLES + slots  # from here on: seconds per microbatch, by replica
+        self.totals = torch.zeros(self._paces + world.grid.replicas, dtype=torch.float64)
         self._scalars = Bucket(torch.zeros_like(self.totals))
         self._own = torch.zeros(SAMPLES, dtype=torch.float64)
         self.begin(0, 0)
@@ -71,6 +72,7 @@ class Transaction:
         self.share = self.layout.share(self.world.replica)
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
+        self._computed: list[float] = []
 
     @property
     def contributed(self) -> list[int]:
@@ -80,13 +82,22 @@ class Transaction:
     @property
     def all_samples(self) -> list[int]:
         """The samples in the sum over all replicas."""
-        numbers = self.totals[SAMPLES:].long()  # counted from 1: 0 is a slot that nobody ran
+        numbers = self.totals[SAMPLES : self._paces].long()  # counted from 1: 0 is a slot that nobody ran
         return sorted((numbers[numbers > 0] - 1).tolist())
 
-    def finish_slot(self, slot: int, sample: int, loss: torch.Tensor, weight: float) -> None:
+    @property
+    def paces(self) -> dict[int, float]:
+        """Seconds per microbatch, of every replica that has run some in this step."""
+        return {replica: pace for replica, pace in enumerate(self.totals[self._paces :].tolist()) if pace > 0}
+
+    def computed(self, seconds: float, microbatches: int) -> None:
+        """So long it took this rank to run these."""
+        self._computed += [seconds / microbatches] * microbatches
+
+    def finish_slot(self, slot: int, sample: int, loss: float, weight: float) -> None:
         """A microbatch is in the local sum."""
         self._samples[slot] = sample
-        value = self.gradients.sum.loss(float(loss) * weight)
+        value = self.gradients.sum.loss(loss * weight)
         self._own[LOSS] += value
         self._in_range &= self.gradients.sum.covers(value)
         self._own[WEIGHT] += weight
@@ -105,12 +116,15 @@ class Transaction:
 
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
+        self.world.board.come_to_vote(self.world.rank)
         contribution = self._scalars.local.zero_()
         if self.share.counts:
             contribution[:SAMPLES] = self._own
             for slot, sample in self._samples.items():
                 contribution[SAMPLES + slot] = sample + 1
         contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
+        if self._computed:
+            contribution[self._paces + self.world.replica] = sum(self._computed) / len(self._computed)
         self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
         self.world.cross.drain()
         self._complete = self._is_complete()
@@ -152,8 +166,11 @@ class Transaction:
         """This rank's part of the squared gradient norm and of the loss."""
         if not self._complete:
             return torch.zeros(2, dtype=torch.float64)
-        norms = [torch.linalg.vector_norm(bucket.result).double().cpu() for bucket in self.gradients.buckets]
-        return torch.stack([torch.stack(norms).square().sum(), self._scalars.result[LOSS]])
+        norms = [
+            torch.linalg.vector_norm(bucket.result).double().cpu().square() / bucket.copies
+            for bucket in self.gradients.buckets
+        ]
+        return torch.stack([torch.stack(norms).sum(), self._scalars.result[LOSS]])
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""

@@ -1,0 +1,90 @@
+"""Cutting a model over the grid of a replica: what each rank keeps, what is cut, and what is held together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from recover.replica.blocks import recompute_blocks
+from recover.replica.group import init_replica_world
+from recover.replica.threed.experts import Exchange
+from recover.replica.threed.grid import Grid, GridReplica
+from recover.replica.threed.pipeline import Pipeline
+from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_experts
+from recover.replica.threed_shape import Schedule, Shape
+from recover.step.inside import Sharing, mark
+from recover.step.parts import local_part
+from recover.world.world import World
+
+
+def threed(
+    model: torch.nn.Module,
+    world: World,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    schedule: Schedule = "1f1b",
+    param_dtype: torch.dtype | None = None,
+    checkpoint_activations: bool = False,
+) -> Pipeline:
+    """Cut `model` over the ranks of this replica and return this rank's part, to be trained by whole rounds:
+
+        for round in step.rounds(stream):
+            step.backward(pipeline(round))
+
+    model:                   the reference LLaMA, or a module that is built like it, whole on every rank
+    tp, pp, ep:              ranks that share each matrix, the layers, and the experts; together they fill the replica
+    schedule:                `1f1b`, `gpipe`, or `interleaved` (two stages per rank)
+    param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
+    checkpoint_activations:  forget the activations inside blocks and compute them again in backward
+    """
+    shape = Shape(tp, pp, ep, schedule)
+    shape.check_ranks(world.grid.replica_size)
+    config: Any = model.config
+    shape.check_model(config)
+    device = next(model.parameters()).device
+    init_replica_world(world, device)
+    grid = Grid(shape, device, config.tied)
+    pipeline = Pipeline(model, grid, device, param_dtype)
+    shared = list(_cut(pipeline, model, grid))
+    if checkpoint_activations:
+        recompute_blocks(pipeline, list(pipeline.blocks.values()))
+    pipeline.make_stages()
+    mark(pipeline, GridReplica(device, shared))
+    return pipeline
+
+
+def _cut(pipeline: Pipeline, model: Any, grid: Grid) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
+    """Cut the matrices, start what is held together from the same bits, and say who holds what."""
+    shape, mesh = grid.shape, grid.mesh
+    if shape.tp > 1:
+        cut_ends(pipeline, mesh["tp"])
+    if model.config.tied and hasattr(pipeline, "output"):
+        pipeline.output.weight = pipeline.embedding.weight  # cutting has torn them apart
+    routers, experts = set(), set()
+    for block in pipeline.blocks.values():
+        if shape.tp > 1:
+            cut_block(block, mesh["tp"])
+        mixture: Any = block.feed_forward
+        if is_experts(mixture) and shape.tp * shape.ep > 1:
+            cut_experts(mixture, mesh["ep", "tp"])
+            if shape.ep > 1:
+                mixture.share = Exchange(mesh.get_group("ep"))
+            routers.add(mixture.router.weight)
+            experts |= {mixture.w1, mixture.w2, mixture.w3}
+    for name, parameter in pipeline.named_parameters():
+        holders, sharing = grid.over_ep, Sharing(shape.ep, grid.over_ep)
+        if parameter in experts:
+            holders, sharing = None, Sharing()
+        elif parameter in routers:
+            holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep_and_tp)
+        elif parameter.dim() == 1:  # a norm: tensor-parallel ranks complete its gradient as backward goes
+            holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep)
+        elif name == "embedding.weight" and model.config.tied and shape.pp > 1:
+            holders, sharing = grid.over_ends, Sharing(2 * shape.ep, grid.over_ends)
+        if holders is not None:
+            holders.copy_from_first(local_part(parameter.data))
+        yield parameter, sharing

@@ -1,0 +1,75 @@
+"""The grid inside a replica, as torch's groups: who computes what with whom. Tensor-parallel ranks sit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recover.replica.hsdp import ShardedReplica
+from recover.replica.threed_shape import Shape
+from recover.step.inside import Sharing
+
+
+class Group:
+    """Ranks that hold the same parameter, each with a part of its gradient."""
+
+    def __init__(self, ranks: list[int], group: dist.ProcessGroup) -> None:
+        self.ranks, self.size, self._group = ranks, len(ranks), group
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        dist.all_reduce(sums, group=self._group)
+
+    def copy_from_first(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=self.ranks[0], group=self._group)
+
+
+class Grid:
+    """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a replica alike."""
+
+    def __init__(self, shape: Shape, device: torch.device, tied: bool) -> None:
+        self.shape = shape
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type, (shape.pp, shape.ep, shape.tp), mesh_dim_names=("pp", "ep", "tp")
+        )
+        self._ranks = torch.arange(shape.ranks).view(shape.pp, shape.ep, shape.tp)
+        self.stage, self.expert, self.tensor = (int(i) for i in self.mesh.get_coordinate() or (0, 0, 0))
+        # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp, and a tied embedding
+        # over both ends of the pipeline.
+        self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, shape.ep))
+        self.over_ep_and_tp = self._group(self._ranks.reshape(shape.pp, -1))
+        ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(shape.tp, -1)
+        self.over_ends = self._group(ends) if tied and shape.pp > 1 else None
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank that runs a stage of this rank's own pipeline."""
+        return int(self._ranks[stage % self.shape.pp, self.expert, self.tensor])
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("pp")
+
+    def _group(self, rows: torch.Tensor) -> Group | None:
+        """The group of this rank; all ranks take part in making all of them. None where each would be alone."""
+        if rows.shape[1] == 1:
+            return None
+        mine = None
+        for ranks in rows.tolist():
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                mine = Group(ranks, group)
+        return mine
+
+
+class GridReplica(ShardedReplica):
+    """A replica on such a grid, as a step sees it."""
+
+    def __init__(self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]]) -> None:
+        assert dist.group.WORLD is not None
+        super().__init__(dist.group.WORLD, device)
+        self._shared = dict(shared)
+
+    def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
+        return self._shared[parameter]

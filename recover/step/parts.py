@@ -1,0 +1,41 @@
+"""Tensors of which a rank may hold only a part: torch's DTensor, as far as a step has to know of it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor that lives here; a plain tensor is its own."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part of the gradient, placed as the parameter is.
+
+    Autograd may leave it otherwise: of a norm whose inputs are sharded, the gradient is a sum still to be made.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local_part(gradient)
+
+
+def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """`value` as the gradient of `parameter`: in its dtype, and sharded as it is."""
+    value = value.to(local_part(parameter).dtype)
+    if not hasattr(parameter, "_local_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    sharded: DTensor = parameter  # type: ignore[assignment]
+    return DTensor.from_local(  # shape and stride: shards may be of unequal size
+        value,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
