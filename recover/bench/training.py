@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,30 @@ RECOVERY_LAUNCHES = 5
 
 
 def bench_overhead(
-    model: str, replicas: int, seq_len: int, accum: int, turns: int, output: Path | None
+    model: str, replicas: int, shard: int, seq_len: int, accum: int, turns: int, output: Path | None
 ) -> None:
-    """Failure-free speed and memory against stock torch DDP on gloo, turn by turn in one run."""
+    """Failure-free speed and memory against stock torch on gloo, turn by turn in one run.
+
+    Stock torch is DDP, or with several ranks to a replica HSDP: `fully_shard` on a mesh of replicas x shards.
+    """
     console = Console()
+    peer = "stock DDP" if shard == 1 else "stock HSDP"
+    launch: dict[str, Any] = {"ranks": replicas * shard, "replica_size": shard, "timeout": 600}
     arguments = [model, str(seq_len), str(accum), str(turns)]
-    console.print(f"{replicas} replicas, model {model}, {turns} turns each ...", style="dim")
-    with launched("overhead.py", replicas, [*arguments, "both"], timeout=600) as run_dir:
+    grid = f"{replicas} replicas" + (f" of {shard} ranks" if shard > 1 else "")
+    console.print(f"{grid}, model {model}, {turns} turns each ...", style="dim")
+    with launched("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("overhead-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(r["seconds"][name] for r in ranks), strict=True)]
         for name in ("stock", "ours", "reproducible")
     }
-    tokens = replicas * accum * seq_len
+    tokens = replicas * shard * accum * seq_len
     ratio, low, high = paired_ratio(seconds["stock"], seconds["ours"])
     exact = paired_ratio(seconds["ours"], seconds["reproducible"])
     memory = {}
     for name in ("stock", "ours"):
-        with launched("overhead.py", replicas, [*arguments, name], timeout=600) as run_dir:
+        with launched("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
             memory[name] = max(
                 json.loads(path.read_text())["peak_bytes"] for path in run_dir.glob("overhead-*.json")
             )
@@ -42,7 +49,9 @@ def bench_overhead(
     results: dict[str, Any] = {
         "model": model,
         "parameters": parameters,
+        "peer": peer,
         "replicas": replicas,
+        "shard": shard,
         "microbatches": replicas * accum,
         "seq_len": seq_len,
         "tokens_per_second": {
@@ -55,13 +64,11 @@ def bench_overhead(
         "extra_bytes_per_parameter": (memory["ours"] - memory["stock"]) / parameters,
     }
     write(output, {"overhead": results})
-    table = Table(
-        title=f"{replicas} replicas, {parameters / 1e6:.1f}M parameters, no failures", title_justify="left"
-    )
+    table = Table(title=f"{grid}, {parameters / 1e6:.1f}M parameters, no failures", title_justify="left")
     for column in ("", "tokens/s", "peak memory per rank"):
         table.add_column(column, justify="right")
     for name, label in (
-        ("stock", "stock DDP on gloo"),
+        ("stock", f"{peer} on gloo"),
         ("ours", "recover.Step"),
         ("reproducible", "... reduction=reproducible"),
     ):
@@ -78,6 +85,15 @@ def bench_overhead(
         f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
     )
     console.print(place())
+
+
+def shards(words: Sequence[str]) -> int:
+    """Ranks to a replica, from `parallel=hsdp shard=2`."""
+    given = dict(word.partition("=")[::2] for word in words)
+    parallel, shard = given.pop("parallel", "ddp"), given.pop("shard", "2")
+    if given or parallel not in ("ddp", "hsdp") or not shard.isdigit() or int(shard) < 1:
+        raise ValueError(f"{' '.join(words)!r}: it takes parallel=ddp, or parallel=hsdp with shard=2 or more")
+    return int(shard) if parallel == "hsdp" else 1
 
 
 def bench_recovery(replicas: int, output: Path | None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from recover.report.comparison import compare
 from recover.report.pictures import COLOURS, draw
 from recover.report.runs import Run, read_runs
-from recover.report.words import losses, many, quantity, sentences, title
+from recover.report.words import losses, many, quantity, sentences, stragglers, title
 
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1000px; margin: 2.5rem auto; padding: 0 1rem; }
@@ -63,18 +63,26 @@ def _page(runs: list[Run], pictures: list[Path]) -> str:
     body = _head(runs)
     for picture in pictures:
         heading, caption = _CAPTIONS[picture.stem]
-        data = base64.b64encode(picture.read_bytes()).decode()
-        body += [
-            f"<h2>{heading}</h2><p>{caption}</p>",
-            f'<img src="data:image/png;base64,{data}" alt="{heading}">',
-        ]
-    body += ["<h2>What happened</h2>", _incident_table(runs), "<h2>Numbers</h2>", _summary_table(runs)]
-    heading = escape(_heading(runs))
+        body += [f"<h2>{heading}</h2><p>{caption}</p>", inline(picture, heading)]
+    body += ["<h2>What happened</h2>", _incident_table(runs)]
+    body += [f"<p>{escape(text)}</p>" for run in runs for text in stragglers(run)]
+    body += ["<h2>Numbers</h2>", _summary_table(runs)]
+    return document(_heading(runs), body)
+
+
+def document(title: str, body: list[str]) -> str:
+    """A page that stands alone."""
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{heading}</title>'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_CSS}</style></head>\n'
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
+
+
+def inline(picture: Path, name: str) -> str:
+    """The picture itself, inside the page."""
+    data = base64.b64encode(picture.read_bytes()).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(name)}">'
 
 
 def _heading(runs: list[Run]) -> str:

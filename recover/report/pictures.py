@@ -12,7 +12,7 @@ from recover.report.words import PHASES, victims
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 _PHASE_COLOURS = dict(zip(PHASES, ("#E69F00", "#0072B2", "#009E73", "#56B4E9"), strict=True))
 _PHASE_NAMES = dict(zip(PHASES, ("detect", "repair", "restore", "redo"), strict=True))
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 12,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -25,7 +25,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
-_WIDTH = 11.0
+WIDTH = 11.0
 _MOST_BARS = 40
 _CROWDED = 10  # marks; with more of them, a replica is called by its number alone
 _SMOOTH_FROM, _REACH = 150, 7  # steps
@@ -36,25 +36,25 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
     from matplotlib import rc_context
 
     drawn = []
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         if any(run.steps for run in runs):
-            drawn.append(_save(_loss(runs), output / "loss.png"))
-            drawn.append(_save(_steps(runs), output / "steps.png"))
+            drawn.append(save_figure(_loss(runs), output / "loss.png"))
+            drawn.append(save_figure(_steps(runs), output / "steps.png"))
         if any(run.incidents for run in runs):
-            drawn.append(_save(_incidents(runs), output / "incidents.png"))
+            drawn.append(save_figure(_incidents(runs), output / "incidents.png"))
     return drawn
 
 
-def _figure(height: float) -> Any:
+def new_figure(height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     figure.savefig(path, format="png")
     return path
 
@@ -71,7 +71,7 @@ def _line(index: int, runs: list[Run]) -> dict[str, Any]:
 
 
 def _loss(runs: list[Run]) -> Any:
-    figure = _figure(5.2)
+    figure = new_figure(5.2)
     axes = figure.subplots()
     for index, run in enumerate(runs):
         steps, losses = run.column("loss")
@@ -128,7 +128,7 @@ def _mark_failures(axes: Any, runs: list[Run]) -> None:
 
 
 def _steps(runs: list[Run]) -> Any:
-    figure = _figure(8.0)
+    figure = new_figure(8.0)
     batches, alive, speed = figure.subplots(3, 1, sharex=True)
     for index, run in enumerate(runs):
         line = _line(index, runs)
@@ -163,7 +163,7 @@ def _incidents(runs: list[Run]) -> Any:
             :_MOST_BARS
         ]
         incidents = [pair for pair in incidents if pair in longest]
-    figure = _figure(1.6 + 0.42 * len(incidents))
+    figure = new_figure(1.6 + 0.42 * len(incidents))
     axes = figure.subplots()
     places = range(len(incidents))
     left = [0.0] * len(incidents)

@@ -67,6 +67,19 @@ def sentences(run: Run, incident: Line) -> str:
     return " ".join(text)
 
 
+def stragglers(run: Run) -> list[str]:
+    """Who held the others up, by how much at the most, and when."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in run.steps:
+        for replica, factor in (line.get("stragglers") or {}).items():
+            found.setdefault(replica, []).append((line["step"], factor))
+    return [
+        f"Replica {replica} took up to {max(factor for _, factor in seen):.3g} times as long for a microbatch as the "
+        f"others (steps {seen[0][0]} to {seen[-1][0]})."
+        for replica, seen in sorted(found.items())
+    ]
+
+
 def victims(incident: Line) -> str:
     """Replica 1, or the ranks where no replica was recorded."""
     if replicas := incident.get("dead_replicas"):

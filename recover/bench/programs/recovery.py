@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import recover
-from recover.faults import Kill
+from recover.faults import Fault
 from recover.faults.probe import Probe
 from recover.models import SIZES, Llama
 
@@ -21,7 +21,7 @@ run_dir = Path(os.environ["RECOVER_RUN_DIR"])
 config = replace(SIZES["tiny"], seq_len=32)
 
 
-def fire(kill: Kill) -> None:
+def fire(kill: Fault) -> None:
     (run_dir / f"killed-{kill.step}").write_text(repr(time.time()))
     os.kill(os.getpid(), 9)
     time.sleep(60)
@@ -29,7 +29,7 @@ def fire(kill: Kill) -> None:
 
 # One replica dies in every third step, in the middle of a reduction; the first one lives to the end.
 victims = range(world.grid.replicas - 1, 0, -1)
-kills = [Kill(5 + 3 * n, victim, "in-reduce") for n, victim in enumerate(victims)]
+kills = [Fault(5 + 3 * n, victim, "in-reduce") for n, victim in enumerate(victims)]
 world.probe = Probe(world.replica, world.shard, kills, fire)
 model = Llama(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

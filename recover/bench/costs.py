@@ -1,0 +1,98 @@
+"""What failures cost at other rates than those measured: arithmetic on measured pieces.
+
+The baseline, from one failure to the next, with F steps between them and a checkpoint every N:
+
+    F steps + F/N saves + one stall (failure handling, restart, load) + the steps since the last checkpoint, mostly N/2
+
+Ours: F steps by the survivors + one recovery. Which of the two is better depends on one ratio: the stall against the
+time between failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# The production system that the paper cites: a failure every 18 minutes, 10 of which go by without progress.
+PRODUCTION_LOST, PRODUCTION_PROGRESS = 10.0, 8.0
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The baseline's seconds."""
+
+    step: float
+    save: float  # that training waits for
+    stall: float  # from a failure until training goes on
+
+    def between_failures(self, steps: float, every: float, rerun: float | None = None) -> float:
+        """Seconds from one failure to the next; by default half a checkpoint interval is run again."""
+        lost = every / 2 if rerun is None else rerun
+        return (steps + lost) * self.step + steps / every * self.save + self.stall
+
+    def best_interval(self, steps: float) -> int:
+        """Steps between checkpoints at which the baseline loses least."""
+        return min(range(1, max(1, int(steps)) + 1), key=lambda every: self.between_failures(steps, every))
+
+    def production(self) -> int:
+        """Steps between failures at which this baseline, at its best, makes as little progress as production does."""
+        steps = 1.0
+        for _ in range(20):  # what is run again depends on the checkpoints, and they on the failures
+            lost = self.between_failures(steps, self.best_interval(steps)) - steps * self.step
+            steps = lost / PRODUCTION_LOST * PRODUCTION_PROGRESS / self.step
+        return max(2, 2 * round(steps / 2))  # even: the first failure strikes at one and a half
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Both sides, measured under the same failures."""
+
+    replicas: int
+    baseline: Restarting
+    recovery: float  # ours: what a failure adds to the step that it strikes
+    steps_of: dict[int, float]  # ours: a step with so many replicas alive
+
+    def ours(self, steps: float, alive: int) -> float:
+        """Seconds from one failure to the next."""
+        return steps * self.steps_of[alive] + self.recovery
+
+    def wall_ratio(
+        self, steps: float, alive: int, every: int | None = None, rerun: float | None = None
+    ) -> float:
+        """How many times faster ours is: the baseline is back at full size, ours goes on with fewer."""
+        every = every or self.baseline.best_interval(steps)
+        return self.baseline.between_failures(steps, every, rerun) / self.ours(steps, alive)
+
+    def effective_ratio(
+        self, steps: float, alive: int, every: int | None = None, rerun: float | None = None
+    ) -> float:
+        """The same per living rank: the paper's metric."""
+        return self.wall_ratio(steps, alive, every, rerun) * self.replicas / alive
+
+    def share(self, steps: float) -> float:
+        """The stall against the time that so many steps take."""
+        return self.baseline.stall / (steps * self.baseline.step)
+
+    def steps_between(self, share: float) -> float:
+        """Steps between failures at which the stall is this share of the time that they take."""
+        return self.baseline.stall / (share * self.baseline.step)
+
+    def crossing(self, alive: int, per_living_rank: bool) -> float | None:
+        """The stall's share of the time between failures at which both are equal; None: ours is always better."""
+        ratio = self.effective_ratio if per_living_rank else self.wall_ratio
+        low, high = 1e-4, 1e2
+        if ratio(self.steps_between(low), alive) > 1:
+            return None
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if ratio(self.steps_between(middle), alive) < 1 else (low, middle)
+        return high
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rerun_steps(kills: Sequence[int], every: int) -> float:
+    """Steps that are run again after a failure, the one that failed included; the mean over these failures."""
+    return sum(step - (step - 1) // every * every for step in kills) / len(kills)

@@ -1,0 +1,123 @@
+"""`recover bench multi`: failures one after the other, until half of the replicas are gone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.table import Table
+
+from recover.bench.costs import Restarting
+from recover.bench.events import Event
+from recover.bench.measure import place, screen, write
+from recover.bench.metrics import (
+    advantage,
+    interval_throughput,
+    progress,
+    recovery_seconds,
+    restarts,
+    step_seconds,
+    steps_by_alive,
+)
+from recover.bench.runs import run_baseline, run_ours, scratch
+from recover.bench.scene import Scene
+
+console = screen()
+
+
+def bench_multi(scene: Scene, interval: int | None, output: Path | None) -> dict[str, Any]:
+    """Failures in steps 1.5F, 2.5F, ...; the baseline saves every F steps, as in the paper, and at its best."""
+    costs = calibrate(scene)
+    interval = interval or costs.production()
+    results = duel(scene, interval, [interval, costs.best_interval(interval)])
+    write(output, {"multi": results})
+    show(results)
+    console.print(place())
+    return results
+
+
+def calibrate(scene: Scene) -> Restarting:
+    """What one restart costs here."""
+    console.print("one restart, to learn what it costs here ...", style="dim")
+    with scratch() as directory:
+        events = run_baseline(scene.but(steps=6, kills=((5, scene.replicas - 1),), save_every=2), directory)
+    costs = restarting(events)
+    console.print(
+        f"stall {costs.stall:.1f} s, step {costs.step:.2f} s, save {costs.save:.2f} s: "
+        f"production, scaled down, is a failure every {costs.production()} steps"
+    )
+    return costs
+
+
+def restarting(events: Sequence[Event]) -> Restarting:
+    found = restarts(events)
+    return Restarting(
+        step=median(step_seconds(events).values()),
+        save=median([restart.B - restart.A for restart in found]),
+        stall=fmean(restart.stall for restart in found),
+    )
+
+
+def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
+    """Ours through these failures once, the baseline once for each of these checkpoint intervals."""
+    count = scene.replicas // 2
+    victims = random.Random(scene.seed).sample(range(scene.replicas), count)
+    kills = tuple((interval * 3 // 2 + n * interval, victim) for n, victim in enumerate(victims))
+    scene = scene.but(steps=kills[-1][0] + interval, kills=kills)
+    console.print(f"failures in steps {', '.join(str(step) for step, _ in kills)}: ours ...", style="dim")
+    with scratch() as directory:
+        events = run_ours(scene, directory)
+    ours = account(events, scene, [(scene.replicas - n) * scene.replica_size for n in range(1, count + 1)])
+    ours["steps_of"] = steps_by_alive(events)
+    ours["recovery"] = recovery_seconds(events)
+    baselines = []
+    for every in dict.fromkeys(saves):
+        console.print(f"checkpoint-restart, a checkpoint every {every} steps ...", style="dim")
+        with scratch() as directory:
+            events = run_baseline(scene.but(save_every=every), directory)
+        theirs = account(events, scene, [scene.ranks] * count)
+        pairs = zip(ours["intervals"], theirs["intervals"], strict=True)
+        theirs |= {
+            "save_every": every,
+            "restarts": [restart.to_json() for restart in restarts(events)],
+            "costs": restarting(events).__dict__,
+            "advantage": advantage(ours["progress"], theirs["progress"]),
+            "ratios": [o["effective_throughput"] / b["effective_throughput"] for o, b in pairs],
+        }
+        baselines.append(theirs)
+    return {"scene": scene.to_json(), "interval": interval, "ours": ours, "baselines": baselines}
+
+
+def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict[str, Any]:
+    lost = scene.ranks - alive[0]
+    curve = progress(events, scene.tokens_per_step, scene.ranks, lost)
+    losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
+    return {
+        "intervals": interval_throughput(events, scene.steps, scene.tokens_per_step, alive, scene.ranks),
+        "progress": curve,
+        "final_loss": losses[scene.steps],
+    }
+
+
+def show(duel: dict[str, Any]) -> None:
+    scene, interval = duel["scene"], duel["interval"]
+    title = f"A failure every {interval} steps, {scene['replicas']} replicas of {scene['replica_size']}"
+    table = Table(title=f"{title}: tokens/s per living rank, interval by interval", title_justify="left")
+    table.add_column("")
+    for number in range(len(duel["ours"]["intervals"])):
+        table.add_column(f"after {number + 1}", justify="right")
+    table.add_column("tokens at equal rank-hours", justify="right")
+
+    def row(name: str, facts: dict[str, Any], key: str, more: str = "") -> None:
+        table.add_row(name, *(f"{each[key]:.1f}" for each in facts["intervals"]), more)
+
+    row("ours", duel["ours"], "effective_throughput")
+    row("ours, per rank at the start", duel["ours"], "per_provisioned_rank")
+    for theirs in duel["baselines"]:
+        ours_more = f"ours {theirs['advantage']['more']:+.1%}"
+        row(f"restart, checkpoint every {theirs['save_every']}", theirs, "effective_throughput", ours_more)
+        table.add_row("... times less than ours", *(f"{ratio:.2f}" for ratio in theirs["ratios"]), "")
+    console.print(table)

@@ -1,0 +1,112 @@
+"""What a comparison runs: one training job with its deaths, the same for us and for whom we are compared with.
+
+Comparisons are *paced*: every microbatch takes at least a set time, most of it waiting, as if each rank had an
+accelerator of its own. Ranks that share a few cores would get faster when one of them dies, which would flatter
+whoever goes on without it. Communication, failures, restarts and checkpoints are real.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+VOCAB = 256  # bytes
+# A LLaMA so small (0.4M parameters) that computing takes little of the pace, even with several ranks to a core.
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 320,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`kills` are (step, replica): SIGKILL of the replica's first rank inside the gradient reduction of that step."""
+
+    replicas: int = 6
+    shard: int = 1  # ranks that hold a shard each; more than one: HSDP
+    tp: int = 1  # ranks that share each matrix, and stages of a pipeline; more than one: 3D
+    pp: int = 1
+    accum: int = 4
+    pace: float = 0.1
+    steps: int = 24
+    kills: tuple[tuple[int, int], ...] = ()
+    save_every: int = 0  # steps between the baseline's checkpoints
+    seq_len: int = 64
+    seed: int = 0
+
+    @property
+    def replica_size(self) -> int:
+        return self.shard * self.tp * self.pp
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.replica_size
+
+    @property
+    def global_batch(self) -> int:
+        return self.replicas * self.accum
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.shard * self.seq_len
+
+    def rounds(self, replicas: int) -> int:
+        """Microbatches that the busiest of so many replicas runs in a step."""
+        return -(-self.global_batch // replicas)
+
+    def but(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        derived = ("replica_size", "global_batch", "tokens_per_step")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def words(self, place: Path) -> list[str]:
+        """The keys of `recover train`; the model is written to `place`."""
+        model = place / "model.json"
+        model.write_text(json.dumps(SHAPE))
+        return [
+            f"model={model}",
+            f"replicas={self.replicas}",
+            *(["parallel=hsdp", f"shard={self.shard}"] if self.shard > 1 else []),
+            *(["parallel=3d", f"tp={self.tp}", f"pp={self.pp}"] if self.tp * self.pp > 1 else []),
+            f"accum={self.accum}",
+            f"microbatch_size={self.shard}",
+            f"seq_len={self.seq_len}",
+            f"pace={self.pace}",
+            f"steps={self.steps}",
+            f"seed={self.seed}",
+            "device=cpu",
+            "warmup_steps=4",
+            "checkpoint.every=0",
+            "log.tensorboard=false",
+        ]
+
+    def kill_words(self) -> list[str]:
+        return [f"{step}:{replica}:in-reduce" for step, replica in self.kills]
+
+
+def inside(words: Sequence[str]) -> dict[str, int]:
+    """How a replica is built, from `parallel=hsdp shard=2` or `parallel=3d tp=2 pp=2`, as fields of a scene."""
+    given = dict(word.partition("=")[::2] for word in words)
+    kinds: dict[str, dict[str, str]] = {"ddp": {}, "hsdp": {"shard": "2"}, "3d": {"tp": "2", "pp": "1"}}
+    expected = kinds.get(given.pop("parallel", "ddp"))
+    fields = {**(expected or {}), **given}
+    if (
+        expected is None
+        or fields.keys() != expected.keys()
+        or not all(n.isdigit() and int(n) for n in fields.values())
+    ):
+        raise ValueError(
+            f"{' '.join(words)!r} is not understood; write parallel=ddp, parallel=hsdp shard=2 or parallel=3d tp=2 pp=2"
+        )
+    return {name: int(number) for name, number in fields.items()}

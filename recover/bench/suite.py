@@ -1,0 +1,74 @@
+"""`recover bench all`: every benchmark, one after the other, and one page of them all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recover.bench.breakdown import bench_breakdown
+from recover.bench.collectives import bench_collectives, bench_repair
+from recover.bench.measure import BenchmarkError, measured, screen
+from recover.bench.multi import bench_multi
+from recover.bench.page import build
+from recover.bench.peers import bench_peers
+from recover.bench.scene import Scene
+from recover.bench.sweep import bench_sweep
+from recover.bench.training import bench_overhead, bench_recovery
+from recover.bench.trajectory import bench_trajectory
+
+DDP, HSDP, GRID = Scene(), Scene(replicas=4, shard=2), Scene(replicas=4, tp=2, pp=2)
+Part = Callable[[Path], Any]
+
+
+def parts(long: bool) -> dict[str, Part]:
+    """Name and call, in the order of the page."""
+    calm = DDP.but(replicas=16 if long else DDP.replicas, steps=260 if long else 32)
+    intervals = (2, 4, 8, 16, 32, 64) if long else (2, 6, 16)
+    factors = (0.5, 3, 10) if long else (2,)
+    grid = {
+        "breakdown-3d": lambda path: bench_breakdown(GRID, intervals, path),
+        "multi-3d": lambda path: bench_multi(GRID, None, path),
+    }
+    return {
+        "trajectory": lambda path: bench_trajectory(calm, 5 if long else 8, path),
+        "breakdown-ddp": lambda path: bench_breakdown(DDP, intervals, path),
+        "multi-ddp": lambda path: bench_multi(DDP, None, path),
+        "breakdown-hsdp": lambda path: bench_breakdown(HSDP, intervals if long else (2, 8), path),
+        "multi-hsdp": lambda path: bench_multi(HSDP, None, path),
+        **(grid if long else {}),
+        "sweep": lambda path: bench_sweep(DDP, factors, path.with_name("multi-ddp.json"), path),
+        "peers": lambda path: bench_peers(None, path),
+        "overhead": lambda path: bench_overhead("small", 2, 1, 128, 2, 20, path),
+        "overhead-hsdp": lambda path: bench_overhead("small", 2, 2, 128, 2, 12, path),
+        "recovery": lambda path: bench_recovery(4, path),
+        "repair": lambda path: bench_repair(8, path),
+        "collectives": lambda path: bench_collectives((2, 4, 8), (1, 25, 100), 9, path),
+    }
+
+
+def bench_all(output: Path, fresh: bool, long: bool) -> int:
+    """The number of parts that could not be measured."""
+    console = screen()
+    all_parts = parts(long)
+    lost = []
+    for number, (name, measure) in enumerate(all_parts.items(), start=1):
+        path = output / f"{name}.json"
+        head = f"[{number} of {len(all_parts)}] {name}"
+        if not fresh and measured(path):
+            console.print(f"{head}: measured already with these sources, see {path}", markup=False)
+            continue
+        console.print(f"{head} ...", style="bold", markup=False)
+        began = time.monotonic()
+        try:
+            measure(path)
+            console.print(f"{head}: {time.monotonic() - began:.0f} s", style="dim", markup=False)
+        except BenchmarkError as error:
+            lost.append(name)
+            console.print(f"{head}: {error}", style="red", markup=False)
+    page = build(output)
+    console.print(f"page: {page}")
+    if lost:
+        console.print(f"not measured: {', '.join(lost)}; the same command goes on with them")
+    return len(lost)

@@ -1,0 +1,120 @@
+"""`recover bench sweep`: how rare failures must be for checkpoint-restart to be as good."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from recover.bench.costs import Costs, Restarting, rerun_steps
+from recover.bench.measure import measured, place, screen, write
+from recover.bench.multi import calibrate, duel, show
+from recover.bench.scene import Scene
+
+SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
+console = screen()
+
+
+def bench_sweep(
+    scene: Scene, factors: Sequence[float], known: Path | None, output: Path | None
+) -> dict[str, Any]:
+    """Other rates of failure than production's: some measured end to end, all by arithmetic on production's pieces.
+
+    `known` is a file of `recover bench multi` on the same scene; what it holds is not measured again.
+    """
+    base = recall(scene, known)
+    if base is None:
+        calibration = calibrate(scene)
+        interval = calibration.production()
+        base = duel(scene, interval, [calibration.best_interval(interval)])
+        show(base)
+    costs = costs_of(base)
+    duels = [base]
+    for factor in factors:
+        interval = max(2, 2 * round(base["interval"] * factor / 2))
+        duels.append(duel(scene, interval, [costs.baseline.best_interval(interval)]))
+        show(duels[-1])
+    shrunken = [alive for alive in costs.steps_of if alive < scene.replicas]
+    results: dict[str, Any] = {
+        "scene": scene.to_json(),
+        "costs": costs.to_json(),
+        "production_share": costs.share(costs.baseline.production()),
+        "curves": [
+            {
+                "alive": n,
+                "share": SHARES,
+                "effective": [costs.effective_ratio(costs.steps_between(share), n) for share in SHARES],
+                "wall": [costs.wall_ratio(costs.steps_between(share), n) for share in SHARES],
+                "crossing_effective": costs.crossing(n, per_living_rank=True),
+                "crossing_wall": costs.crossing(n, per_living_rank=False),
+            }
+            for n in shrunken
+        ],
+        "measured": [point for each in duels for point in compare_with_arithmetic(costs, each)],
+    }
+    write(output, {"sweep": results})
+    table = Table(title="times more tokens per second and living rank", title_justify="left")
+    for column in ("steps between failures", "stall / time between", "alive", "by arithmetic", "measured"):
+        table.add_column(column, justify="right")
+    for point in results["measured"]:
+        figures = (f"{point[name]:.2f}" for name in ("predicted", "measured"))
+        table.add_row(str(point["interval"]), f"{point['share']:.2f}", str(point["alive"]), *figures)
+    console.print(table)
+    for curve in results["curves"]:
+        console.print(tell_crossing(curve))
+    console.print(place())
+    return results
+
+
+def recall(scene: Scene, known: Path | None) -> dict[str, Any] | None:
+    """Failures on this scene that were measured with these sources already."""
+    if known is None or not measured(known):
+        return None
+    found: dict[str, Any] = json.loads(known.read_text()).get("multi", {})
+    then, now = found.get("scene", {}), scene.to_json()
+    same = all(then.get(key) == now[key] for key in ("replicas", "replica_size", "accum", "pace", "seq_len"))
+    return found if same else None
+
+
+def costs_of(duel: dict[str, Any]) -> Costs:
+    ours, theirs = duel["ours"], duel["baselines"][-1]
+    steps_of = {int(alive): seconds for alive, seconds in ours["steps_of"].items()}  # JSON's keys are text
+    return Costs(duel["scene"]["replicas"], Restarting(**theirs["costs"]), ours["recovery"], steps_of)
+
+
+def compare_with_arithmetic(costs: Costs, duel: dict[str, Any]) -> list[dict[str, Any]]:
+    theirs, interval = duel["baselines"][-1], duel["interval"]
+    kills = [step for step, _ in duel["scene"]["kills"]]
+    share = costs.share(interval)
+    rerun = rerun_steps(kills, theirs["save_every"])
+    points = []
+    for lost, ratio in enumerate(theirs["ratios"], start=1):
+        alive = costs.replicas - lost
+        predicted = costs.effective_ratio(interval, alive, theirs["save_every"], rerun)
+        points.append(
+            {
+                "interval": interval,
+                "share": share,
+                "alive": alive,
+                "measured": ratio,
+                "predicted": predicted,
+            }
+        )
+    return points
+
+
+def tell_crossing(curve: dict[str, Any]) -> str:
+    def words(share: float | None) -> str:
+        return (
+            "at every rate"
+            if share is None
+            else f"while a stall is more than {share:.1%} of the time between failures"
+        )
+
+    return (
+        f"{curve['alive']} replicas alive: more tokens per living rank {words(curve['crossing_effective'])}; "
+        f"more tokens per hour, with so many fewer, {words(curve['crossing_wall'])}"
+    )

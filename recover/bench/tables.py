@@ -1,0 +1,97 @@
+"""The figures of every part as rows of a table, the first of them its head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Rows = list[list[Any]]
+
+
+def rows_of(part: str, results: dict[str, Any]) -> Rows:
+    tellers = {
+        "trajectory": _trajectory,
+        "breakdown": _breakdown,
+        "multi": _multi,
+        "sweep": _sweep,
+        "peers": _peers,
+    }
+    return tellers.get(part, _flat)(results)
+
+
+def _trajectory(results: dict[str, Any]) -> Rows:
+    rows: Rows = [
+        ["", "microbatches a step", "tokens/s per living rank", "per rank at the start", "loss apart, most"]
+    ]
+    for name, run in results["runs"].items():
+        batches = sorted({step["microbatches"] for step in run["steps"]})
+        apart = f"{run['largest_distance']:.2g}" if "largest_distance" in run else ""
+        figures = (f"{run[key]:.1f}" for key in ("effective_throughput", "per_provisioned_rank"))
+        rows.append([name, " to ".join(map(str, dict.fromkeys((batches[0], batches[-1])))), *figures, apart])
+    return rows
+
+
+def _breakdown(results: dict[str, Any]) -> Rows:
+    rows: Rows = [["N", "", "until the step is complete", "pieces, in seconds"]]
+    for row in results["rows"]:
+        for side, name in (("baseline", "restart"), ("ours", "ours")):
+            pieces = ", ".join(f"{key} {value:.2f}" for key, value in row[side]["pieces"].items())
+            rows.append([row["N"], name, f"{row[f'{side}_cost']:.2f} s", pieces])
+    return rows
+
+
+def _multi(results: dict[str, Any]) -> Rows:
+    intervals = results["ours"]["intervals"]
+    rows: Rows = [["", *(f"{each['alive']} ranks alive" for each in intervals), "tokens at equal rank-hours"]]
+    for name, key in (
+        ("ours", "effective_throughput"),
+        ("ours, per rank at the start", "per_provisioned_rank"),
+    ):
+        rows.append([name, *(f"{each[key]:.1f}" for each in intervals), ""])
+    for theirs in results["baselines"]:
+        speeds = (f"{each['effective_throughput']:.1f}" for each in theirs["intervals"])
+        more = f"ours {theirs['advantage']['more']:+.1%}"
+        rows.append([f"restart, saving every {theirs['save_every']} steps", *speeds, more])
+        rows.append(["ours against it", *(f"{ratio:.2f} times" for ratio in theirs["ratios"]), ""])
+    return rows
+
+
+def _sweep(results: dict[str, Any]) -> Rows:
+    rows: Rows = [
+        [
+            "alive",
+            "better per living rank while a stall is more than",
+            "better per hour while it is more than",
+        ]
+    ]
+    for curve in results["curves"]:
+        shares = (curve["crossing_effective"], curve["crossing_wall"])
+        words = ("always" if s is None else f"{s:.1%} of the time between failures" for s in shares)
+        rows.append([curve["alive"], *words])
+    for point in results["measured"]:
+        figures = f"{point['measured']:.2f} times measured, {point['predicted']:.2f} by arithmetic"
+        rows.append([point["alive"], f"at {point['share']:.0%}", figures])
+    return rows
+
+
+def _peers(results: dict[str, Any]) -> Rows:
+    rows: Rows = [["", "seconds from SIGKILL to the next committed step", "its microbatches", "discarded"]]
+    for name, peer in results["systems"].items():
+        rows.append([name, *(peer.get(key, "") for key in ("seconds", "microbatches", "discarded"))])
+    return rows
+
+
+def _flat(results: dict[str, Any], above: str = "") -> Rows:
+    """Names and numbers, however deep."""
+    rows: Rows = [] if above else [["", ""]]
+    for key, value in results.items():
+        if key in ("machine", "commit", "sources", "measured_at"):
+            continue
+        if isinstance(value, dict) and "median" in value:
+            rows.append(
+                [above + str(key), f"{value['median']:,.2f} ({value['low']:,.2f} to {value['high']:,.2f})"]
+            )
+        elif isinstance(value, dict):
+            rows += _flat(value, f"{above}{key} ")
+        else:
+            rows.append([above + str(key), f"{value:,.4g}" if isinstance(value, float) else value])
+    return rows

@@ -1,0 +1,101 @@
+"""`recover bench trajectory`: does losing half of the replicas change what is learned, and what does it cost?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from recover.bench.measure import BenchmarkError, place, screen, write
+from recover.bench.runs import scratch
+from recover.bench.scene import Scene
+from recover.train.command import train
+from recover.train.journal import Line, read_lines
+
+RUNS = {  # name, policy, whether replicas are killed
+    "failure-free": ("balanced", False),
+    "ours": ("balanced", True),
+    "adaptive": ("adaptive", True),  # the paper's strawman: the batch shrinks with the world
+}
+
+
+def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
+    """Three runs of `recover train` from one seed; in two of them a replica dies every so many steps."""
+    console = screen()
+    victims = random.Random(scene.seed).sample(range(scene.replicas), scene.replicas // 2)
+    scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
+    if scene.kills[-1][0] > scene.steps:
+        raise BenchmarkError(
+            f"{len(victims)} deaths, one every {every} steps, need {scene.kills[-1][0]} steps, not {scene.steps}; "
+            "give more --steps or a smaller --every"
+        )
+    runs: dict[str, Any] = {}
+    with scratch() as directory:
+        for name, (policy, deadly) in RUNS.items():
+            console.print(f"\n{name}:")
+            words = [*scene.words(directory), f"policy={policy}"]
+            if train(words, directory / name, scene.kill_words() if deadly else ()):
+                raise BenchmarkError(f"the run {name} was lost")
+            lines = list(read_lines(directory / name / "steps.jsonl"))
+            runs[name] = {
+                "steps": [
+                    {key: line[key] for key in ("step", "loss", "microbatches", "replicas", "seconds")}
+                    | throughput(line, scene)
+                    for line in lines
+                ],
+                **totals(lines, scene),
+            }
+    for name in ("ours", "adaptive"):
+        runs[name] |= distance(runs["failure-free"]["steps"], runs[name]["steps"])
+    results = {"scene": scene.to_json(), "every": every, "runs": runs}
+    write(output, {"trajectory": results})
+    table = Table(
+        title=f"{scene.replicas} replicas, {scene.steps} steps, {len(victims)} lost, one every {every}",
+        title_justify="left",
+    )
+    columns = ("", "microbatches a step", "tokens/s per living rank", "... per rank at the start")
+    for column in (*columns, "final loss", "loss apart, most", "on average"):
+        table.add_column(column, justify="right")
+    for name, run in runs.items():
+        batches = sorted({line["microbatches"] for line in run["steps"]})
+        table.add_row(
+            name,
+            " to ".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
+            f"{run['effective_throughput']:.1f}",
+            f"{run['per_provisioned_rank']:.1f}",
+            f"{run['steps'][-1]['loss']:.4f}",
+            *(f"{run[key]:.2g}" if key in run else "" for key in ("largest_distance", "mean_distance")),
+        )
+    console.print(table)
+    console.print(place())
+    return results
+
+
+def throughput(line: Line, scene: Scene) -> dict[str, float]:
+    """Tokens per second and rank of one step: per living rank, as the paper has it, and per rank at the start."""
+    alive = line["replicas"] * scene.replica_size
+    return {
+        "effective_throughput": line["tokens"] / (line["seconds"] * alive),
+        "per_provisioned_rank": line["tokens"] / (line["seconds"] * scene.ranks),
+    }
+
+
+def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
+    """The same over a whole run."""
+    tokens = sum(line["tokens"] for line in lines)
+    alive = sum(line["seconds"] * line["replicas"] * scene.replica_size for line in lines)
+    seconds = sum(line["seconds"] for line in lines)
+    return {
+        "effective_throughput": tokens / alive,
+        "per_provisioned_rank": tokens / (seconds * scene.ranks),
+        "seconds": seconds,
+    }
+
+
+def distance(reference: Sequence[Line], run: Sequence[Line]) -> dict[str, float]:
+    """How far the losses of two runs are apart, step by step."""
+    apart = [abs(a["loss"] - b["loss"]) for a, b in zip(reference, run, strict=True)]
+    return {"largest_distance": max(apart), "mean_distance": sum(apart) / len(apart)}
