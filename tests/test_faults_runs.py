@@ -81,8 +81,8 @@ def test_fifty_random_schedules_keep_every_law(tmp_path: Path) -> None:
 
 def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
     config = parse({"replicas": "5", "steps": "12"})
-    schedules = [schedule_for(config, seed, 3.0) for seed in range(300)]
-    assert schedules == [schedule_for(config, seed, 3.0) for seed in range(300)]
+    schedules = [schedule_for(config, seed) for seed in range(300)]
+    assert schedules == [schedule_for(config, seed) for seed in range(300)]
     faults = [fault for schedule in schedules for fault in schedule]
     assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint"}
     assert {"kill", "exit", "stop", "corrupt:weights"} < {fault.action for fault in faults}

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from training import SHAPE, Trained, check_lines, small_world, train
+from training import SHAPE, Trained, check_lines, finish, small_world, start, train
 
 STEPS, BATCH = 6, 4
 
@@ -66,18 +66,19 @@ def test_experts_and_optimizer_states_fit_every_other_grid(tmp_path: Path) -> No
     experts = ["experts=4", "replicas=1"]
     whole = grid(tmp_path / "whole", *experts, "tp=2", "ep=2")
     assert whole.code == 0, whole.output
-    start = cut_off(whole)
+    checkpoint = cut_off(whole)
     for name, words in {
         "pipeline": ["tp=1", "pp=2", "ep=2", "replicas=2"],
         "interleaved": ["tp=2", "pp=1", "ep=1"],
         "plain": ["parallel=ddp", "replicas=2"],
     }.items():
-        check_goes_on_like(grid(tmp_path / name, *words, resume=start), whole)
+        check_goes_on_like(grid(tmp_path / name, *words, resume=checkpoint), whole)
 
 
 @pytest.mark.soak
 def test_the_small_version_of_the_papers_experiment_loses_half_of_its_replicas(tmp_path: Path) -> None:
-    run = train(tmp_path / "run", "examples/paper/3d-small.yaml")
+    job = start(tmp_path / "run", "examples/paper/3d-small.yaml")
+    run = finish(job, tmp_path / "run", limit=600)  # sixteen processes start slowly on few cores
     assert run.code == 0, run.output
     check_lines(run, 24, 16)
     assert [line["location"] for line in run.incidents] == ["in-reduce", "in-reduce"]
