@@ -153,6 +153,13 @@ def test_a_rate_gives_as_many_faults_as_it_says() -> None:
         draw_schedule(4, 1, 0, count=4, steps=(1, 9))
 
 
+def test_no_two_faults_by_the_clock_fall_together() -> None:
+    """A replica that is struck in the moment of its death would be refused as lost already."""
+    for seed in range(300):
+        faults = draw_by_clock(4, 1, seed, mtbf=0.02, actions={"kill": 1.0, "pause:0.5": 1.0})
+        assert not list(impossible(faults, replicas=4, replica_size=1))
+
+
 def test_the_command_makes_and_checks_schedules_alike_everywhere(tmp_path: Path) -> None:
     options = ("--replicas", 8, "--replica-size", 2, "--count", 5, "--steps", "3:40", "--seed", 1)
     made = recover("faults", "make", *options)

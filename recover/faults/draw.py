@@ -12,6 +12,7 @@ from recover.faults.schedule import ScheduleError
 
 EVEN: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
+MOMENT = 0.01  # seconds: what the times of a schedule are written in
 
 
 def draw_schedule(
@@ -64,7 +65,7 @@ def draw_by_clock(
     mortal, at = _shuffled(rng, replicas), 0.0
     found: list[Fault] = []
     while len(mortal) > 1 and (count is None or len(found) < count):
-        at += rng.expovariate(1 / mtbf)
+        at += max(MOMENT, rng.expovariate(1 / mtbf))
         action = _pick(rng, actions)
         fault = Fault(0, mortal[0], ANYTIME, rng.randrange(replica_size), action=action, after=round(at, 2))
         found.append(fault)
