@@ -34,7 +34,7 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
         assert len({fault.replica for fault in launch.faults}) == len(launch.faults) < 8
 
 
-@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("number", [3, pytest.param(5, marks=pytest.mark.soak)])
 def test_deaths_of_every_role_at_many_places_in_one_launch(tmp_path: Path, number: int) -> None:
     """In repairs of others, alone and by rank 0; in pairs, and in extra work."""
     (launch,) = islice(lay_out(all_cells(), 6, 1, "static"), number, number + 1)

@@ -60,7 +60,14 @@ def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
     assert outcome.ends[2] == "orphan"
 
 
-@pytest.mark.parametrize("places", [("forward", "backward"), ("bucket:1", "extra"), ("repair", "update")])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("bucket:1", "extra"),
+        ("repair", "update"),
+        pytest.param(("forward", "backward"), marks=pytest.mark.soak),
+    ],
+)
 def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, str]) -> None:
     first, second = places
     kills = [f"3:0.1:{first}", f"3:2.0:{second}"]

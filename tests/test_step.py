@@ -102,7 +102,12 @@ def test_two_at_once_and_a_second_death_during_the_recovery(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "places",
-    [("forward", "backward"), ("bucket", "in-reduce"), ("repair", "in-reduce:1"), ("update", "advance")],
+    [
+        ("bucket", "in-reduce"),
+        ("repair", "in-reduce:1"),
+        pytest.param(("forward", "backward"), marks=pytest.mark.soak),
+        pytest.param(("update", "advance"), marks=pytest.mark.soak),
+    ],
 )
 def test_a_spare_takes_the_place_of_a_dead_major(tmp_path: Path, places: tuple[str, str]) -> None:
     """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; after the next one major-spare."""
@@ -123,7 +128,7 @@ def test_a_spare_takes_the_place_of_a_dead_major(tmp_path: Path, places: tuple[s
         assert [(i["boundary"], i["extra_microbatches"]) for i in later] == [(False, 0), (False, 0)]
 
 
-@pytest.mark.parametrize(("replicas", "victim"), [(7, 1), (6, 1)])
+@pytest.mark.parametrize(("replicas", "victim"), [(7, 1), pytest.param(6, 1, marks=pytest.mark.soak)])
 def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, victim: int) -> None:
     """7 x 2 has one major-spare after a loss, and so has 6 x 2."""
     kills = ["1:0:in-reduce", f"3:{victim}:in-reduce"]
@@ -141,8 +146,15 @@ def test_a_dead_spare_costs_a_repair_and_no_second_reduction(tmp_path: Path) -> 
     assert (incident["complete"], incident["extra_microbatches"]) == (True, 0)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("restore", ["blocking", "non-blocking"])
+@pytest.mark.parametrize(
+    ("restore", "views"),
+    [
+        ("blocking", True),
+        ("non-blocking", False),
+        pytest.param("blocking", False, marks=pytest.mark.soak),
+        pytest.param("non-blocking", True, marks=pytest.mark.soak),
+    ],
+)
 def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
     tmp_path: Path, restore: str, views: bool
 ) -> None:

@@ -67,7 +67,7 @@ def test_three_of_four_replicas_die_and_every_step_has_B_microbatches(tmp_path: 
     assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_no_line_is_lost_when_the_writer_dies_again_and_again(tmp_path: Path, seed: int) -> None:
     """Each replica dies when it is the writer; the last one after its last commit, before it can write it down."""
     steps, draw = 11, random.Random(seed)
