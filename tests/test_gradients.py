@@ -7,6 +7,7 @@ import torch
 
 from recover.step.buckets import Bucket
 from recover.step.gradients import OwnedGradients
+from recover.step.inside import PLAIN, PlainReplica, mark, replica_of
 from recover.step.state_hash import MODULUS, all_equal, fingerprint, on_the_wire
 
 
@@ -175,3 +176,10 @@ def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:
         wires = [on_the_wire(value) for value in (others[0], *others)]
         total, squares = (sum(column) for column in zip(*wires, strict=True))
         assert all_equal(total, squares, len(wires)) == (len(set(others)) == 1)
+
+
+def test_what_a_module_was_built_into_is_found_inside_a_wrapper() -> None:
+    part = torch.nn.Linear(2, 2)
+    mark(part, replica := PlainReplica())
+    assert replica_of(torch.nn.Sequential(torch.nn.ReLU(), part)) is replica
+    assert replica_of(torch.nn.Linear(2, 2)) is PLAIN

@@ -15,6 +15,7 @@ from training import check_lines, finish, small_world, start, train
 
 from recover.report import build
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
+from recover.world.board import Board
 from recover.world.preflight import Refusal, check_hang_limit
 from recover.world.watchdog import (
     FACTOR,
@@ -90,6 +91,24 @@ def test_with_one_limit_for_both_a_stopped_process_is_not_said_to_run() -> None:
     assert "has not run" in watchdog.look(True, {1: peer.sign()}, now + LOOK)[1]
 
 
+def test_who_waits_for_a_stopped_process_is_not_taken_for_stuck() -> None:
+    """One has stopped in the middle of telling an agreement's result; its neighbour waits for it, healthy."""
+    watchdog, stopped, neighbour, now = running(limit=5), Peer(), Peer(), 0.0
+    fenced: set[int] = set()
+    while now < 8:
+        now += LOOK
+        neighbour.beats += 1
+        signs = {2: neighbour.sign()} if 1 in fenced else {1: stopped.sign(), 2: neighbour.sign()}
+        fenced |= watchdog.look(True, signs, now).keys()
+    assert fenced == {1}
+
+
+def test_one_who_has_died_meanwhile_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(tmp_path / "board", 1)
+    monkeypatch.setattr(board, "pid", lambda rank: 2**22 + 1)  # it lived when it was looked up
+    board.kill(0)
+
+
 def test_nobody_is_suspected_by_one_who_does_not_wait_outside_of_a_step_or_before_the_first() -> None:
     peer = Peer()
     assert watch(running(), peer, 5 * STUCK, 0.0, ticks=False, waiting=False)[0] is None
@@ -137,7 +156,7 @@ def test_a_limit_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 def test_a_limit_longer_than_the_timeout_is_refused() -> None:
-    with pytest.raises(Refusal, match="lower the hang limit or raise --timeout"):
+    with pytest.raises(Refusal, match="lower the hang limit or raise the timeout"):
         check_hang_limit(60, timeout=60)
     assert check_hang_limit(2.5, timeout=60) == {"RECOVER_HANG_LIMIT": "2.5"}
 

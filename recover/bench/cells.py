@@ -17,7 +17,7 @@ from recover.policy import FailureEvent, Role, get_policy
 
 ROLES = ("major", "minor", "spare", "rank 0", "writer")  # writer: the lowest living rank once rank 0 is dead
 MODES = ("one", "two", "then")
-IN_RECOVERY = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
+RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 PLACES = tuple(location for location in LOCATIONS if location not in ("repair", "extra"))
 SETTLED = 2  # steps between two events, so that each is repaired before the next
 
@@ -31,7 +31,7 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     cells = [Cell(*each) for each in product(PLACES, ROLES, MODES)]
-    return cells + [Cell(location, role, "then") for location, role in product(IN_RECOVERY, ROLES)]
+    return cells + [Cell(location, role, "then") for location, role in product(RECOVERIES, ROLES)]
 
 
 @dataclass
@@ -111,7 +111,7 @@ def _events(alive: tuple[int, ...], missing: set[Cell], batch: int, policy: str)
                     yield both, [(location, first), (location, second)]
             if second == first:
                 continue
-            for where in IN_RECOVERY:
+            for where in RECOVERIES:
                 if where == "extra" and second not in _extra(location, first, alive, batch, policy):
                     continue
                 then = {Cell(location, role, "then") for role in roles[first]}

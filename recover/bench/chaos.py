@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from recover.bench.invariants import Left, violations
@@ -55,6 +55,8 @@ def chaos(
     output: Path | None = None,
 ) -> int:
     """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
+    if min(replicas or (2,)) < 2:
+        raise ValueError(f"--replicas {replicas[0]}:{replicas[1]}: somebody must be left; begin at 2")  # type: ignore[index]
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
     if not any(word.startswith("hang_limit=") for word in words):
@@ -77,8 +79,8 @@ def chaos(
         tally.runs += 1
         tally.faults += _one(theirs, number, place, calm, limit=max(PATIENCE, TIMES * seconds), tally=tally)
     shutil.rmtree(calm.run_dir)
-    if not tally.bad_seeds:
-        shutil.rmtree(place, ignore_errors=output is None)
+    if output is None and not tally.bad_seeds:
+        shutil.rmtree(place, ignore_errors=True)
     print(
         f"chaos: {tally.runs} runs, {tally.faults} faults, {len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
@@ -121,7 +123,7 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
     locations = dict.fromkeys(LOCATIONS, 1.0) if config.checkpoint.every == 1 else EVEN
-    return draw_schedule(
+    drawn = draw_schedule(
         config.replicas,
         config.replica_size,
         seed,
@@ -130,10 +132,21 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
         locations=locations,
         actions=ACTIONS,
     )
+    # A bit that is flipped after the last vote is found by nobody.
+    return tuple(
+        replace(fault, action="kill")
+        if fault.action == "corrupt:weights" and fault.step == config.steps
+        else fault
+        for fault in drawn
+    )
 
 
 def run_job(words: Sequence[str], run_dir: Path, limit: float | None, faults: Sequence[Fault] = ()) -> Left:
     """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`."""
+    if run_dir.exists():
+        raise ValueError(
+            f"{run_dir} is there already, perhaps as evidence; move it away, or give another --output"
+        )
     run_dir.mkdir(parents=True)
     schedule = run_dir / "faults.yaml"
     schedule.write_text(write_schedule(faults))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from recover.bench.cells import IN_RECOVERY, MODES, PLACES, ROLES, Cell, Launch, all_cells, lay_out
+from recover.bench.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
 from recover.bench.chaos import run_job
 from recover.bench.invariants import violations
 from recover.train.plan import make_plan
@@ -25,6 +25,10 @@ def matrix(words: Sequence[str], launches: int | None, write: Path | None) -> in
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-"))
     words = [*POLICY, *words]
     config = make_plan(words, place / "run", (), None).config
+    if config.policy != "static":
+        raise ValueError(
+            f"policy={config.policy!r}: the roles of the matrix are those of policy=static; leave it out"
+        )
     plan = list(islice(lay_out(all_cells(), config.replicas, config.replica_size, "static"), launches))
     for number, launch in enumerate(plan, start=1):
         run_dir = place / f"launch-{number}"
@@ -75,7 +79,7 @@ def table(served: set[Cell], broken: set[Cell]) -> Iterator[str]:
     """One row per location: how many modes held, of those that were tried, for each role."""
     yield f"| location | {' | '.join(ROLES)} |"
     yield f"|---|{'---|' * len(ROLES)}"
-    for location in (*PLACES, *IN_RECOVERY):
+    for location in (*PLACES, *RECOVERIES):
         row = []
         for role in ROLES:
             tried = {Cell(location, role, mode) for mode in MODES} & served

@@ -110,6 +110,8 @@ def _signal_self(number: int) -> None:
 
 def _pause(seconds: float) -> None:
     """A stopped process cannot wake itself: a child of it does."""
-    waker = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    me = os.getpid()
+    asleep = f"until grep -q '^State:.T' /proc/{me}/status; do sleep 0.01; done"
+    waker = subprocess.Popen(["sh", "-c", f"{asleep}; sleep {seconds}; kill -CONT {me}"])
     _signal_self(signal.SIGSTOP)
     waker.wait()

@@ -64,4 +64,5 @@ def mark(model: torch.nn.Module, replica: Replica) -> None:
 
 
 def replica_of(model: torch.nn.Module) -> Replica:
-    return getattr(model, _ATTRIBUTE, PLAIN)
+    """What the model, or a module inside of it, was built into."""
+    return next((getattr(m, _ATTRIBUTE) for m in model.modules() if hasattr(m, _ATTRIBUTE)), PLAIN)

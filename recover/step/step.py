@@ -80,6 +80,11 @@ class Step:
             raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        if replica_of(model).size != world.grid.replica_size:
+            raise ValueError(
+                f"a replica has {world.grid.replica_size} ranks, and the model is built for "
+                f"{replica_of(model).size}; build it with recover.hsdp or recover.threed, or use --replica-size 1"
+            )
         self.index = 0  # committed steps
         self.loss = float("nan")
         self.grad_norm = float("nan")

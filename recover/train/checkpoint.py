@@ -57,10 +57,14 @@ class Tensors:
     def __init__(self, model: Any, optimizer: Any, replica_size: int) -> None:
         import torch.distributed as dist
 
+        from recover.replica.group import TIMEOUT
+
         self._model, self._optimizer = model, optimizer
         # A group of its own: it is used by the saving thread while the replica computes.
         self._ranks = (
-            {"process_group": dist.new_group(backend="gloo")} if replica_size > 1 else {"no_dist": True}
+            {"process_group": dist.new_group(backend="gloo", timeout=TIMEOUT)}
+            if replica_size > 1
+            else {"no_dist": True}
         )
 
     def load(self, path: Path) -> None:
@@ -106,8 +110,9 @@ def _options() -> Any:
 class Saver:
     """Saves for one rank of a replica, one checkpoint at a time. The `first` of its ranks names and publishes them."""
 
-    def __init__(self, run_dir: Path, every: int, keep: int, first: bool) -> None:
+    def __init__(self, run_dir: Path, every: int, keep: int, first: bool = True, alone: bool = True) -> None:
         self._directory, self._every, self._keep, self._first = run_dir / "checkpoints", every, keep, first
+        self._alone = alone  # the replica has no other rank
         self._newest: int | None = None  # None: this rank has not looked yet
         self._idle = threading.Event()
         self._idle.set()
@@ -129,6 +134,8 @@ class Saver:
         try:
             saving = tensors.save(draft)
         except Exception as error:
+            if not self._alone:
+                raise  # its mates are saving already, and would wait for this rank for ever
             self._failed(draft, error)
             return
         self._idle.clear()

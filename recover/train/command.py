@@ -66,6 +66,7 @@ def _launch(plan: Plan) -> int:
         [plan.config.model_dump_json(), str(plan.resume.path.absolute()) if plan.resume else ""],
         replica_size=plan.config.replica_size,
         run_dir=plan.run_dir,
+        timeout=plan.config.timeout,
         hang_limit=plan.config.hang_limit,
         env={KILLS_VARIABLE: " ".join(map(str, plan.kills))},
     )

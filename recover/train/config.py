@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from pydantic import model_validator as validator
 from pydantic_core import ErrorDetails
 
@@ -134,6 +143,9 @@ class Config(Group):
     )
     faults: str | None = Field(
         default=None, description="a schedule of faults in YAML (`recover faults make`): docs/faults.md"
+    )
+    timeout: NonNegativeFloat = Field(
+        default=1800, description="end a run that shows no progress for so many seconds; 0: never"
     )
     hang_limit: float | None = Field(
         default=None,

@@ -91,7 +91,13 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
     resumed_at = step.index
     sinks = Sinks(config, run_dir)
     journal = Journal(run_dir, world, sinks)
-    saver = checkpoint.Saver(run_dir, config.checkpoint.every, config.checkpoint.keep, first=world.shard == 0)
+    saver = checkpoint.Saver(
+        run_dir,
+        config.checkpoint.every,
+        config.checkpoint.keep,
+        world.shard == 0,
+        world.grid.replica_size == 1,
+    )
     kills = parse_faults(os.environ.get(KILLS_VARIABLE, "").split())
 
     def lost(ranks: Sequence[int], seconds: float) -> None:

@@ -63,6 +63,7 @@ def make_plan(
     if found:
         before = dict(flatten(found.facts()["config"]))
         del before["accum"]  # follows from B and the number of replicas
+        del before["faults"]  # they have struck
         if given.get("parallel", before["parallel"]) != before["parallel"]:
             # Another kind of replica has sizes of its own.
             before = {key: value for key, value in before.items() if key not in INSIDE}

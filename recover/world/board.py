@@ -49,7 +49,10 @@ class Board:
     def kill(self, rank: int) -> None:
         """SIGKILL a rank of this host, if it still lives."""
         if pid := self.pid(rank):
-            os.kill(pid, signal.SIGKILL)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # another peer was faster
 
     def join(self, rank: int) -> None:
         """MPI is up on this rank, and so it is on all others, or will be."""
@@ -97,7 +100,7 @@ class Board:
         self._table[rank, HEARTBEAT] += 1
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:
-        """What the other ranks of this host show of themselves, as far as they have joined the world."""
+        """What the other ranks of this host show of themselves, as far as they have joined the world and live."""
         rows = self._table.tolist()
         mine = rows[me]
         return {
@@ -108,7 +111,7 @@ class Board:
                 and (row[VOTES], row[ENTERED]) < (mine[VOTES], mine[ENTERED]),
             )
             for rank, row in enumerate(rows)
-            if rank != me and row[HEARTBEAT]
+            if rank != me and row[HEARTBEAT] and self.pid(rank)
         }
 
     def finished(self, rank: int) -> int:

@@ -87,8 +87,8 @@ def check_hang_limit(given: float | None, timeout: float) -> dict[str, str]:
         raise Refusal(f"{'--hang-limit' if given is not None else LIMIT_VARIABLE}: {error}") from None
     if limit is not None and 0 < timeout <= limit:
         raise Refusal(
-            f"the job is ended after {timeout:g} s without progress (--timeout), so a hung rank would never be found "
-            f"after {limit:g} s; lower the hang limit or raise --timeout"
+            f"the job is ended after {timeout:g} s without progress, so a hung rank would never be found "
+            f"after {limit:g} s; lower the hang limit or raise the timeout"
         )
     return {} if limit is None else {LIMIT_VARIABLE: text}
 

@@ -25,6 +25,7 @@ SILENT = (
 STUCK = 60.0  # seconds without progress inside a step, or so many times the longest of the last steps
 FACTOR = 10.0
 LAST_STEPS = 64
+PATIENCE = 6  # times as long, at most a minute, before the first step
 ASLEEP = 1.0  # a watcher that was not called for so long has slept itself: the whole machine may have
 HUSHED = 1.0  # a rank without a heartbeat for so long may be the reason why an agreement does not end
 LEAST_LIMIT = 1.0  # on a busy machine a healthy process may well wait for a core for a good part of a second
@@ -76,8 +77,8 @@ class HangWatchdog:
 
     @property
     def silent_limit(self) -> float:
-        """Before the first step ranks start up, with calls that take long: only then as patient as with the stuck."""
-        return self._silent if self._steps else self._stuck
+        """Before the first step ranks start up, with calls that hold Python's lock for long: more patience then."""
+        return self._silent if self._steps else max(self._silent, min(STUCK, PATIENCE * self._silent))
 
     @property
     def stuck_limit(self) -> float:
@@ -93,12 +94,16 @@ class HangWatchdog:
             before = self._signs.get(rank)
             if before is None or before.heartbeat != sign.heartbeat:
                 self._heard[rank] = now
-            if before is None or before.progress != sign.progress or not sign.late:
+        # Who waits, deep inside an agreement or a reduction, for one that has stopped is not itself stuck.
+        somebody_stopped = any(now - self._heard[rank] > HUSHED for rank in signs)
+        for rank, sign in signs.items():
+            before = self._signs.get(rank)
+            if before is None or before.progress != sign.progress or not sign.late or somebody_stopped:
                 self._moved[rank] = now
             silence = now - self._heard[rank]
             if silence > self.silent_limit:
                 hung[rank] = f"its process has not run for {self.silent_limit:g} s"
-            elif self._steps and now - self._moved[rank] > self.stuck_limit and silence < HUSHED:
+            elif self._steps and now - self._moved[rank] > self.stuck_limit:
                 hung[rank] = f"it runs, but has done nothing for {self.stuck_limit:g} s, and all wait for it"
         self._signs = dict(signs)
         return hung

@@ -43,6 +43,7 @@ class Watcher:
         self._mates = grid.mates(fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
+        self._fenced: set[int] = set()
         self._looked = 0.0
         threading.Thread(target=self._loop, name="recover-watcher", daemon=True).start()
 
@@ -75,7 +76,7 @@ class Watcher:
     def _look_for_a_forgotten_agreement(self, now: float) -> None:
         agreement = self._fabric.waiting_in
         held = agreement is not None and self._board.held_by_others(agreement)
-        if held and any(self._board.pid(rank) for rank in self._hangs.hushed):
+        if held and self._hangs.hushed:
             held = False  # it may have stopped halfway through telling the others; it is fenced, or goes on
         if self._agreements.forgotten(agreement, held, now):
             ending.die(
@@ -88,7 +89,12 @@ class Watcher:
         for rank, why in self._hangs.look(self._waits(), signs, now).items():
             if not self._board.pid(rank):
                 continue  # it is dead, and all will learn of it
-            self._board.kill(rank)
+            self._board.kill(
+                rank
+            )  # again and again: one that sits in the kernel dies when it comes out of it
+            if rank in self._fenced:
+                continue
+            self._fenced.add(rank)
             ending.log(f"fenced rank {rank}: {why}")
             try:
                 ending.record(ending.End.FENCED, f"{why}, so rank {self._fabric.rank} killed it", rank)

@@ -24,7 +24,7 @@ from recover.world.watcher import Watcher
 from recover.world.worker import Worker
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
-MATE_PATIENCE = 0.5  # seconds; a death is noticed within 60 ms, on busy cores a little later
+MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later
 
 _current: World | None = None
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from recover.replica.group import TIMEOUT
 from recover.replica.hsdp import ShardedReplica
 from recover.replica.threed_shape import Shape
 from recover.step.inside import Sharing
@@ -34,6 +36,12 @@ class Grid:
         self.mesh: DeviceMesh = init_device_mesh(
             device.type, (shape.pp, shape.ep, shape.tp), mesh_dim_names=("pp", "ep", "tp")
         )
+        for name in (
+            "pp",
+            "ep",
+            "tp",
+        ):  # as patient as the replica's own group: the watcher tells the dead, not a clock
+            _set_pg_timeout(TIMEOUT, self.mesh.get_group(name))
         self._ranks = torch.arange(shape.ranks).view(shape.pp, shape.ep, shape.tp)
         self.stage, self.expert, self.tensor = (int(i) for i in self.mesh.get_coordinate() or (0, 0, 0))
         # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp, and a tied embedding
@@ -57,7 +65,7 @@ class Grid:
             return None
         mine = None
         for ranks in rows.tolist():
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=TIMEOUT)
             if dist.get_rank() in ranks:
                 mine = Group(ranks, group)
         return mine
