@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_step import check, commits, train
 from toy import reference
+from training import small_world
+from training import train as run_training
 
 from recover.faults import LOCATIONS, Fault, Probe, parse_fault, parse_faults
 from recover.faults.command import check as check_file
@@ -250,3 +252,16 @@ def test_train_takes_schedules_from_files_and_from_the_command_line(tmp_path: Pa
     assert json.loads(plan.config.model_dump_json())["hang_limit"] == 3
     with pytest.raises(ValueError, match="replica 1 is lost already"):
         make_plan(words, tmp_path / "run", ["9:1:vote"], None)
+
+
+def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_digest(tmp_path: Path) -> None:
+    """The vote on step 4 tells of the flip after step 3, whose checkpoint goes. After step 5 no vote follows."""
+    words = [*small_world(tmp_path), "global_batch=6", "steps=5", "reduction=reproducible", "pace=0.1"]
+    calm = run_training(tmp_path / "calm", *words, "replicas=1")
+    kills = ["3:0:advance=corrupt:weights", "5:1:advance=corrupt:weights"]
+    words += ["replicas=5", "checkpoint.every=1", "checkpoint.keep=3"]
+    rough = run_training(tmp_path / "rough", *words, kills=kills)
+    assert (calm.code, rough.code) == (0, 0), calm.output + rough.output
+    assert [i["dead_replicas"] for i in rough.incidents] == [[0], [1]]
+    assert rough.summary["parameters_digest"] == calm.summary["parameters_digest"]
+    assert rough.checkpoints == ["step-2", "step-4", "step-5"]

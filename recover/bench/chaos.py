@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover.bench.invariants import Left, violations
@@ -123,7 +123,7 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
     locations = dict.fromkeys(LOCATIONS, 1.0) if config.checkpoint.every == 1 else EVEN
-    drawn = draw_schedule(
+    return draw_schedule(
         config.replicas,
         config.replica_size,
         seed,
@@ -131,13 +131,6 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
         steps=(1, config.steps),
         locations=locations,
         actions=ACTIONS,
-    )
-    # A bit that is flipped after the last vote is found by nobody.
-    return tuple(
-        replace(fault, action="kill")
-        if fault.action == "corrupt:weights" and fault.step == config.steps
-        else fault
-        for fault in drawn
     )
 
 

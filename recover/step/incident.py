@@ -24,3 +24,4 @@ class Incident:
     repair_ms: float
     restore_ms: float = 0.0
     redo_ms: float = 0.0
+    evicted: tuple[int, ...] = ()  # the dead replicas that held other parameters than the majority

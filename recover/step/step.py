@@ -187,6 +187,15 @@ class Step:
         """Ask all replicas to stop after the same step: `stop_agreed` tells when. May be called by a signal handler."""
         self._transaction.stop_requested = True
 
+    def confirm(self) -> tuple[tuple[int, ...], float]:
+        """After the last step: all replicas hold the same parameters, or those that differ are gone.
+
+        During training every vote tells of the update before it; this tells of the last one. Returns the ranks that
+        were lost over it, and the seconds of their repairs.
+        """
+        number = self.index + 1
+        return self._transaction.confirm(number, fingerprint(self._model.parameters(), number))
+
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
         return {"index": self.index, "skipped": self.skipped, "samples": self._samples.state_dict()}

@@ -176,13 +176,8 @@ class Transaction:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
         noticed = self.world.noticed_at or time.time()
         detect_ms = (time.time() - noticed) * 1e3
-        census = self.world.repair(self._record().to_bytes())
-        records, lost = self._read(census), census.lost
-        while drifted := self._drifted(records):
-            self._tainted = True
-            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
-            census = self.world.repair(self._record().to_bytes(), evict=ranks)
-            records, lost = self._read(census), lost + census.lost
+        census, lost, evicted = self._repair()
+        records = self._read(census)
         poison.check(self.index, self.world.grid)
         self._fruitless = 0 if lost else self._fruitless + 1
         if self._fruitless > FRUITLESS:
@@ -193,7 +188,7 @@ class Transaction:
         if not all(record.in_range for record in records.values()):
             raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if all(record.complete for record in records.values()):
-            self._note(census, lost, noticed, detect_ms, complete=True)
+            self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed = any(record.stop for record in records.values())
             return True
@@ -211,7 +206,7 @@ class Transaction:
             self._samples.clear()
             self._own.zero_()
         self._done = self.share.kept
-        self._note(census, lost, noticed, detect_ms, complete=False)
+        self._note(census, lost, evicted, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
         incident.boundary, incident.restore = decision.boundary, decision.restore
         incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
@@ -219,6 +214,41 @@ class Transaction:
         incident.restore_ms = (time.perf_counter() - started) * 1e3
         self._places.append((time.time(), "extra"))
         return False
+
+    def confirm(self, index: int, fingerprint: int) -> tuple[tuple[int, ...], float]:
+        """Where no step follows whose vote would tell: whoever holds other parameters than the majority is evicted.
+
+        `fingerprint` is that of the parameters, `index` the step that would follow. Returns the ranks that were lost
+        meanwhile, and the seconds of their repairs.
+        """
+        self.begin(index, fingerprint)
+        all_lost, seconds = tuple[int, ...](), 0.0
+        while True:
+            contribution = self._scalars.local.zero_()
+            contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(fingerprint)
+            self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
+            self.world.cross.drain()
+            reduced = self._scalars.reduced_under(self.world.epoch)
+            total, squares = self._scalars.result[[HASH, HASH_SQUARED]].tolist() if reduced else (0.0, 1.0)
+            same = state_hash.all_equal(total, squares, len(self.world.replicas))
+            if self.world.agree(SAME_STATE * same) == SAME_STATE:
+                return all_lost, seconds
+            self._complete = False
+            census, lost, _ = self._repair()
+            all_lost, seconds = all_lost + lost, seconds + census.seconds
+            self._scalars.forget()
+
+    def _repair(self) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
+        """Repair, and evict who has drifted away. The last census, all ranks lost, and the replicas evicted."""
+        census = self.world.repair(self._record().to_bytes())
+        lost, evicted = census.lost, frozenset[int]()
+        while drifted := self._drifted(self._read(census)):
+            self._tainted = True
+            evicted |= drifted
+            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
+            census = self.world.repair(self._record().to_bytes(), evict=ranks)
+            lost += census.lost
+        return census, lost, tuple(sorted(evicted))
 
     def _is_complete(self) -> bool:
         buckets = [*self.gradients.buckets, self._scalars]
@@ -264,7 +294,13 @@ class Transaction:
         return frozenset(drifted)
 
     def _note(
-        self, census: Census, lost: tuple[int, ...], noticed: float, detect_ms: float, complete: bool
+        self,
+        census: Census,
+        lost: tuple[int, ...],
+        evicted: tuple[int, ...],
+        noticed: float,
+        detect_ms: float,
+        complete: bool,
     ) -> None:
         noticed_in = "advance"
         for since, place in self._places:
@@ -285,5 +321,6 @@ class Transaction:
                 noticed_in=noticed_in,
                 detect_ms=detect_ms,
                 repair_ms=census.seconds * 1e3,
+                evicted=evicted,
             )
         )

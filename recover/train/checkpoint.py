@@ -141,6 +141,13 @@ class Saver:
         self._idle.clear()
         saving.add_done_callback(lambda done: self._publish(draft, step, facts, done))
 
+    def distrust(self, step: int) -> None:
+        """The replica that wrote the checkpoint of this step may have been damaged when it did."""
+        path = self._directory / f"step-{step}"
+        if path.exists():
+            _remove(path, step)
+            self._newest = None
+
     def finish(self) -> None:
         """Wait until what is being saved is on disk, or has failed."""
         self._idle.wait()
@@ -158,9 +165,7 @@ class Saver:
             draft.rename(self._directory / f"step-{step}")
             _flush(self._directory)
             for old in _all(self._directory)[: -self._keep]:
-                gone = old.path.with_name(f".gone-{old.step}")
-                old.path.rename(gone)  # first: half a checkpoint must not have a checkpoint's name
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(old.path, old.step)
         except Exception as error:
             self._failed(draft, error)
         finally:
@@ -181,6 +186,12 @@ class Saver:
             shutil.rmtree(leftover, ignore_errors=True)
         found = _all(self._directory)
         return found[-1].step if found else 0
+
+
+def _remove(path: Path, step: int) -> None:
+    gone = path.with_name(f".gone-{step}")
+    path.rename(gone)  # first: half a checkpoint must not have a checkpoint's name
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -182,12 +182,19 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         exact = config.samples == "exact"
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         journal.commit(line, [incident_line(incident, kills, exact) for incident in step.incidents])
+        if journal.writing and any(incident.evicted for incident in step.incidents):
+            saver.distrust(step.index - 1)
         if world.replica == world.replicas[0] and config.checkpoint.every and together(saver.due(step.index)):
             save()
             if world.probe.expects("checkpoint"):
                 time.sleep(IN_FLIGHT)
         if config.checkpoint.every and step.index % config.checkpoint.every == 0:
             world.probe("checkpoint")
+    differing, seconds = step.confirm()
+    if differing:
+        lost(differing, seconds)
+        if journal.writing:
+            saver.distrust(step.index)
     settle(world, close, lost)
 
 
