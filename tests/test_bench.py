@@ -24,6 +24,7 @@ from recover.bench.metrics import (
     step_seconds,
     steps_by_alive,
     tokens_at,
+    warm_steps,
 )
 from recover.bench.page import TEXTS, build
 from recover.bench.scene import Scene, inside
@@ -134,6 +135,9 @@ def test_steps_in_which_somebody_died_are_no_measure_of_a_step() -> None:
     assert steps_by_alive(surviving_run()) == pytest.approx({2: 1.0, 1: 2.0})
     assert recovery_seconds(surviving_run()) == pytest.approx(0.6)  # 1.6 seconds instead of one
     assert step_seconds(restarted_run())[3] == pytest.approx(1.1)  # the second time
+    begun = [(e["life"], e["step"]) for e in restarted_run() if e["what"] == "step-begin"]
+    firsts = {min(step for life, step in begun if life == each) for each in (0, 1)}
+    assert warm_steps(restarted_run()).keys() == step_seconds(restarted_run()).keys() - firsts
 
 
 def test_effective_throughput_counts_the_living() -> None:
@@ -169,13 +173,14 @@ def test_throughput_of_a_trajectory() -> None:
     scene = Scene(replicas=4, shard=2)
     lines = [
         {"tokens": 800, "seconds": 1.0, "replicas": 4, "loss": 1.0},
+        {"tokens": 800, "seconds": 2.0, "replicas": 2, "loss": 0.5},  # two died in it, and count
         {"tokens": 800, "seconds": 2.0, "replicas": 2, "loss": 0.5},
     ]
     assert throughput(lines[1], scene) == {"effective_throughput": 100.0, "per_provisioned_rank": 50.0}
     assert totals(lines, scene) == pytest.approx(
-        {"effective_throughput": 100.0, "per_provisioned_rank": 1600 / 24, "seconds": 3.0}
+        {"effective_throughput": 2400 / 32, "per_provisioned_rank": 2400 / 40, "seconds": 5.0}
     )
-    apart = distance([{"loss": 1.0}, {"loss": 1.0}], lines)
+    apart = distance([{"loss": 1.0}, {"loss": 1.0}], lines[:2])
     assert apart == {"largest_distance": 0.5, "mean_distance": 0.25}
 
 

@@ -79,7 +79,10 @@ class Costs:
         return self.baseline.stall / (share * self.baseline.step)
 
     def crossing(self, alive: int, per_living_rank: bool) -> float | None:
-        """The stall's share of the time between failures at which both are equal; None: ours is always better."""
+        """The stall, as a share of the time that the steps between failures take, at which both are equal.
+
+        None: ours is better however rare failures are, as far as the few percent between two runs can tell.
+        """
         ratio = self.effective_ratio if per_living_rank else self.wall_ratio
         low, high = 1e-4, 1e2
         if ratio(self.steps_between(low), alive) > 1:

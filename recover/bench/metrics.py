@@ -156,6 +156,16 @@ def step_seconds(events: Sequence[Event]) -> dict[int, float]:
     return took
 
 
+def warm_steps(events: Sequence[Event]) -> dict[int, float]:
+    """The same without the first step of every life, which warms up."""
+    begun: dict[int, int] = {}
+    for event in events:
+        if event["what"] == "step-begin":
+            begun[event["life"]] = min(event["step"], begun.get(event["life"], event["step"]))
+    first = set(begun.values())
+    return {step: took for step, took in step_seconds(events).items() if step not in first}
+
+
 def steps_by_alive(events: Sequence[Event]) -> dict[int, float]:
     """A step in which nobody died, by how many replicas live."""
     seconds = step_seconds(events)

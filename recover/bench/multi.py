@@ -19,8 +19,8 @@ from recover.bench.metrics import (
     progress,
     recovery_seconds,
     restarts,
-    step_seconds,
     steps_by_alive,
+    warm_steps,
 )
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
@@ -43,7 +43,7 @@ def calibrate(scene: Scene) -> Restarting:
     """What one restart costs here."""
     console.print("one restart, to learn what it costs here ...", style="dim")
     with scratch() as directory:
-        events = run_baseline(scene.but(steps=6, kills=((5, scene.replicas - 1),), save_every=2), directory)
+        events = run_baseline(scene.but(steps=12, kills=((9, scene.replicas - 1),), save_every=4), directory)
     costs = restarting(events)
     console.print(
         f"stall {costs.stall:.1f} s, step {costs.step:.2f} s, save {costs.save:.2f} s: "
@@ -55,7 +55,7 @@ def calibrate(scene: Scene) -> Restarting:
 def restarting(events: Sequence[Event]) -> Restarting:
     found = restarts(events)
     return Restarting(
-        step=median(step_seconds(events).values()),
+        step=median(warm_steps(events).values()),
         save=median([restart.B - restart.A for restart in found]),
         stall=fmean(restart.stall for restart in found),
     )

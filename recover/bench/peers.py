@@ -27,6 +27,7 @@ from recover.train.shape import shape_of
 
 WAYS = ("DistributedDataParallel", "Manager.allreduce")
 STEPS, KILL = 10, 6
+TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
 SCENE = Scene(replicas=4, accum=1, pace=0.4, steps=STEPS, kills=((KILL, 3),))
 
@@ -93,7 +94,7 @@ def install_torchft(directory: Path, console: Console) -> Path:
             "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
         )
     if _run(python, "-c", "import torchft"):
-        command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "torchft"]
+        command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCHFT]
         if said := _run(python, *command) or _run(python, "-c", "import torchft"):
             raise Absent(f"it could not be installed ({said.splitlines()[-1]}); try again with --venv")
     return python

@@ -9,7 +9,7 @@ from typing import Any
 
 from recover.bench.breakdown import bench_breakdown
 from recover.bench.collectives import bench_collectives, bench_repair
-from recover.bench.measure import BenchmarkError, measured, screen
+from recover.bench.measure import measured, screen
 from recover.bench.multi import bench_multi
 from recover.bench.page import build
 from recover.bench.peers import bench_peers
@@ -64,9 +64,9 @@ def bench_all(output: Path, fresh: bool, long: bool) -> int:
         try:
             measure(path)
             console.print(f"{head}: {time.monotonic() - began:.0f} s", style="dim", markup=False)
-        except BenchmarkError as error:
+        except Exception as error:  # the other parts are worth having
             lost.append(name)
-            console.print(f"{head}: {error}", style="red", markup=False)
+            console.print(f"{head}: {type(error).__name__}: {error}", style="red", markup=False)
     page = build(output)
     console.print(f"page: {page}")
     if lost:

@@ -65,7 +65,10 @@ def _sweep(results: dict[str, Any]) -> Rows:
     ]
     for curve in results["curves"]:
         shares = (curve["crossing_effective"], curve["crossing_wall"])
-        words = ("always" if s is None else f"{s:.1%} of the time between failures" for s in shares)
+        words = (
+            "always" if s is None else f"{s:.1%} of the time that the steps between failures take"
+            for s in shares
+        )
         rows.append([curve["alive"], *words])
     for point in results["measured"]:
         figures = f"{point['measured']:.2f} times measured, {point['predicted']:.2f} by arithmetic"

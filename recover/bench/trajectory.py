@@ -86,7 +86,11 @@ def throughput(line: Line, scene: Scene) -> dict[str, float]:
 def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
     """The same over a whole run."""
     tokens = sum(line["tokens"] for line in lines)
-    alive = sum(line["seconds"] * line["replicas"] * scene.replica_size for line in lines)
+    # Who dies in a step has lived in it, too.
+    before = [scene.replicas, *(line["replicas"] for line in lines)]
+    alive = sum(
+        line["seconds"] * living * scene.replica_size for line, living in zip(lines, before, strict=False)
+    )
     seconds = sum(line["seconds"] for line in lines)
     return {
         "effective_throughput": tokens / alive,

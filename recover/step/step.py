@@ -115,6 +115,7 @@ class Step:
         )
         self._paces = Stragglers()
         self._handed_out = 0.0  # when the microbatch under way was
+        self._by_rounds = False
         self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
@@ -151,6 +152,11 @@ class Step:
             raise ValueError(
                 "reduction='reproducible' sums microbatch by microbatch: weights must be whole numbers, and one "
                 "backward may not cover several microbatches; use step.microbatches, or reduction='fast'"
+            )
+        if not loss.requires_grad and (weight != 1.0 or not self._by_rounds):
+            raise ValueError(
+                "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
+                "whose backward passes have run already may be recorded without one, and with weight 1"
             )
         self._world.probe("backward")
         self._gradients.ready()
@@ -216,6 +222,7 @@ class Step:
     ) -> Iterator[list[T]]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
         transaction, number = self._transaction, self.index + 1
+        self._by_rounds = not overlap
         self._world.probe.step = number
         transaction.begin(number, fingerprint(self._model.parameters(), number))
         place = "forward"

@@ -12,7 +12,7 @@ from recover.replica.group import init_replica_world
 from recover.replica.threed.experts import Exchange
 from recover.replica.threed.grid import Grid, GridReplica
 from recover.replica.threed.pipeline import Pipeline
-from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_experts
+from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_cut, is_experts
 from recover.replica.threed_shape import Schedule, Shape
 from recover.step.inside import Sharing, mark
 from recover.step.parts import local_part
@@ -81,6 +81,10 @@ def _cut(pipeline: Pipeline, model: Any, grid: Grid) -> Iterator[tuple[torch.nn.
             holders, sharing = None, Sharing()
         elif parameter in routers:
             holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep_and_tp)
+        elif parameter.dim() == 1 and is_cut(parameter):
+            raise ValueError(
+                f"{name} is a bias that tensor parallelism has cut, which is not supported; leave biases out"
+            )
         elif parameter.dim() == 1:  # a norm: tensor-parallel ranks complete its gradient as backward goes
             holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep)
         elif name == "embedding.weight" and model.config.tied and shape.pp > 1:

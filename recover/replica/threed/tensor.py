@@ -69,6 +69,11 @@ def cut_experts(experts: torch.nn.Module, mesh: DeviceMesh) -> None:
         experts.register_parameter(name, torch.nn.Parameter(weight))
 
 
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    return isinstance(parameter, DTensor) and not all(place.is_replicate() for place in parameter.placements)
+
+
 def is_experts(module: Any) -> bool:
     return hasattr(module, "share")
 
