@@ -54,11 +54,11 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     weights = 4.0 * parameters_per_rank(config, shape)
     moments = 2 if config.optimizer == "adamw" else 1
     yield "weights", weights
-    exact = config.reduction == "reproducible"
-    yield (
-        "gradients, local and reduced",
-        (5 if exact else 2) * weights,
-    )  # two in float64, and one for the optimizer
+    # Exact sums: two in float64, and one for the optimizer.
+    copies = 5 if config.reduction == "reproducible" else 2
+    yield "gradients, local and reduced", copies * weights
+    if config.ep > 1:
+        yield "gradients shared over ep, of one round", (2 if copies == 5 else 1) * weights
     yield f"optimizer ({config.optimizer})", moments * weights
     yield "copy while a checkpoint is saved", (1 + moments) * weights
     if config.parallel == "hsdp":
@@ -71,12 +71,12 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
         if config.recompute
         else 8 * shape.dim + 4 * shape.hidden * (shape.top_k if shape.experts else 1)
     )
-    layers, flying = -(-shape.layers // config.pp), min(config.pp, config.accum)
+    layers = -(-shape.layers // config.pp)
+    flying = config.accum if config.schedule == "gpipe" and config.pp > 1 else min(config.pp, config.accum)
     name = f"activations of {flying} microbatch{'es' if flying > 1 else ''}"
     yield name, tokens * (layers * flying * kept * width + shape.vocab * 12.0)
-    if (
-        config.pp > 1
-    ):  # torch keeps one for each microbatch of a round, in each direction that a stage receives from
+    if config.pp > 1:
+        # torch keeps one for each microbatch of a round, in each direction that a stage receives from.
         yield "buffers between stages", 4.0 * config.accum * tokens * shape.dim * min(2, config.pp - 1)
 
 
