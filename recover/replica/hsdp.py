@@ -21,14 +21,20 @@ from recover.world.world import World
 class ShardedReplica(Replica):
     """Ranks that share the rows of every microbatch and hold a shard each."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, modules: Iterable[FSDPModule] = ()
+    ) -> None:
         self.size = group.size()
-        self._group, self._device = group, device
+        self._group, self._device, self._modules = group, device, tuple(modules)
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self._device)
         dist.all_reduce(total, group=self._group)
         return total.to(values.device)
+
+    def rest(self) -> None:
+        for module in self._modules:  # after a forward pass alone, the outermost one stays gathered
+            module.reshard()
 
 
 def hsdp(
@@ -60,5 +66,6 @@ def hsdp(
     assert isinstance(model, FSDPModule)
     # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's own divisor, the
     # number of shards, is right, and it never changes. B is the step's.
-    mark(model, ShardedReplica(mesh.get_group(), device))
+    gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    mark(model, ShardedReplica(mesh.get_group(), device, gathered))
     return model

@@ -40,6 +40,10 @@ class Replica(Protocol):
         a rank that left it out would leave its mates blocked.
         """
 
+    def rest(self) -> None:
+        """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
+        return
+
     def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
         """Who else in the replica holds this parameter."""
         return ALONE

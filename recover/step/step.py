@@ -200,7 +200,7 @@ class Step:
         were lost over it, and the seconds of their repairs.
         """
         number = self.index + 1
-        return self._transaction.confirm(number, fingerprint(self._model.parameters(), number))
+        return self._transaction.confirm(number, self._fingerprint(number))
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
@@ -224,7 +224,7 @@ class Step:
         transaction, number = self._transaction, self.index + 1
         self._by_rounds = not overlap
         self._world.probe.step = number
-        transaction.begin(number, fingerprint(self._model.parameters(), number))
+        transaction.begin(number, self._fingerprint(number))
         place = "forward"
         try:
             while True:
@@ -273,6 +273,10 @@ class Step:
     def _seed_random(self, number: int, slot: int) -> None:
         key = hashlib.blake2b(f"{self._seed}/{number}/{slot}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(key))
+
+    def _fingerprint(self, number: int) -> int:
+        replica_of(self._model).rest()
+        return fingerprint(self._model.parameters(), number)
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
