@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from training import small_world
+from training import CAN_BE_CUT, small_world
 
 from recover.bench.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
 from recover.bench.chaos import run_job, schedule_for
@@ -19,7 +19,11 @@ from recover.faults import LOCATIONS, parse_faults
 from recover.faults.schedule import impossible
 from recover.train.config import parse
 
-SUBSTRATES = {"ddp": ["replicas=8"], "hsdp": ["replicas=5", "parallel=hsdp", "shard=2", "microbatch_size=2"]}
+SUBSTRATES = {
+    "ddp": ["replicas=8"],
+    "hsdp": ["replicas=5", "parallel=hsdp", "shard=2", "microbatch_size=2"],
+    "3d": ["replicas=5", "parallel=3d", "pp=2"],
+}
 
 
 def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
@@ -45,7 +49,7 @@ def test_deaths_of_every_role_at_many_places_in_one_launch(tmp_path: Path, numbe
 @pytest.mark.soak
 @pytest.mark.parametrize("substrate", SUBSTRATES)
 def test_the_whole_matrix(tmp_path: Path, substrate: str) -> None:
-    assert matrix([*small_world(tmp_path), *SUBSTRATES[substrate]], None, None) == 0
+    assert matrix([*small_world(tmp_path, **CAN_BE_CUT), *SUBSTRATES[substrate]], None, None) == 0
 
 
 def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from training import SHAPE, Trained, check_lines, finish, small_world, start, train
+from training import CAN_BE_CUT, Trained, check_lines, finish, small_world, start, train
 
 STEPS, BATCH = 6, 4
 
 
 def grid(run_dir: Path, *words: str, kills: list[str] | None = None, resume: Path | None = None) -> Trained:
     if resume is None:
-        world = run_dir.parent / "world"
-        keys = small_world(world)
-        shape = {**SHAPE, "num_hidden_layers": 2, "num_key_value_heads": 2}
-        (world / "model.json").write_text(json.dumps(shape))
         words = (
-            *keys,
+            *small_world(run_dir.parent / "world", **CAN_BE_CUT),
             f"steps={STEPS}",
             f"global_batch={BATCH}",
             "parallel=3d",

@@ -22,6 +22,7 @@ SHAPE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+CAN_BE_CUT = {"num_hidden_layers": 2, "num_key_value_heads": 2}  # into stages, and into slices
 STEP_FIELDS = "step loss grad_norm lr microbatches tokens replicas epoch accum roles seconds data_digest"
 INCIDENT_FIELDS = (
     "step location dead_ranks dead_replicas boundary restore extra_microbatches redone_microbatches epoch "
@@ -33,10 +34,10 @@ SUMMARY_FIELDS = (
 )
 
 
-def small_world(place: Path) -> list[str]:
-    """The keys for a model and a corpus that cost nothing, made in `place`."""
+def small_world(place: Path, **shape: int) -> list[str]:
+    """The keys for a model and a corpus that cost nothing, made in `place`; `shape`: what the model has otherwise."""
     place.mkdir(parents=True, exist_ok=True)
-    (place / "model.json").write_text(json.dumps(SHAPE))
+    (place / "model.json").write_text(json.dumps({**SHAPE, **shape}))
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     (place / "corpus.txt").write_bytes(text[:120_000])
     return [

@@ -55,14 +55,15 @@ def chaos(
     output: Path | None = None,
 ) -> int:
     """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
-    if min(replicas or (2,)) < 2:
-        raise ValueError(f"--replicas {replicas[0]}:{replicas[1]}: somebody must be left; begin at 2")  # type: ignore[index]
-    place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
-    place.mkdir(parents=True, exist_ok=True)
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
+    config = make_plan(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
+    low, high = replicas or (config.replicas, config.replicas)
+    if low < 2:
+        raise ValueError(f"{low} replicas: somebody must be left; begin at 2, as --replicas 2:6")
+    place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
+    place.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
-    config = make_plan(words, place / "calm", (), None).config
     calm = run_job(words, place / "calm", limit=None)
     if broken := list(violations(calm, config, ())):
         print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
@@ -72,7 +73,6 @@ def chaos(
         minutes is None or time.monotonic() - started < minutes * 60
     ):
         number = seed + tally.runs
-        low, high = replicas or (config.replicas, config.replicas)
         count = random.Random(f"chaos/{number}").randint(low, high)
         theirs = [*words, f"replicas={count}", f"global_batch={config.global_batch}"]
         theirs.append(f"accum={-(-config.global_batch // count)}")

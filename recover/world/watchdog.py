@@ -66,6 +66,9 @@ class HangWatchdog:
     def __init__(self, limit: float | None = None) -> None:
         self._silent, self._stuck = (SILENT, STUCK) if limit is None else (limit, limit)
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)
+        self.hushed: list[
+            int
+        ] = []  # who shows no sign of life just now: an agreement may not end because of it
         self._looked = float("-inf")
         self._signs: dict[int, Sign] = {}
         self._heard: dict[int, float] = {}
@@ -95,10 +98,10 @@ class HangWatchdog:
             if before is None or before.heartbeat != sign.heartbeat:
                 self._heard[rank] = now
         # Who waits, deep inside an agreement or a reduction, for one that has stopped is not itself stuck.
-        somebody_stopped = any(now - self._heard[rank] > HUSHED for rank in signs)
+        self.hushed = [rank for rank in signs if now - self._heard[rank] > HUSHED]
         for rank, sign in signs.items():
             before = self._signs.get(rank)
-            if before is None or before.progress != sign.progress or not sign.late or somebody_stopped:
+            if before is None or before.progress != sign.progress or not sign.late or self.hushed:
                 self._moved[rank] = now
             silence = now - self._heard[rank]
             if silence > self.silent_limit:
@@ -107,11 +110,6 @@ class HangWatchdog:
                 hung[rank] = f"it runs, but has done nothing for {self.stuck_limit:g} s, and all wait for it"
         self._signs = dict(signs)
         return hung
-
-    @property
-    def hushed(self) -> list[int]:
-        """Who shows no sign of life just now. If it is not dead, an agreement may not end because of it."""
-        return [rank for rank in self._signs if self._looked - self._heard[rank] > HUSHED]
 
 
 def read_limit(text: str | None) -> float | None:

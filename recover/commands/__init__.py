@@ -1,0 +1,1 @@
+"""The larger verbs of the command `recover`, a file each."""

@@ -1,0 +1,214 @@
+"""`recover bench`: each verb imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from recover.commands.refusals import refusals
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."
+)
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and the machine to this file.")]
+
+
+@app.command("collectives")
+def bench_collectives(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
+    megabytes: Annotated[str, typer.Option(help="Sizes of the buffer.")] = "1,25,100",
+    rounds: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 9,
+    json: Json = None,
+) -> None:
+    """All-reduce: our carriers, ulfm_allreduce with its probe, stock gloo, and the bound that memory sets."""
+    from recover.bench.collectives import bench_collectives as measure
+
+    with refusals("recover bench collectives"):
+        numbers = [int(n) for n in ranks.split(",")], [float(size) for size in megabytes.split(",")]
+    measure(*numbers, rounds, json)
+
+
+@app.command("overhead")
+def bench_overhead(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[parallel=hsdp] [shard=2]", help="How a replica is built; one process, unless said."
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    replicas: Annotated[int, typer.Option(min=2)] = 2,
+    seq_len: Annotated[int, typer.Option(min=1)] = 128,
+    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
+    turns: Annotated[int, typer.Option(help="Pairs of steps.", min=3)] = 20,
+    json: Json = None,
+) -> None:
+    """Without failures: tokens/s and memory against stock torch (DDP or HSDP) on gloo, turn by turn."""
+    from recover.bench.training import bench_overhead as measure
+    from recover.bench.training import shards
+
+    with refusals("recover bench overhead"):
+        shard = shards(words or [])
+    measure(model, replicas, shard, seq_len, accum, turns, json)
+
+
+@app.command("recovery")
+def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
+    """From SIGKILL in the middle of a reduction to the commit of that very step."""
+    from recover.bench.training import bench_recovery as measure
+
+    measure(replicas, json)
+
+
+@app.command("repair")
+def bench_repair(
+    ranks: Annotated[int, typer.Option(help="How many ranks to begin with.", min=2)] = 8, json: Json = None
+) -> None:
+    """From SIGKILL to a repaired world with a working carrier."""
+    from recover.bench.collectives import bench_repair as measure
+
+    measure(ranks, json)
+
+
+def _scene(words: list[str] | None, **given: Any) -> Any:
+    """What a comparison runs, from its options; refusals as sentences."""
+    from recover.bench.scene import Scene, inside
+
+    with refusals("recover bench"):
+        return Scene(**given).but(**inside(words or []))
+
+
+def _measure(measure: Any, *arguments: Any) -> None:
+    from recover.bench.measure import BenchmarkError, tidy_on_sigterm
+
+    tidy_on_sigterm()
+    try:
+        measure(*arguments)
+    except BenchmarkError as error:
+        typer.echo(f"recover bench: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+Inside = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[parallel=hsdp shard=2]", help="How a replica is built; one process, unless said."
+    ),
+]
+Replicas = Annotated[int, typer.Option(help="Replicas at the start.", min=2)]
+Accum = Annotated[int, typer.Option(help="Microbatches that each of them accumulates in a step.", min=1)]
+Pace = Annotated[
+    float, typer.Option(help="Seconds that a microbatch takes at least, most of it waiting.", min=0)
+]
+
+
+@app.command("trajectory")
+def bench_trajectory(
+    words: Inside = None,
+    replicas: Replicas = 6,
+    accum: Accum = 4,
+    pace: Pace = 0.1,
+    steps: Annotated[int, typer.Option(help="The paper has 260.", min=2)] = 32,
+    every: Annotated[int, typer.Option(help="Steps between deaths; the paper has 5.", min=1)] = 8,
+    seed: int = 0,
+    json: Json = None,
+) -> None:
+    """The same training undisturbed, losing half of its replicas, and with a batch that shrinks: curves and speed."""
+    from recover.bench.trajectory import bench_trajectory as measure
+
+    scene = _scene(words, replicas=replicas, accum=accum, pace=pace, steps=steps, seed=seed)
+    _measure(measure, scene, every, json)
+
+
+@app.command("breakdown")
+def bench_breakdown(
+    words: Inside = None,
+    intervals: Annotated[str, typer.Option(help="Steps between checkpoints, even numbers.")] = "2,8,24",
+    replicas: Replicas = 6,
+    accum: Accum = 4,
+    pace: Pace = 0.1,
+    json: Json = None,
+) -> None:
+    """One failure in step 1.5N: what it costs us, and checkpoint-restart with a checkpoint every N steps."""
+    from recover.bench.breakdown import bench_breakdown as measure
+
+    every = [int(n) for n in intervals.split(",") if n.strip().isdigit()]
+    if not every or any(n < 2 or n % 2 for n in every):
+        typer.echo(f"recover bench: --intervals {intervals} must be even numbers, as 2,8,24", err=True)
+        raise typer.Exit(2)
+    _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), every, json)
+
+
+@app.command("multi")
+def bench_multi(
+    words: Inside = None,
+    interval: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between failures.  [default: as in production, scaled to a restart here]", min=2
+        ),
+    ] = None,
+    replicas: Replicas = 6,
+    accum: Accum = 4,
+    pace: Pace = 0.1,
+    json: Json = None,
+) -> None:
+    """Failure after failure, until half of the replicas are gone: throughput and tokens against checkpoint-restart."""
+    from recover.bench.multi import bench_multi as measure
+
+    _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), interval, json)
+
+
+@app.command("sweep")
+def bench_sweep(
+    words: Inside = None,
+    factors: Annotated[
+        str, typer.Option(help="How many times rarer than in production, each measured end to end.")
+    ] = "0.5,2",
+    known: Annotated[
+        Path | None, typer.Option(help="The file of a `recover bench multi`, not to measure that again.")
+    ] = None,
+    replicas: Replicas = 6,
+    accum: Accum = 4,
+    pace: Pace = 0.1,
+    json: Json = None,
+) -> None:
+    """How rare must failures be for checkpoint-restart to be as good? Measured points, and arithmetic between them."""
+    from recover.bench.sweep import bench_sweep as measure
+
+    with refusals("recover bench sweep --factors"):
+        rarer = [float(factor) for factor in factors.split(",")]
+    _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), rarer, known, json)
+
+
+@app.command("peers")
+def bench_peers(
+    venv: Annotated[
+        Path | None, typer.Option(help="Where torchft is installed.  [default: ~/.cache/recover/torchft]")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """The same kill on torchft, with its README's settings, where it can be installed."""
+    from recover.bench.peers import bench_peers as measure
+
+    _measure(measure, venv, json)
+
+
+@app.command("all")
+def bench_all(
+    output: Annotated[Path, typer.Option(help="Where figures and page go.")] = Path("runs/bench"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what these sources were measured for already.")
+    ] = False,
+    long: Annotated[
+        bool, typer.Option("--long", help="The paper's ranges: hours, instead of half an hour.")
+    ] = False,
+) -> None:
+    """Every benchmark, and one page of them all. Goes on where it was interrupted."""
+    from recover.bench.measure import tidy_on_sigterm
+    from recover.bench.suite import bench_all as measure
+
+    tidy_on_sigterm()
+    raise typer.Exit(1 if measure(output, fresh, long) else 0)
