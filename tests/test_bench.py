@@ -20,16 +20,18 @@ from recover.bench.metrics import (
     progress,
     recoveries,
     recovery_seconds,
+    restarting,
     restarts,
     step_seconds,
     steps_by_alive,
     tokens_at,
     warm_steps,
 )
+from recover.bench.multi import recall
 from recover.bench.page import TEXTS, build
 from recover.bench.scene import Scene, inside
-from recover.bench.sweep import compare_with_arithmetic, costs_of, recall
-from recover.bench.trajectory import distance, throughput, totals
+from recover.bench.sweep import compare_with_arithmetic, costs_of
+from recover.bench.trajectory import distance, lines_of, throughput, totals
 
 TOKENS = 100  # in a step
 
@@ -121,6 +123,27 @@ def test_a_restart_without_a_checkpoint_begins_at_the_first_step() -> None:
     assert restart.pieces()["load"] == 0.0
 
 
+def test_a_checkpoint_that_was_cut_off_and_written_again_counts_once() -> None:
+    """Step 4 is saved, but not whole when step 5 dies; back to step 2, saved again, and step 5 dies once more."""
+    again = [
+        event(each["at"] + 2.0, each["what"], each["rank"], 1, step=4)
+        for each in (event(20.0, "save-begin"), event(20.2, "save-end"))
+    ]
+    events = [
+        *restarted_run(),
+        event(12.5, "save-begin", step=4),
+        event(12.6, "save-end", step=4),
+        *again,
+        event(23.0, "failure", rank=1, life=1, step=5),
+        event(24.0, "start", life=2),
+        event(24.5, "load-begin", life=2),
+        event(25.0, "load-end", life=2),
+        *step(5, 25.0, 26.0, life=2),
+    ]
+    second = restarts(sorted(events, key=lambda each: each["at"]))[1]
+    assert (second.A, second.B) == (22.0, 22.2)
+
+
 def test_the_stamps_of_a_recovery_are_the_papers() -> None:
     (recovery,) = recoveries(surviving_run(), since=2)
     assert recovery.pieces() == pytest.approx(
@@ -128,6 +151,11 @@ def test_the_stamps_of_a_recovery_are_the_papers() -> None:
     )
     assert sum(recovery.pieces().values()) == pytest.approx(13.6 - 12.0)
     assert recovery.to_json()["stamps"] == {"failure": 0.5, "recovered": 0.9, "complete": 1.6}
+
+
+def test_what_a_restart_costs_is_taken_from_all_runs_that_had_one() -> None:
+    costs = restarting([restarted_run(), restarted_run()])
+    assert (costs.step, costs.save, costs.stall) == pytest.approx((1.0, 0.3, 6.4))
 
 
 def test_steps_in_which_somebody_died_are_no_measure_of_a_step() -> None:
@@ -182,6 +210,9 @@ def test_throughput_of_a_trajectory() -> None:
     )
     apart = distance([{"loss": 1.0}, {"loss": 1.0}], lines[:2])
     assert apart == {"largest_distance": 0.5, "mean_distance": 0.25}
+    stock = lines_of([*step(1, 10, 11, loss=3.0), *step(2, 11, 13, loss=2.0)], scene)
+    assert [(line["step"], line["loss"]) for line in stock] == [(1, 3.0), (2, 2.0)]
+    assert throughput(stock[1], scene)["effective_throughput"] == scene.tokens_per_step / (2.0 * 8)
 
 
 def test_how_a_replica_is_built_is_said_as_to_recover_train() -> None:
@@ -237,11 +268,13 @@ def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tm
         "baselines": [theirs],
     }
     known = tmp_path / "multi-ddp.json"
-    assert recall(scene, known) is None
+    assert recall("multi", scene, known) is None
     write(known, {"multi": duel})
-    found = recall(scene, known)
+    found = recall("multi", scene, known)
     assert found is not None
-    assert recall(scene.but(pace=1.0), known) is None
+    assert recall("multi", scene.but(pace=1.0), known) is None
+    assert recall("multi", scene.but(tp=2), known) is None
+    assert recall("breakdown", scene, known) is None
     (point,) = compare_with_arithmetic(costs_of(found), duel)
     # 16 steps, the 4 from the last checkpoint to the failure again, 4 saves, a stall; against 16 slower steps.
     assert point["predicted"] == pytest.approx((16 + 4 + 2 + 8) / (16 * 1.4 + 0.2) * 4 / 3)
@@ -272,14 +305,16 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
     (restart,), (recovery,) = restarts(restarted_run()), recoveries(surviving_run(), since=2)
     row = {"N": 2, "baseline": restart.to_json(), "ours": recovery.to_json()}
     row |= {"baseline_cost": 7.7, "ours_cost": 1.1}
-    (tmp_path / "breakdown-ddp.json").write_text(
-        json.dumps({"machine": machine, "sources": sources(), "breakdown": {"rows": [row]}})
+    breakdown = {"scene": Scene(replicas=4, tp=2, pp=2).to_json(), "rows": [row]}
+    (tmp_path / "breakdown-3d.json").write_text(
+        json.dumps({"machine": machine, "sources": sources(), "breakdown": breakdown})
     )
     (tmp_path / "multi-ddp.json").write_text(json.dumps({"sources": "of another day", "multi": {}}))
     text = build(tmp_path).read_text()
     assert "Multi" not in text
     assert "7.7 s" in (tmp_path / "figures.md").read_text()
-    assert "Breakdown, DDP" in text
+    assert "Breakdown, 3D" in text
+    assert "4 replicas of tp 2 x pp 2" in text
     assert "restart 4.70" in text
     assert "7.70 s" in text
     assert "N = 2" in text

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from launching import Job, wait_until
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, small_world, start, train
 
@@ -195,6 +195,21 @@ def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nob
     assert "its process has not run for 2 s" in ends[1]["detail"]
     assert "it runs, but has done nothing for" in ends[3]["detail"]
     assert ends[3]["detail"] in run.output
+
+
+def test_one_that_is_stopped_on_its_way_out_does_not_keep_the_job(tmp_path: Path) -> None:
+    """After the closing agreement nobody waits for it any more, but the launcher does."""
+    script = """
+        import os, signal, recover
+        from recover.world import ending
+        ending.on_success(lambda: world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))  # after the world's own
+        world = recover.init()
+    """
+    job = Job(tmp_path, script, "-n", "3", "--hang-limit", "1")
+    assert job.finish() == 0, job.stderr
+    assert "killed rank 1: its process has not run for" in job.stderr
+    assert "done on ranks 0, 2" in job.stderr
+    assert job.leftovers() == []
 
 
 def _wakes(pid: int) -> bool:

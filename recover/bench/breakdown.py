@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from recover.bench.measure import place, screen, write
-from recover.bench.metrics import recoveries, restarts, step_seconds
+from recover.bench.metrics import recoveries, restarting, restarts, step_seconds
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
 
@@ -22,12 +23,14 @@ def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None)
     """A failure in step 1.5N, N steps between checkpoints: the paper's stamps, on both sides."""
     console = screen()
     rows: list[dict[str, Any]] = []
+    theirs_all = []
     for every in intervals:
         struck = every * 3 // 2
         scene = scene.but(steps=struck, kills=((struck, scene.replicas - 1),), save_every=every)
         console.print(f"N = {every}: failure in step {struck}, checkpoint-restart ...", style="dim")
         with scratch() as directory:
             events = run_baseline(scene, directory)
+        theirs_all.append(events)
         (restart,) = restarts(events)
         console.print(f"N = {every}: failure in step {struck}, ours ...", style="dim")
         with scratch() as directory:
@@ -45,7 +48,7 @@ def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None)
                 "step_seconds": normal,
             }
         )
-    results = {"scene": scene.to_json(), "rows": rows}
+    results = {"scene": scene.to_json(), "rows": rows, "costs": asdict(restarting(theirs_all))}
     write(output, {"breakdown": results})
     table = Table(
         title=f"One failure in step 1.5N, {scene.replicas} replicas of {scene.replica_size}, seconds",

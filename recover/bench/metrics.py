@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
+from recover.bench.costs import Restarting
 from recover.bench.events import Event
 
 
@@ -101,14 +102,15 @@ def restarts(events: Sequence[Event]) -> list[Restart]:
 
 def _restart(events: Sequence[Event], failure: Event) -> Restart:
     step, life = failure["step"], failure["life"]
-    before = [e for e in events if e["at"] < failure["at"]]
     after = [e for e in events if e["life"] == life + 1]
     resumed = min(e["step"] for e in after if e["what"] == "step-begin")
     if resumed > 1:  # a checkpoint that was not whole yet when the failure came does not count
-        save, saved_at = (
-            min(_times(before, "save-begin", resumed - 1)),
-            max(_times(before, "save-end", resumed - 1)),
-        )
+        saves = [e for e in events if e["life"] <= life and e.get("step") == resumed - 1]
+        writers = max(
+            e["life"] for e in saves if e["what"] == "save-end"
+        )  # one cut off was written again later
+        written = [e for e in saves if e["life"] == writers]
+        save, saved_at = min(_times(written, "save-begin")), max(_times(written, "save-end"))
     else:  # nothing to go back to: from the first step on
         save = saved_at = min(_times(events, "step-begin"))
     starting = min(_times(after, "start"))
@@ -164,6 +166,16 @@ def warm_steps(events: Sequence[Event]) -> dict[int, float]:
             begun[event["life"]] = min(event["step"], begun.get(event["life"], event["step"]))
     first = set(begun.values())
     return {step: took for step, took in step_seconds(events).items() if step not in first}
+
+
+def restarting(runs: Sequence[Sequence[Event]]) -> Restarting:
+    """What restarts have cost in these runs of a baseline."""
+    found = [restart for events in runs for restart in restarts(events)]
+    return Restarting(
+        step=median(took for events in runs for took in warm_steps(events).values()),
+        save=median(restart.B - restart.A for restart in found),
+        stall=fmean(restart.stall for restart in found),
+    )
 
 
 def steps_by_alive(events: Sequence[Event]) -> dict[int, float]:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
 
 from recover.bench.costs import Restarting
 from recover.bench.events import Event
-from recover.bench.measure import place, screen, write
+from recover.bench.measure import measured, place, screen, write
 from recover.bench.metrics import (
     advantage,
     interval_throughput,
     progress,
     recovery_seconds,
+    restarting,
     restarts,
     steps_by_alive,
-    warm_steps,
 )
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
@@ -28,11 +29,23 @@ from recover.bench.scene import Scene
 console = screen()
 
 
-def bench_multi(scene: Scene, interval: int | None, output: Path | None) -> dict[str, Any]:
-    """Failures in steps 1.5F, 2.5F, ...; the baseline saves every F steps, as in the paper, and at its best."""
-    costs = calibrate(scene)
+def bench_multi(
+    scene: Scene,
+    interval: int | None,
+    output: Path | None,
+    known: Path | None = None,
+    only_best: bool = False,
+) -> dict[str, Any]:
+    """Failures in steps 1.5F, 2.5F, ...; the baseline saves every F steps, as in the paper, and at its best.
+
+    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    """
+    found = recall("breakdown", scene, known)
+    costs = Restarting(**found["costs"]) if found else calibrate(scene)
+    tell(costs)
     interval = interval or costs.production()
-    results = duel(scene, interval, [interval, costs.best_interval(interval)])
+    best = costs.best_interval(interval)
+    results = duel(scene, interval, [best] if only_best else [interval, best])
     write(output, {"multi": results})
     show(results)
     console.print(place())
@@ -44,21 +57,24 @@ def calibrate(scene: Scene) -> Restarting:
     console.print("one restart, to learn what it costs here ...", style="dim")
     with scratch() as directory:
         events = run_baseline(scene.but(steps=12, kills=((9, scene.replicas - 1),), save_every=4), directory)
-    costs = restarting(events)
+    return restarting([events])
+
+
+def tell(costs: Restarting) -> None:
     console.print(
         f"stall {costs.stall:.1f} s, step {costs.step:.2f} s, save {costs.save:.2f} s: "
         f"production, scaled down, is a failure every {costs.production()} steps"
     )
-    return costs
 
 
-def restarting(events: Sequence[Event]) -> Restarting:
-    found = restarts(events)
-    return Restarting(
-        step=median(warm_steps(events).values()),
-        save=median([restart.B - restart.A for restart in found]),
-        stall=fmean(restart.stall for restart in found),
-    )
+def recall(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None:
+    """What a file of this part holds, if it was measured with these sources on such a scene."""
+    if known is None or not measured(known):
+        return None
+    found: dict[str, Any] = json.loads(known.read_text()).get(part, {})
+    then, now = found.get("scene", {}), scene.to_json()
+    same = ("replicas", "shard", "tp", "pp", "accum", "pace", "seq_len")
+    return found if all(then.get(key) == now[key] for key in same) else None
 
 
 def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
@@ -83,7 +99,7 @@ def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
         theirs |= {
             "save_every": every,
             "restarts": [restart.to_json() for restart in restarts(events)],
-            "costs": restarting(events).__dict__,
+            "costs": asdict(restarting([events])),
             "advantage": advantage(ours["progress"], theirs["progress"]),
             "ratios": [o["effective_throughput"] / b["effective_throughput"] for o, b in pairs],
         }

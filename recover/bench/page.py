@@ -26,8 +26,8 @@ BASELINE = (
 # What stands in front of a part's figures, and what the paper says about it.
 TEXTS = {
     "trajectory": (
-        "The same training three times: nobody dies; half of the replicas are killed one by one inside gradient "
-        "reductions; the same deaths with a batch that shrinks (the paper's strawman).",
+        "The same training: on stock torch and on ours, where nobody dies; half of the replicas killed one by one "
+        "inside gradient reductions; the same deaths with a batch that shrinks (the paper's strawman).",
         "512 A100s, 256 of them lost over 260 steps: loss curves visually indistinguishable; throughput per living GPU "
         "drops at the first failure, climbs and exceeds the failure-free run's.",
     ),

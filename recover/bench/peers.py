@@ -12,6 +12,7 @@ import sys
 import venv
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -19,13 +20,14 @@ from rich.table import Table
 
 from recover.bench.events import Event, read_events
 from recover.bench.measure import PACKAGE, PROGRAMS, place, screen, write
-from recover.bench.metrics import failures
+from recover.bench.metrics import failures, step_seconds
 from recover.bench.runs import configure, run_ours, scratch
 from recover.bench.scene import VOCAB, Scene
 from recover.faults.locations import IN_FLIGHT
 from recover.train.shape import shape_of
 
-WAYS = ("DistributedDataParallel", "Manager.allreduce")
+CONTROL = "DistributedDataParallel"
+WAYS = (CONTROL, "Manager.allreduce")
 STEPS, KILL = 10, 6
 TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
@@ -47,7 +49,11 @@ def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]
         for way in WAYS:
             console.print(f"torchft, {way} ...", style="dim")
             with scratch() as directory:
-                systems[f"torchft {way}"] = run_torchft(python, way, directory)
+                systems[f"torchft {way}"] = judge(run_torchft(python, way, directory, SCENE))
+        console.print(f"torchft, {CONTROL}, nobody is killed ...", style="dim")
+        with scratch() as directory:
+            events = run_torchft(python, CONTROL, directory, SCENE.but(kills=()))
+            systems[f"torchft {CONTROL}, nobody is killed"] = committed(events)
     except Absent as reason:
         console.print(f"torchft: {reason}")
         systems["torchft"] = {"seconds": f"not measured: {reason}"}
@@ -81,6 +87,13 @@ def judge(events: list[Event]) -> dict[str, Any]:
     }
 
 
+def committed(events: list[Event]) -> dict[str, Any]:
+    """Of a run without a kill: is it the kill that it does not survive?"""
+    steps = {event["step"] for event in events if event["what"] == "step-end"}
+    seconds = median(step_seconds(events).values())
+    return {"seconds": f"no kill: {len(steps)} of {STEPS} steps committed, {seconds:.2f} s each"}
+
+
 def install_torchft(directory: Path, console: Console) -> Path:
     """A virtual environment of its own, which takes torch from ours."""
     python = directory / "bin" / "python"
@@ -109,8 +122,9 @@ def _run(python: Path, *arguments: str) -> str:
     return (done.stderr.strip() or "it failed") if done.returncode else ""
 
 
-def run_torchft(python: Path, way: str, directory: Path) -> dict[str, Any]:
-    config = configure(SCENE, directory)
+def run_torchft(python: Path, way: str, directory: Path, scene: Scene) -> list[Event]:
+    config = configure(scene, directory)
+    kill, victim = scene.kills[0] if scene.kills else (0, 0)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -125,14 +139,14 @@ def run_torchft(python: Path, way: str, directory: Path) -> dict[str, Any]:
     job = {
         "place": str(directory),
         "way": way,
-        "replicas": SCENE.replicas,
+        "replicas": scene.replicas,
         "steps": STEPS,
-        "kill": KILL,
-        "victim": SCENE.kills[0][1],
-        "pace": SCENE.pace,
+        "kill": kill,
+        "victim": victim,
+        "pace": scene.pace,
         "in_flight": IN_FLIGHT,
-        "seed": SCENE.seed,
-        "seq_len": SCENE.seq_len,
+        "seed": scene.seed,
+        "seq_len": scene.seq_len,
         "data": config.data.path,
         "shape": asdict(shape_of(config, VOCAB)),
     }
@@ -146,7 +160,7 @@ def run_torchft(python: Path, way: str, directory: Path) -> dict[str, Any]:
 
         try:
             start(lighthouse)
-            for replica in range(SCENE.replicas):
+            for replica in range(scene.replicas):
                 start([python, PROGRAMS / "torchft_peer.py", json.dumps({**job, "replica": replica})])
             for process in processes[1:]:
                 process.wait(PATIENCE)
@@ -158,7 +172,7 @@ def run_torchft(python: Path, way: str, directory: Path) -> dict[str, Any]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     events = read_events(directory)
-    if not failures(events):
+    if not events or (scene.kills and not failures(events)):
         text = (directory / "log").read_text(errors="replace").strip().splitlines()
         raise Absent(f"it did not come to the kill ({text[-1] if text else 'no output'})")
-    return judge(events)
+    return events

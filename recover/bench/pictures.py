@@ -39,14 +39,14 @@ def draw(part: str, results: dict[str, Any], path: Path) -> Path | None:
 def _trajectory(results: dict[str, Any]) -> Any:
     figure = new_figure(9.0)
     loss, batches, speed = figure.subplots(3, 1, sharex=True)
-    widths = {"failure-free": 6.0, "ours": 1.7, "adaptive": 1.7}
-    colours = {"failure-free": CALM, "ours": OURS, "adaptive": THEIRS}
+    widths = {"stock": 1.0, "failure-free": 6.0, "ours": 1.7, "adaptive": 1.7}
+    colours = {"stock": "0.3", "failure-free": CALM, "ours": OURS, "adaptive": THEIRS}
     for name, run in results["runs"].items():
         line = {"color": colours[name], "linewidth": widths[name], "alpha": 0.4 if widths[name] > 2 else 1}
         steps = [each["step"] for each in run["steps"]]
         for axes, key in ((loss, "loss"), (batches, "microbatches"), (speed, "effective_throughput")):
             axes.plot(steps, [each[key] for each in run["steps"]], label=name, **line)
-        if name != "failure-free":
+        if name in ("ours", "adaptive"):
             provisioned = [each["per_provisioned_rank"] for each in run["steps"]]
             speed.plot(steps, provisioned, linestyle=":", label=f"{name}, per rank at the start", **line)
     for step, _ in results["scene"]["kills"]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 VOCAB = 256  # bytes
+PACE = 0.15  # seconds of a microbatch: with 8 ranks on 2 cores, what is computed and not waited for stays a tenth
 # A LLaMA so small (0.4M parameters) that computing takes little of the pace, even with several ranks to a core.
 SHAPE = {
     "model_type": "llama",
@@ -36,7 +37,7 @@ class Scene:
     tp: int = 1  # ranks that share each matrix, and stages of a pipeline; more than one: 3D
     pp: int = 1
     accum: int = 4
-    pace: float = 0.1
+    pace: float = PACE
     steps: int = 24
     kills: tuple[tuple[int, int], ...] = ()
     save_every: int = 0  # steps between the baseline's checkpoints

@@ -18,7 +18,9 @@ from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
 from recover.bench.trajectory import bench_trajectory
 
-DDP, HSDP, GRID = Scene(), Scene(replicas=4, shard=2), Scene(replicas=4, tp=2, pp=2)
+DDP, HSDP = Scene(), Scene(replicas=4, shard=2)
+PIPELINE = Scene(replicas=4, pp=2)
+GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
 Part = Callable[[Path], Any]
 
 
@@ -27,24 +29,28 @@ def parts(long: bool) -> dict[str, Part]:
     calm = DDP.but(replicas=16 if long else DDP.replicas, steps=260 if long else 32)
     intervals = (2, 4, 8, 16, 32, 64) if long else (2, 6, 16)
     factors = (0.5, 3, 10) if long else (2,)
-    grid = {
-        "breakdown-3d": lambda path: bench_breakdown(GRID, intervals, path),
-        "multi-3d": lambda path: bench_multi(GRID, None, path),
-    }
+    few = intervals if long else (2, 8)
+    grid = GRID if long else PIPELINE
+
+    def multi(scene: Scene, path: Path) -> None:
+        before = path.with_name(path.name.replace("multi", "breakdown"))
+        bench_multi(scene, None, path, known=before, only_best=not long)
+
     return {
         "trajectory": lambda path: bench_trajectory(calm, 5 if long else 8, path),
         "breakdown-ddp": lambda path: bench_breakdown(DDP, intervals, path),
-        "multi-ddp": lambda path: bench_multi(DDP, None, path),
-        "breakdown-hsdp": lambda path: bench_breakdown(HSDP, intervals if long else (2, 8), path),
-        "multi-hsdp": lambda path: bench_multi(HSDP, None, path),
-        **(grid if long else {}),
+        "multi-ddp": lambda path: multi(DDP, path),
+        "breakdown-hsdp": lambda path: bench_breakdown(HSDP, few, path),
+        "multi-hsdp": lambda path: multi(HSDP, path),
+        "breakdown-3d": lambda path: bench_breakdown(grid, few, path),
+        "multi-3d": lambda path: multi(grid, path),
         "sweep": lambda path: bench_sweep(DDP, factors, path.with_name("multi-ddp.json"), path),
         "peers": lambda path: bench_peers(None, path),
         "overhead": lambda path: bench_overhead("small", 2, 1, 128, 2, 20, path),
         "overhead-hsdp": lambda path: bench_overhead("small", 2, 2, 128, 2, 12, path),
         "recovery": lambda path: bench_recovery(4, path),
         "repair": lambda path: bench_repair(8, path),
-        "collectives": lambda path: bench_collectives((2, 4, 8), (1, 25, 100), 9, path),
+        "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from recover.bench.costs import Costs, Restarting, rerun_steps
-from recover.bench.measure import measured, place, screen, write
-from recover.bench.multi import calibrate, duel, show
+from recover.bench.measure import place, screen, write
+from recover.bench.multi import calibrate, duel, recall, show, tell
 from recover.bench.scene import Scene
 
 SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
@@ -25,9 +24,10 @@ def bench_sweep(
 
     `known` is a file of `recover bench multi` on the same scene; what it holds is not measured again.
     """
-    base = recall(scene, known)
+    base = recall("multi", scene, known)
     if base is None:
         calibration = calibrate(scene)
+        tell(calibration)
         interval = calibration.production()
         base = duel(scene, interval, [calibration.best_interval(interval)])
         show(base)
@@ -67,16 +67,6 @@ def bench_sweep(
         console.print(tell_crossing(curve))
     console.print(place())
     return results
-
-
-def recall(scene: Scene, known: Path | None) -> dict[str, Any] | None:
-    """Failures on this scene that were measured with these sources already."""
-    if known is None or not measured(known):
-        return None
-    found: dict[str, Any] = json.loads(known.read_text()).get("multi", {})
-    then, now = found.get("scene", {}), scene.to_json()
-    same = all(then.get(key) == now[key] for key in ("replicas", "replica_size", "accum", "pace", "seq_len"))
-    return found if same else None
 
 
 def costs_of(duel: dict[str, Any]) -> Costs:

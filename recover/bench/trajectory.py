@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from recover.bench.events import Event
 from recover.bench.measure import BenchmarkError, place, screen, write
-from recover.bench.runs import scratch
+from recover.bench.metrics import step_seconds
+from recover.bench.runs import run_baseline, scratch
 from recover.bench.scene import Scene
 from recover.train.command import train
 from recover.train.journal import Line, read_lines
@@ -23,7 +25,7 @@ RUNS = {  # name, policy, whether replicas are killed
 
 
 def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
-    """Three runs of `recover train` from one seed; in two of them a replica dies every so many steps."""
+    """Stock torch, and three runs of `recover train`, from one seed; in two a replica dies every so many steps."""
     console = screen()
     victims = random.Random(scene.seed).sample(range(scene.replicas), scene.replicas // 2)
     scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
@@ -32,23 +34,18 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
             f"{len(victims)} deaths, one every {every} steps, need {scene.kills[-1][0]} steps, not {scene.steps}; "
             "give more --steps or a smaller --every"
         )
-    runs: dict[str, Any] = {}
+    console.print("stock, nobody dies ...", style="dim")
+    with scratch() as directory:
+        lines = lines_of(run_baseline(scene.but(kills=()), directory), scene)
+        runs: dict[str, Any] = {"stock": follow(lines, scene)}
     with scratch() as directory:
         for name, (policy, deadly) in RUNS.items():
             console.print(f"\n{name}:")
             words = [*scene.words(directory), f"policy={policy}"]
             if train(words, directory / name, scene.kill_words() if deadly else ()):
                 raise BenchmarkError(f"the run {name} was lost")
-            lines = list(read_lines(directory / name / "steps.jsonl"))
-            runs[name] = {
-                "steps": [
-                    {key: line[key] for key in ("step", "loss", "microbatches", "replicas", "seconds")}
-                    | throughput(line, scene)
-                    for line in lines
-                ],
-                **totals(lines, scene),
-            }
-    for name in ("ours", "adaptive"):
+            runs[name] = follow(list(read_lines(directory / name / "steps.jsonl")), scene)
+    for name in ("stock", "ours", "adaptive"):
         runs[name] |= distance(runs["failure-free"]["steps"], runs[name]["steps"])
     results = {"scene": scene.to_json(), "every": every, "runs": runs}
     write(output, {"trajectory": results})
@@ -72,6 +69,27 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
     console.print(table)
     console.print(place())
     return results
+
+
+def lines_of(events: Sequence[Event], scene: Scene) -> list[Line]:
+    """The baseline's run as lines of `steps.jsonl`."""
+    losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
+    same = {
+        "microbatches": scene.global_batch,
+        "replicas": scene.replicas,
+        "tokens": scene.tokens_per_step,
+    }
+    return [
+        {"step": step, "loss": losses[step], "seconds": seconds, **same}
+        for step, seconds in step_seconds(events).items()
+    ]
+
+
+def follow(lines: Sequence[Line], scene: Scene) -> dict[str, Any]:
+    """What is kept of a run: every step, and the whole."""
+    keys = ("step", "loss", "microbatches", "replicas", "seconds")
+    steps = [{key: line[key] for key in keys} | throughput(line, scene) for line in lines]
+    return {"steps": steps, **totals(lines, scene)}
 
 
 def throughput(line: Line, scene: Scene) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from recover.bench.scene import PACE
 from recover.commands.refusals import refusals
 
 app = typer.Typer(
@@ -109,7 +110,7 @@ def bench_trajectory(
     words: Inside = None,
     replicas: Replicas = 6,
     accum: Accum = 4,
-    pace: Pace = 0.1,
+    pace: Pace = PACE,
     steps: Annotated[int, typer.Option(help="The paper has 260.", min=2)] = 32,
     every: Annotated[int, typer.Option(help="Steps between deaths; the paper has 5.", min=1)] = 8,
     seed: int = 0,
@@ -128,7 +129,7 @@ def bench_breakdown(
     intervals: Annotated[str, typer.Option(help="Steps between checkpoints, even numbers.")] = "2,8,24",
     replicas: Replicas = 6,
     accum: Accum = 4,
-    pace: Pace = 0.1,
+    pace: Pace = PACE,
     json: Json = None,
 ) -> None:
     """One failure in step 1.5N: what it costs us, and checkpoint-restart with a checkpoint every N steps."""
@@ -152,7 +153,7 @@ def bench_multi(
     ] = None,
     replicas: Replicas = 6,
     accum: Accum = 4,
-    pace: Pace = 0.1,
+    pace: Pace = PACE,
     json: Json = None,
 ) -> None:
     """Failure after failure, until half of the replicas are gone: throughput and tokens against checkpoint-restart."""
@@ -172,7 +173,7 @@ def bench_sweep(
     ] = None,
     replicas: Replicas = 6,
     accum: Accum = 4,
-    pace: Pace = 0.1,
+    pace: Pace = PACE,
     json: Json = None,
 ) -> None:
     """How rare must failures be for checkpoint-restart to be as good? Measured points, and arithmetic between them."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recover.world import preflight
 from recover.world.ending import STACK_SIGNAL
@@ -24,6 +25,10 @@ from recover.world.preflight import Refusal
 from recover.world.relay import Relay
 from recover.world.session import Session
 from recover.world.verdict import Verdict, name_ranks
+from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
+
+if TYPE_CHECKING:
+    from recover.world.board import Board
 
 DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
@@ -64,7 +69,8 @@ def launch(
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C comes to us, and we end the job
             )
-            job = _Job(ranks, directory, session, process, Relay(process))
+            hangs = HangWatchdog(read_limit(limit.get(LIMIT_VARIABLE)))
+            job = _Job(ranks, directory, session, process, Relay(process), hangs)
             failure = job.watch(timeout, caught)
         if caught:
             _say(f"ended by {signal.Signals(caught[0]).name}")
@@ -146,6 +152,7 @@ class _Job:
     session: Session
     process: subprocess.Popen[bytes]
     relay: Relay
+    hangs: HangWatchdog
     ended: set[int] = field(
         default_factory=set
     )  # ranks that ended a while before mpirun did: not because of it
@@ -176,6 +183,7 @@ class _Job:
             running = {rank for rank in verdict.silent if pids[rank] or not verdict.has_started(rank)}
             self.ended, ended = ended, set(range(self.ranks)) - running
             self._show_crashes(verdict, ended)
+            self._fence_stopped(board, verdict, now)
             if running:
                 last_running = now
             elif now - last_running > _GRACE:
@@ -211,6 +219,13 @@ class _Job:
         code = self.process.returncode
         unfinished = set(Verdict(self.run_dir, self.ranks).silent) - self.ended
         return f"mpirun was ended by {signal.Signals(-code).name}" if code < 0 and unfinished else ""
+
+    def _fence_stopped(self, board: Board, verdict: Verdict, now: float) -> None:
+        """Who has finished has agreed with all others before, so nobody waits for one that stops on its way out."""
+        signs = board.signs_of_life(min(verdict.done)) if verdict.done else {}
+        for rank, why in self.hangs.look(bool(signs), signs, now).items():
+            board.kill(rank)
+            _say(f"killed rank {rank}: {why}, and others have finished")
 
     def _show_crashes(self, verdict: Verdict, among: Iterable[int]) -> None:
         """Native code that crashes leaves a stack and no words of its own."""

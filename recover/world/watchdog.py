@@ -66,9 +66,8 @@ class HangWatchdog:
     def __init__(self, limit: float | None = None) -> None:
         self._silent, self._stuck = (SILENT, STUCK) if limit is None else (limit, limit)
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)
-        self.hushed: list[
-            int
-        ] = []  # who shows no sign of life just now: an agreement may not end because of it
+        # Who shows no sign of life just now: an agreement may not end because of it.
+        self.hushed: list[int] = []
         self._looked = float("-inf")
         self._signs: dict[int, Sign] = {}
         self._heard: dict[int, float] = {}
