@@ -14,7 +14,7 @@ from training import CAN_BE_CUT, small_world
 from recover.bench.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
 from recover.bench.chaos import run_job, schedule_for
 from recover.bench.invariants import Left, violations
-from recover.bench.matrix import POLICY, insert, matrix, run_launch, table
+from recover.bench.matrix import POLICY, insert, matrix, plan_launches, table
 from recover.faults import LOCATIONS, parse_faults
 from recover.faults.schedule import impossible
 from recover.train.config import parse
@@ -38,18 +38,59 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
         assert len({fault.replica for fault in launch.faults}) == len(launch.faults) < 8
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(5, marks=pytest.mark.soak)])
-def test_deaths_of_every_role_at_many_places_in_one_launch(tmp_path: Path, number: int) -> None:
-    """In repairs of others, alone and by rank 0; in pairs, and in extra work."""
-    (launch,) = islice(lay_out(all_cells(), 6, 1, "static"), number, number + 1)
-    words = [*POLICY, *small_world(tmp_path), "replicas=6"]
-    assert list(run_launch(words, launch, tmp_path / "run")) == [], (tmp_path / "run/output.txt").read_text()
+@pytest.mark.parametrize(
+    ("job", "number", "roles", "modes"),
+    [
+        ("replicas=6 parallel=ddp", 11, ROLES, MODES),  # between two steps, in a repair and over checkpoints
+        (
+            "replicas=4 parallel=hsdp shard=2 microbatch_size=2",
+            13,
+            ("spare", "rank 0", "writer"),
+            ("one", "two"),
+        ),
+        ("replicas=4 parallel=3d pp=2", 9, ("major", "minor", "rank 0"), ("one", "then")),
+        pytest.param("replicas=6 parallel=ddp", 4, ROLES, MODES, marks=pytest.mark.soak),
+    ],
+)
+def test_deaths_of_many_roles_in_one_launch(
+    tmp_path: Path, job: str, number: int, roles: tuple[str, ...], modes: tuple[str, ...]
+) -> None:
+    words = dict(word.split("=") for word in job.split())
+    replicas, size, kind = int(words["replicas"]), 1 + ("3d" in job or "hsdp" in job), words["parallel"]
+    (launch,) = islice(lay_out(all_cells(), replicas, size, "static"), number, number + 1)
+    assert {cell.role for cell in launch.cells} >= set(roles)
+    assert {cell.mode for cell in launch.cells} == set(modes)
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- matrix: {kind} -->\n<!-- end of matrix: {kind} -->\n")
+    theirs = [*small_world(tmp_path, **CAN_BE_CUT), *job.split()]
+    assert matrix(theirs, launches=1, write=page, cells=sorted(launch.cells, key=str)) == 0
+    held = (
+        f": {len(launch.cells)} of {len(launch.cells)} cells held; {len(launch.faults)} deaths in 1 launches"
+    )
+    assert held in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replicas=1"], "replicas=1: nobody would be left"),
+        (["replicas=4", "policy=balanced"], "leave it out"),
+        (["replicas=4", "parallel=hsdp"], "add shard=2"),
+    ],
+)
+def test_a_matrix_that_cannot_be_run_is_refused_before_anything_starts(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_launches([*POLICY, *small_world(tmp_path), *words], all_cells())
+    config, whole = plan_launches([*POLICY, *small_world(tmp_path), "replicas=2", "accum=3"], all_cells())
+    assert (config.replicas, {launch.global_batch for launch in whole}) == (2, {2, 3})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("substrate", SUBSTRATES)
 def test_the_whole_matrix(tmp_path: Path, substrate: str) -> None:
-    assert matrix([*small_world(tmp_path, **CAN_BE_CUT), *SUBSTRATES[substrate]], None, None) == 0
+    assert matrix([*small_world(tmp_path, **CAN_BE_CUT), *SUBSTRATES[substrate]]) == 0
 
 
 def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -81,6 +122,23 @@ def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) ->
 def test_fifty_random_schedules_keep_every_law(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "5000", "--runs", "50", "--replicas", "4:6")
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--replicas", "6:4"], "6 to 4 replicas: somebody must be left; give a range from 2 on"),
+        (["--replicas", "1:4"], "1 to 4 replicas: somebody must be left"),
+        (["--replicas", "2:9"], "replicas=7 are more than the 6 microbatches of a step"),
+    ],
+)
+def test_chaos_that_cannot_be_had_is_refused_and_leaves_nothing(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    result = chaos(tmp_path, *options, "--output", str(tmp_path / "kept"))
+    assert result.returncode == 2, result.stdout
+    assert said in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "kept").exists()
 
 
 def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
@@ -130,6 +188,10 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     torn = pretend(tmp_path / "torn")
     (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-1])
     told(torn, "the last line of steps.jsonl is torn")
+    (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-20])
+    told(torn, "steps.jsonl is torn: ")
+    (torn.run_dir / "summary.json").unlink()
+    told(torn, "summary.json cannot be read: ")
     other = pretend(tmp_path / "other")
     lines = (other.run_dir / "steps.jsonl").read_text()
     (other.run_dir / "steps.jsonl").write_text(lines.replace('"microbatches": 6', '"microbatches": 5', 1))

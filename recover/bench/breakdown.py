@@ -8,15 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from recover.bench.measure import place, screen, write
 from recover.bench.metrics import recoveries, restarting, restarts, step_seconds
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
-
-RESTART_PIECES = ("save", "normal", "handling", "load", "restart", "rerun")
-RECOVERY_PIECES = ("normal", "detect", "repair", "restore", "redo")
+from recover.bench.tables import rows_of, show
 
 
 def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None) -> dict[str, Any]:
@@ -43,33 +39,14 @@ def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None)
                 "step": struck,
                 "baseline": restart.to_json(),
                 "ours": recovery.to_json(),
-                "baseline_cost": restart.pieces()["save"] + restart.H - restart.C,
+                "baseline_cost": restart.H - restart.C,
                 "ours_cost": recovery.complete - recovery.failure,
                 "step_seconds": normal,
             }
         )
     results = {"scene": scene.to_json(), "rows": rows, "costs": asdict(restarting(theirs_all))}
     write(output, {"breakdown": results})
-    table = Table(
-        title=f"One failure in step 1.5N, {scene.replicas} replicas of {scene.replica_size}, seconds",
-        title_justify="left",
-    )
-    for column in ("N", *RESTART_PIECES, "cost", "ours:", *RECOVERY_PIECES[1:], "cost", "times less"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        theirs, ours = row["baseline"]["pieces"], row["ours"]["pieces"]
-        table.add_row(
-            str(row["N"]),
-            *(f"{theirs[name]:.2f}" for name in RESTART_PIECES),
-            f"{row['baseline_cost']:.2f}",
-            "",
-            *(f"{ours[name]:.3f}" for name in RECOVERY_PIECES[1:]),
-            f"{row['ours_cost']:.2f}",
-            f"{row['baseline_cost'] / row['ours_cost']:.1f}",
-        )
-    console.print(table)
-    console.print(
-        "cost: from the failure until that step is complete; the baseline's with one save, and without `normal`"
-    )
+    title = f"One failure in step 1.5N, {scene.replicas} replicas of {scene.replica_size}, seconds"
+    show(console, title, rows_of("breakdown", results))
     console.print(place())
     return results

@@ -54,7 +54,8 @@ class Launch:
 def lay_out(cells: Sequence[Cell], replicas: int, replica_size: int, policy: str) -> Iterator[Launch]:
     """Launches that serve all cells that can be; those that serve most come first."""
     missing = set(cells)
-    batches = (replicas, replicas + 1, 2 * replicas - 3)  # with a minor or a spare now, and after some losses
+    # With a minor or a spare now, and after some losses.
+    batches = (replicas, replicas + 1, max(replicas, 2 * replicas - 3))
     while missing:
         tries = [_fill(Launch(batch), missing, replicas, replica_size, policy) for batch in batches]
         best = max(tries, key=lambda launch: len(launch.cells))

@@ -44,6 +44,7 @@ class Tally:
     runs: int = 0
     faults: int = 0
     bad_seeds: list[int] = field(default_factory=list)
+    calm_is_broken: bool = False
 
 
 def chaos(
@@ -59,34 +60,45 @@ def chaos(
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = make_plan(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
     low, high = replicas or (config.replicas, config.replicas)
-    if low < 2:
-        raise ValueError(f"{low} replicas: somebody must be left; begin at 2, as --replicas 2:6")
+    if not 2 <= low <= high:
+        raise ValueError(
+            f"{low} to {high} replicas: somebody must be left; give a range from 2 on, as --replicas 2:6"
+        )
+    jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
+    for theirs in jobs.values():
+        make_plan(theirs, None, (), None)  # what cannot be run is refused now
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
-    calm = run_job(words, place / "calm", limit=None)
-    if broken := list(violations(calm, config, ())):
-        print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
-        return 1
-    seconds = time.monotonic() - started
-    while (runs is None or tally.runs < runs) and (
-        minutes is None or time.monotonic() - started < minutes * 60
-    ):
-        number = seed + tally.runs
-        count = random.Random(f"chaos/{number}").randint(low, high)
-        theirs = [*words, f"replicas={count}", f"global_batch={config.global_batch}"]
-        theirs.append(f"accum={-(-config.global_batch // count)}")
-        tally.runs += 1
-        tally.faults += _one(theirs, number, place, calm, limit=max(PATIENCE, TIMES * seconds), tally=tally)
-    shutil.rmtree(calm.run_dir)
-    if output is None and not tally.bad_seeds:
-        shutil.rmtree(place, ignore_errors=True)
+    try:
+        calm = run_job(words, place / "calm", limit=None)
+        if broken := list(violations(calm, config, ())):
+            tally.calm_is_broken = True
+            print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
+            return 1
+        limit = max(PATIENCE, TIMES * (time.monotonic() - started))
+        while (runs is None or tally.runs < runs) and (
+            minutes is None or time.monotonic() - started < minutes * 60
+        ):
+            number = seed + tally.runs
+            count = random.Random(f"chaos/{number}").randint(low, high)
+            tally.runs += 1
+            tally.faults += _one(jobs[count], number, place, calm, limit, tally)
+    finally:
+        if not tally.calm_is_broken:
+            shutil.rmtree(place / "calm", ignore_errors=True)
+        if output is None and not (tally.calm_is_broken or tally.bad_seeds):
+            shutil.rmtree(place, ignore_errors=True)
     print(
         f"chaos: {tally.runs} runs, {tally.faults} faults, {len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
         flush=True,
     )
     return 1 if tally.bad_seeds else 0
+
+
+def _share_out(global_batch: int, replicas: int) -> list[str]:
+    return [f"replicas={replicas}", f"global_batch={global_batch}", f"accum={-(-global_batch // replicas)}"]
 
 
 def _one(words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally) -> int:
@@ -134,8 +146,17 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
     )
 
 
-def run_job(words: Sequence[str], run_dir: Path, limit: float | None, faults: Sequence[Fault] = ()) -> Left:
-    """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`."""
+def run_job(
+    words: Sequence[str],
+    run_dir: Path,
+    limit: float | None,
+    faults: Sequence[Fault] = (),
+    running: set[subprocess.Popen[bytes]] | None = None,
+) -> Left:
+    """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`.
+
+    It is in `running` for as long as it runs, so that somebody else can end it.
+    """
     if run_dir.exists():
         raise ValueError(
             f"{run_dir} is there already, perhaps as evidence; move it away, or give another --output"
@@ -148,10 +169,17 @@ def run_job(words: Sequence[str], run_dir: Path, limit: float | None, faults: Se
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     with open(run_dir / "output.txt", "w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        processes = set() if running is None else running
+        processes.add(process)
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             process.kill()  # its guardian ends the ranks
             process.wait()
             time.sleep(5)
+        finally:
+            if process.poll() is None:  # we are being interrupted
+                process.kill()
+                process.wait()
+            processes.discard(process)
     return Left(run_dir.absolute(), process.returncode, process.pid)

@@ -16,6 +16,11 @@ from typing import Any
 
 # The production system that the paper cites: a failure every 18 minutes, 10 of which go by without progress.
 PRODUCTION_LOST, PRODUCTION_PROGRESS = 10.0, 8.0
+PAPER = {
+    "2.23 times": 2.23,
+    "+74.9%": 1.749,
+    "+47.4%": 1.474,
+}  # more per living rank; tokens at equal GPU-hours
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,14 @@ class Restarting:
         lost = every / 2 if rerun is None else rerun
         return (steps + lost) * self.step + steps / every * self.save + self.stall
 
-    def best_interval(self, steps: float) -> int:
-        """Steps between checkpoints at which the baseline loses least."""
-        return min(range(1, max(1, int(steps)) + 1), key=lambda every: self.between_failures(steps, every))
+    def best_interval(self, steps: float, kills: Sequence[int] = ()) -> int:
+        """Steps between checkpoints at which the baseline loses least; `kills`: to failures in these very steps."""
+        return min(
+            range(1, max(1, int(steps)) + 1),
+            key=lambda every: self.between_failures(
+                steps, every, rerun_steps(kills, every) if kills else None
+            ),
+        )
 
     def production(self) -> int:
         """Steps between failures at which this baseline, at its best, makes as little progress as production does."""
@@ -78,18 +88,18 @@ class Costs:
         """Steps between failures at which the stall is this share of the time that they take."""
         return self.baseline.stall / (share * self.baseline.step)
 
-    def crossing(self, alive: int, per_living_rank: bool) -> float | None:
-        """The stall, as a share of the time that the steps between failures take, at which both are equal.
+    def crossing(self, alive: int, per_living_rank: bool, level: float = 1.0) -> float | None:
+        """The stall above which ours is so many times better, as a share of the time of the steps between failures.
 
-        None: ours is better however rare failures are, as far as the few percent between two runs can tell.
+        None: it is however rare failures are, as far as the few percent between two runs can tell.
         """
         ratio = self.effective_ratio if per_living_rank else self.wall_ratio
         low, high = 1e-4, 1e2
-        if ratio(self.steps_between(low), alive) > 1:
+        if ratio(self.steps_between(low), alive) > level:
             return None
         for _ in range(60):
             middle = (low * high) ** 0.5
-            low, high = (middle, high) if ratio(self.steps_between(middle), alive) < 1 else (low, middle)
+            low, high = (middle, high) if ratio(self.steps_between(middle), alive) < level else (low, middle)
         return high
 
     def to_json(self) -> dict[str, Any]:

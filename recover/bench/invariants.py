@@ -44,6 +44,9 @@ def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | 
     if run.code != 0:
         yield f"exit code {run.code}"
         return
+    if broken := list(_unreadable(run)):
+        yield from broken
+        return
     yield from _whole(run, config)
     yield from _losses(run, config, faults)
     if calm is not None and config.samples == "exact":
@@ -57,6 +60,19 @@ def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | 
                 yield "other losses than in the run without failures"
             if run.summary["parameters_digest"] != calm.summary["parameters_digest"]:
                 yield "other parameters than in the run without failures"
+
+
+def _unreadable(run: Left) -> Iterator[str]:
+    """What should be there and is not, or only in part."""
+    for name in ("steps.jsonl", "incidents.jsonl"):
+        try:
+            run.lines(name)
+        except ValueError as error:
+            yield f"{name} is torn: {error}"
+    try:
+        run.summary  # noqa: B018
+    except (OSError, ValueError) as error:
+        yield f"summary.json cannot be read: {error}"
 
 
 def _whole(run: Left, config: Config) -> Iterator[str]:

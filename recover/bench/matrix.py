@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.metadata import version
 from pathlib import Path
 
 from recover.bench.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
 from recover.bench.chaos import run_job
 from recover.bench.invariants import violations
+from recover.bench.measure import machine
 from recover.train.config import Config
 from recover.train.plan import make_plan
 
@@ -22,24 +22,25 @@ LIMIT = 180.0  # seconds for one launch: then it hangs
 BEGIN, END = "<!-- matrix: {} -->", "<!-- end of matrix: {} -->"
 
 
-def matrix(words: Sequence[str], launches: int | None, write: Path | None, jobs: int = 1) -> int:
+def matrix(
+    words: Sequence[str],
+    launches: int | None = None,
+    write: Path | None = None,
+    jobs: int = 1,
+    cells: Sequence[Cell] | None = None,
+) -> int:
     """Returns 0 if every cell held, otherwise 1. `launches`: only so many, those that serve most cells."""
-    words = [*POLICY, *words]
-    config = make_plan(words, Path(tempfile.gettempdir()) / "matrix", (), None).config
-    if config.policy != "static":
-        raise ValueError(
-            f"policy={config.policy!r}: the roles of the matrix are those of policy=static; leave it out"
-        )
+    config, whole = plan_launches([*POLICY, *words], cells or all_cells())
     if write is not None:
-        insert(write, config.parallel, None)
+        split_at_table(write, config.parallel)
+    plan = whole[:launches]
     started, broken = time.monotonic(), set[Cell]()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-"))
-    whole = list(lay_out(all_cells(), config.replicas, config.replica_size, "static"))
-    plan = whole[:launches]
+    running: set[subprocess.Popen[bytes]] = set()
 
     def run(number: int) -> tuple[int, float, list[str]]:
-        began = time.monotonic()
-        laws = list(run_launch(words, plan[number], place / f"launch-{number + 1}"))
+        began, run_dir = time.monotonic(), place / f"launch-{number + 1}"
+        laws = list(run_launch([*POLICY, *words], plan[number], run_dir, LIMIT * jobs, running))
         return number, time.monotonic() - began, laws
 
     def tell(number: int, seconds: float, laws: Sequence[str]) -> None:
@@ -55,20 +56,39 @@ def matrix(words: Sequence[str], launches: int | None, write: Path | None, jobs:
         else:
             shutil.rmtree(run_dir)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for done in as_completed([pool.submit(run, number) for number in range(len(plan))]):
-                tell(*done.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in as_completed([pool.submit(run, number) for number in range(len(plan))]):
+                    tell(*done.result())
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in tuple(running):
+                    process.kill()
+                raise
+    finally:
+        if not broken:
+            shutil.rmtree(place, ignore_errors=True)
     text = list(_summary(config, whole, plan, broken, jobs, time.monotonic() - started))
     print("\n".join(text))
     if write is not None:
         insert(write, config.parallel, text)
-    if not broken:
-        shutil.rmtree(place)
     return 1 if broken else 0
+
+
+def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, list[Launch]]:
+    """What will be run. Raises ValueError for whatever could not be, before anything is."""
+    config = make_plan(words, None, (), None).config
+    if config.policy != "static":
+        raise ValueError(
+            f"policy={config.policy!r}: the roles of the matrix are those of policy=static; leave it out"
+        )
+    whole = list(lay_out(cells, config.replicas, config.replica_size, "static"))
+    if not whole:
+        raise ValueError(f"replicas={config.replicas}: nobody would be left; give some more, as replicas=8")
+    for launch in whole:
+        make_plan(launch_words(words, launch, config.replicas), None, [str(f) for f in launch.faults], None)
+    return config, whole
 
 
 def _summary(
@@ -86,11 +106,12 @@ def _summary(
         for key in ("shard", "tp", "pp", "ep")
         if (getattr(config, key) or 1) > 1
     ]
+    here = machine()
     yield (
         f"`parallel={config.parallel}{''.join(sizes)}`: {len(served - broken)} of {len(served)} cells held; "
         f"{sum(len(each.faults) for each in plan)} deaths in {len(plan)} launches of {config.replicas} x "
-        f"{config.replica_size} ranks, {jobs} at a time, {seconds:.0f} s on {os.cpu_count()} cores, "
-        f"torch {version('torch')}."
+        f"{config.replica_size} ranks, {jobs} at a time, {seconds:.0f} s on {here['cores']} cores, "
+        f"torch {here['torch']}."
     )
     if untried := len(reachable - served):
         yield f"The other {untried} cells take {len(whole) - len(plan)} more launches, and were not tried."
@@ -98,19 +119,37 @@ def _summary(
     yield from table(served, broken)
 
 
-def run_launch(words: Sequence[str], launch: Launch, run_dir: Path) -> Iterator[str]:
+def launch_words(words: Sequence[str], launch: Launch, replicas: int) -> list[str]:
+    return [
+        *words,
+        f"global_batch={launch.global_batch}",
+        f"accum={-(-launch.global_batch // replicas)}",
+        f"steps={launch.steps}",
+        f"checkpoint.every={launch.checkpoint_every}",
+        "checkpoint.keep=1",
+    ]
+
+
+def run_launch(
+    words: Sequence[str],
+    launch: Launch,
+    run_dir: Path,
+    limit: float = LIMIT,
+    running: set[subprocess.Popen[bytes]] | None = None,
+) -> Iterator[str]:
     """Every law that was broken."""
-    theirs = [word for word in words if not word.startswith("accum=")]
-    theirs += [f"global_batch={launch.global_batch}", f"steps={launch.steps}"]
-    theirs += [f"checkpoint.every={launch.checkpoint_every}", "checkpoint.keep=1"]
-    config = make_plan(theirs, run_dir, [str(fault) for fault in launch.faults], None).config
-    run = run_job(theirs, run_dir, LIMIT, launch.faults)
+    replicas = make_plan(words, None, (), None).config.replicas
+    theirs = launch_words(words, launch, replicas)
+    config = make_plan(theirs, None, [str(fault) for fault in launch.faults], None).config
+    run = run_job(theirs, run_dir, limit, launch.faults, running)
     if run.code == -9:
-        yield f"it hung for {LIMIT:.0f} s"
-    yield from violations(run, config, launch.faults)
-    lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
-    if missed := {fault.replica for fault in launch.faults} - lost:
-        yield f"replicas {sorted(missed)} were not lost as scheduled"
+        yield f"it hung for {limit:.0f} s"
+    laws = list(violations(run, config, launch.faults))
+    yield from laws
+    if not laws:  # here even those that are to die in a recovery must
+        lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
+        if missed := {fault.replica for fault in launch.faults} - lost:
+            yield f"replicas {sorted(missed)} were not lost as scheduled"
 
 
 def table(served: set[Cell], broken: set[Cell]) -> Iterator[str]:
@@ -125,14 +164,16 @@ def table(served: set[Cell], broken: set[Cell]) -> Iterator[str]:
         yield f"| `{location}` | {' | '.join(row)} |"
 
 
-def insert(page: Path, name: str, lines: Sequence[str] | None) -> None:
-    """Replace what stands between the marks of this name; without lines, only see that there is such a place."""
+def insert(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between the marks of this name."""
+    before, after = split_at_table(page, name)
+    page.write_text(before + "\n".join(lines) + "\n" + after)
+
+
+def split_at_table(page: Path, name: str) -> tuple[str, str]:
+    """What stands before a table, with its mark, and after it. Raises ValueError if there is no place for it."""
     text = page.read_text()
     begin, end = BEGIN.format(name), END.format(name)
     if begin not in text or end not in text:
         raise ValueError(f"{page} has no place for this table; put the lines {begin} and {end} into it")
-    if lines is None:
-        return
-    before, rest = text.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    page.write_text(f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}")
+    return text.split(begin, 1)[0] + begin + "\n", end + text.split(end, 1)[1]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from recover.bench.costs import Restarting
 from recover.bench.events import Event
@@ -25,6 +22,7 @@ from recover.bench.metrics import (
 )
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
+from recover.bench.tables import rows_of, show
 
 console = screen()
 
@@ -44,10 +42,10 @@ def bench_multi(
     costs = Restarting(**found["costs"]) if found else calibrate(scene)
     tell(costs)
     interval = interval or costs.production()
-    best = costs.best_interval(interval)
+    best = costs.best_interval(interval, kill_steps(scene, interval))
     results = duel(scene, interval, [best] if only_best else [interval, best])
     write(output, {"multi": results})
-    show(results)
+    show_duel(results)
     console.print(place())
     return results
 
@@ -79,9 +77,9 @@ def recall(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None
 
 def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
     """Ours through these failures once, the baseline once for each of these checkpoint intervals."""
-    count = scene.replicas // 2
-    victims = random.Random(scene.seed).sample(range(scene.replicas), count)
-    kills = tuple((interval * 3 // 2 + n * interval, victim) for n, victim in enumerate(victims))
+    victims = scene.victims()
+    count = len(victims)
+    kills = tuple(zip(kill_steps(scene, interval), victims, strict=True))
     scene = scene.but(steps=kills[-1][0] + interval, kills=kills)
     console.print(f"failures in steps {', '.join(str(step) for step, _ in kills)}: ours ...", style="dim")
     with scratch() as directory:
@@ -107,6 +105,10 @@ def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
     return {"scene": scene.to_json(), "interval": interval, "ours": ours, "baselines": baselines}
 
 
+def kill_steps(scene: Scene, interval: int) -> list[int]:
+    return [interval * 3 // 2 + number * interval for number in range(scene.replicas // 2)]
+
+
 def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict[str, Any]:
     lost = scene.ranks - alive[0]
     curve = progress(events, scene.tokens_per_step, scene.ranks, lost)
@@ -118,22 +120,7 @@ def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict
     }
 
 
-def show(duel: dict[str, Any]) -> None:
-    scene, interval = duel["scene"], duel["interval"]
+def show_duel(results: dict[str, Any]) -> None:
+    scene, interval = results["scene"], results["interval"]
     title = f"A failure every {interval} steps, {scene['replicas']} replicas of {scene['replica_size']}"
-    table = Table(title=f"{title}: tokens/s per living rank, interval by interval", title_justify="left")
-    table.add_column("")
-    for number in range(len(duel["ours"]["intervals"])):
-        table.add_column(f"after {number + 1}", justify="right")
-    table.add_column("tokens at equal rank-hours", justify="right")
-
-    def row(name: str, facts: dict[str, Any], key: str, more: str = "") -> None:
-        table.add_row(name, *(f"{each[key]:.1f}" for each in facts["intervals"]), more)
-
-    row("ours", duel["ours"], "effective_throughput")
-    row("ours, per rank at the start", duel["ours"], "per_provisioned_rank")
-    for theirs in duel["baselines"]:
-        ours_more = f"ours {theirs['advantage']['more']:+.1%}"
-        row(f"restart, checkpoint every {theirs['save_every']}", theirs, "effective_throughput", ours_more)
-        table.add_row("... times less than ours", *(f"{ratio:.2f}" for ratio in theirs["ratios"]), "")
-    console.print(table)
+    show(console, f"{title}: tokens/s per living rank", rows_of("multi", results))

@@ -16,18 +16,19 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from recover.bench.events import Event, read_events
 from recover.bench.measure import PACKAGE, PROGRAMS, place, screen, write
 from recover.bench.metrics import failures, step_seconds
 from recover.bench.runs import configure, run_ours, scratch
 from recover.bench.scene import VOCAB, Scene
+from recover.bench.tables import rows_of, show
 from recover.faults.locations import IN_FLIGHT
 from recover.train.shape import shape_of
 
 CONTROL = "DistributedDataParallel"
 WAYS = (CONTROL, "Manager.allreduce")
+UNHARMED = f"torchft {CONTROL}, nobody is killed"
 STEPS, KILL = 10, 6
 TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
@@ -52,21 +53,13 @@ def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]
                 systems[f"torchft {way}"] = judge(run_torchft(python, way, directory, SCENE))
         console.print(f"torchft, {CONTROL}, nobody is killed ...", style="dim")
         with scratch() as directory:
-            events = run_torchft(python, CONTROL, directory, SCENE.but(kills=()))
-            systems[f"torchft {CONTROL}, nobody is killed"] = committed(events)
+            systems[UNHARMED] = committed(run_torchft(python, CONTROL, directory, SCENE.but(kills=())))
     except Absent as reason:
         console.print(f"torchft: {reason}")
         systems["torchft"] = {"seconds": f"not measured: {reason}"}
     results = {"scene": SCENE.to_json(), "systems": systems}
     write(output, {"peers": results})
-    table = Table(
-        title=f"4 replicas, {SCENE.pace:g} s steps, one killed in step {KILL}", title_justify="left"
-    )
-    for column in ("", "kill to next committed step", "its microbatches", "microbatches discarded"):
-        table.add_column(column, justify="right")
-    for name, facts in systems.items():
-        table.add_row(name, *(str(facts.get(key, "")) for key in ("seconds", "microbatches", "discarded")))
-    console.print(table)
+    show(console, f"4 replicas, {SCENE.pace:g} s steps, one killed in step {KILL}", rows_of("peers", results))
     console.print(place())
     return results
 
@@ -89,9 +82,13 @@ def judge(events: list[Event]) -> dict[str, Any]:
 
 def committed(events: list[Event]) -> dict[str, Any]:
     """Of a run without a kill: is it the kill that it does not survive?"""
-    steps = {event["step"] for event in events if event["what"] == "step-end"}
-    seconds = median(step_seconds(events).values())
-    return {"seconds": f"no kill: {len(steps)} of {STEPS} steps committed, {seconds:.2f} s each"}
+    done = [
+        {e["step"] for e in events if e["what"] == "step-end" and e["rank"] == n}
+        for n in range(SCENE.replicas)
+    ]
+    took = step_seconds(events)
+    each = f", {median(took.values()):.2f} s each" if took else ""
+    return {"seconds": f"{len(set.intersection(*done))} of {STEPS} steps committed{each}"}
 
 
 def install_torchft(directory: Path, console: Console) -> Path:

@@ -141,7 +141,7 @@ def _sweep(results: dict[str, Any]) -> Any:
     place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 10}
     axes.annotate("production", (results["production_share"], 0.92), (4, 0), **place)
     axes.set_xscale("log")
-    axes.set_xlabel("stall of a restart, as a share of the time between failures")
+    axes.set_xlabel("stall of a restart, as a share of the time of the steps between failures")
     axes.set_title(
         "How many times more tokens than checkpoint-restart at its best (dots: measured end to end)"
     )

@@ -62,7 +62,7 @@ def run_baseline(scene: Scene, place: Path) -> list[Event]:
         "global_batch": scene.global_batch,
         "pace": scene.pace,
         "steps": scene.steps,
-        "kills": scene.kills,
+        "kills": [(step, scene.victim(step, replica)) for step, replica in scene.kills],
         "save_every": scene.save_every or scene.steps,
         "in_flight": IN_FLIGHT,
         "seed": scene.seed,
@@ -74,7 +74,8 @@ def run_baseline(scene: Scene, place: Path) -> list[Event]:
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(scene.ranks), "--max-restarts", str(len(scene.kills))]
-    command += ["--monitor-interval", str(MONITOR_INTERVAL), str(PROGRAMS / "restart.py"), json.dumps(job)]
+    command += ["--monitor-interval", str(MONITOR_INTERVAL), "--log-dir", str(place / "torchrun")]
+    command += [str(PROGRAMS / "restart.py"), json.dumps(job)]
     log = place / "torchrun.log"
     if code := supervised(command, log, TORCHRUN):
         raise BenchmarkError(f"the baseline ended with code {code}:\n{log.read_text()[-2000:]}")

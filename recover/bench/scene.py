@@ -8,6 +8,7 @@ whoever goes on without it. Communication, failures, restarts and checkpoints ar
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Scene:
-    """`kills` are (step, replica): SIGKILL of the replica's first rank inside the gradient reduction of that step."""
+    """`kills` are (step, replica): SIGKILL of one of its ranks inside the gradient reduction of that step."""
 
     replicas: int = 6
     shard: int = 1  # ranks that hold a shard each; more than one: HSDP
@@ -60,9 +61,14 @@ class Scene:
     def tokens_per_step(self) -> int:
         return self.global_batch * self.shard * self.seq_len
 
-    def rounds(self, replicas: int) -> int:
-        """Microbatches that the busiest of so many replicas runs in a step."""
-        return -(-self.global_batch // replicas)
+    def victims(self) -> list[int]:
+        """Half of the replicas, in a random order."""
+        return random.Random(self.seed).sample(range(self.replicas), self.replicas // 2)
+
+    def victim(self, step: int, replica: int) -> int:
+        """The rank that is killed: any of its replica, the same on both sides."""
+        local = random.Random(f"{self.seed}/{step}/{replica}").randrange(self.replica_size)
+        return replica * self.replica_size + local
 
     def but(self, **changes: Any) -> Self:
         return replace(self, **changes)
@@ -93,7 +99,10 @@ class Scene:
         ]
 
     def kill_words(self) -> list[str]:
-        return [f"{step}:{replica}:in-reduce" for step, replica in self.kills]
+        size = self.replica_size
+        return [
+            f"{step}:{replica}.{self.victim(step, replica) % size}:in-reduce" for step, replica in self.kills
+        ]
 
 
 def inside(words: Sequence[str]) -> dict[str, int]:
@@ -110,4 +119,7 @@ def inside(words: Sequence[str]) -> dict[str, int]:
         raise ValueError(
             f"{' '.join(words)!r} is not understood; write parallel=ddp, parallel=hsdp shard=2 or parallel=3d tp=2 pp=2"
         )
-    return {name: int(number) for name, number in fields.items()}
+    sizes = {name: int(number) for name, number in fields.items()}
+    if sizes and max(sizes.values()) == 1:
+        raise ValueError(f"{' '.join(words)!r}: replicas of one rank are parallel=ddp")
+    return sizes

@@ -44,6 +44,8 @@ def parts(long: bool) -> dict[str, Part]:
         "multi-hsdp": lambda path: multi(HSDP, path),
         "breakdown-3d": lambda path: bench_breakdown(grid, few, path),
         "multi-3d": lambda path: multi(grid, path),
+        **({"trajectory-hsdp": lambda path: bench_trajectory(HSDP.but(steps=260), 60, path)} if long else {}),
+        **({"trajectory-3d": lambda path: bench_trajectory(GRID.but(steps=60), 15, path)} if long else {}),
         "sweep": lambda path: bench_sweep(DDP, factors, path.with_name("multi-ddp.json"), path),
         "peers": lambda path: bench_peers(None, path),
         "overhead": lambda path: bench_overhead("small", 2, 1, 128, 2, 20, path),
@@ -57,6 +59,8 @@ def parts(long: bool) -> dict[str, Part]:
 def bench_all(output: Path, fresh: bool, long: bool) -> int:
     """The number of parts that could not be measured."""
     console = screen()
+    if long:
+        output /= "long"
     all_parts = parts(long)
     lost = []
     for number, (name, measure) in enumerate(all_parts.items(), start=1):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from recover.bench.costs import Costs, Restarting, rerun_steps
+from recover.bench.costs import PAPER, Costs, Restarting, rerun_steps
 from recover.bench.measure import place, screen, write
-from recover.bench.multi import calibrate, duel, recall, show, tell
+from recover.bench.multi import calibrate, duel, kill_steps, recall, show_duel, tell
 from recover.bench.scene import Scene
+from recover.bench.tables import rows_of, show
 
 SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
 console = screen()
@@ -29,14 +28,15 @@ def bench_sweep(
         calibration = calibrate(scene)
         tell(calibration)
         interval = calibration.production()
-        base = duel(scene, interval, [calibration.best_interval(interval)])
-        show(base)
+        base = duel(scene, interval, [calibration.best_interval(interval, kill_steps(scene, interval))])
+        show_duel(base)
     costs = costs_of(base)
     duels = [base]
     for factor in factors:
         interval = max(2, 2 * round(base["interval"] * factor / 2))
-        duels.append(duel(scene, interval, [costs.baseline.best_interval(interval)]))
-        show(duels[-1])
+        best = costs.baseline.best_interval(interval, kill_steps(scene, interval))
+        duels.append(duel(scene, interval, [best]))
+        show_duel(duels[-1])
     shrunken = [alive for alive in costs.steps_of if alive < scene.replicas]
     results: dict[str, Any] = {
         "scene": scene.to_json(),
@@ -50,21 +50,14 @@ def bench_sweep(
                 "wall": [costs.wall_ratio(costs.steps_between(share), n) for share in SHARES],
                 "crossing_effective": costs.crossing(n, per_living_rank=True),
                 "crossing_wall": costs.crossing(n, per_living_rank=False),
+                "paper": {name: costs.crossing(n, True, level) for name, level in PAPER.items()},
             }
             for n in shrunken
         ],
         "measured": [point for each in duels for point in compare_with_arithmetic(costs, each)],
     }
     write(output, {"sweep": results})
-    table = Table(title="times more tokens per second and living rank", title_justify="left")
-    for column in ("steps between failures", "stall / time between", "alive", "by arithmetic", "measured"):
-        table.add_column(column, justify="right")
-    for point in results["measured"]:
-        figures = (f"{point[name]:.2f}" for name in ("predicted", "measured"))
-        table.add_row(str(point["interval"]), f"{point['share']:.2f}", str(point["alive"]), *figures)
-    console.print(table)
-    for curve in results["curves"]:
-        console.print(tell_crossing(curve))
+    show(console, "times more tokens per second and living rank", rows_of("sweep", results))
     console.print(place())
     return results
 
@@ -94,17 +87,3 @@ def compare_with_arithmetic(costs: Costs, duel: dict[str, Any]) -> list[dict[str
             }
         )
     return points
-
-
-def tell_crossing(curve: dict[str, Any]) -> str:
-    def words(share: float | None) -> str:
-        return (
-            "at every rate"
-            if share is None
-            else f"while a stall is more than {share:.1%} of the time between failures"
-        )
-
-    return (
-        f"{curve['alive']} replicas alive: more tokens per living rank {words(curve['crossing_effective'])}; "
-        f"more tokens per hour, with so many fewer, {words(curve['crossing_wall'])}"
-    )

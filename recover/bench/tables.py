@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from recover.bench.headlines import SHARE, told
+
 Rows = list[list[Any]]
 
 
@@ -18,15 +23,33 @@ def rows_of(part: str, results: dict[str, Any]) -> Rows:
     return tellers.get(part, _flat)(results)
 
 
+def show(console: Console, title: str, rows: Rows) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(str(column), justify="right")
+    for row in rows[1:]:
+        table.add_row(*map(str, row))
+    console.print(table)
+
+
 def _trajectory(results: dict[str, Any]) -> Rows:
     rows: Rows = [
-        ["", "microbatches a step", "tokens/s per living rank", "per rank at the start", "loss apart, most"]
+        [
+            "",
+            "microbatches a step",
+            "tokens/s per living rank",
+            "per rank at the start",
+            "final loss",
+            "loss apart, most",
+        ]
     ]
     for name, run in results["runs"].items():
         batches = sorted({step["microbatches"] for step in run["steps"]})
         apart = f"{run['largest_distance']:.2g}" if "largest_distance" in run else ""
         figures = (f"{run[key]:.1f}" for key in ("effective_throughput", "per_provisioned_rank"))
-        rows.append([name, " to ".join(map(str, dict.fromkeys((batches[0], batches[-1])))), *figures, apart])
+        final = f"{run['steps'][-1]['loss']:.4f}"
+        span = " to ".join(map(str, dict.fromkeys((batches[0], batches[-1]))))
+        rows.append([name, span, *figures, final, apart])
     return rows
 
 
@@ -65,11 +88,7 @@ def _sweep(results: dict[str, Any]) -> Rows:
     ]
     for curve in results["curves"]:
         shares = (curve["crossing_effective"], curve["crossing_wall"])
-        words = (
-            "always" if s is None else f"{s:.1%} of the time that the steps between failures take"
-            for s in shares
-        )
-        rows.append([curve["alive"], *words])
+        rows.append([curve["alive"], *(told(share, "always", after=f" of {SHARE}") for share in shares)])
     for point in results["measured"]:
         figures = f"{point['measured']:.2f} times measured, {point['predicted']:.2f} by arithmetic"
         rows.append([point["alive"], f"at {point['share']:.0%}", figures])

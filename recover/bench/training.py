@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,6 @@ def bench_overhead(
         f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
     )
     console.print(place())
-
-
-def shards(words: Sequence[str]) -> int:
-    """Ranks to a replica, from `parallel=hsdp shard=2`."""
-    given = dict(word.partition("=")[::2] for word in words)
-    parallel, shard = given.pop("parallel", "ddp"), given.pop("shard", "2")
-    if given or parallel not in ("ddp", "hsdp") or not shard.isdigit() or int(shard) < 1:
-        raise ValueError(f"{' '.join(words)!r}: it takes parallel=ddp, or parallel=hsdp with shard=2 or more")
-    return int(shard) if parallel == "hsdp" else 1
 
 
 def bench_recovery(replicas: int, output: Path | None) -> None:

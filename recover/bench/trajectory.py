@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from recover.bench.events import Event
 from recover.bench.measure import BenchmarkError, place, screen, write
 from recover.bench.metrics import step_seconds
 from recover.bench.runs import run_baseline, scratch
 from recover.bench.scene import Scene
+from recover.bench.tables import rows_of, show
 from recover.train.command import train
 from recover.train.journal import Line, read_lines
 
@@ -27,7 +25,7 @@ RUNS = {  # name, policy, whether replicas are killed
 def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
     """Stock torch, and three runs of `recover train`, from one seed; in two a replica dies every so many steps."""
     console = screen()
-    victims = random.Random(scene.seed).sample(range(scene.replicas), scene.replicas // 2)
+    victims = scene.victims()
     scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
     if scene.kills[-1][0] > scene.steps:
         raise BenchmarkError(
@@ -44,35 +42,23 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
             words = [*scene.words(directory), f"policy={policy}"]
             if train(words, directory / name, scene.kill_words() if deadly else ()):
                 raise BenchmarkError(f"the run {name} was lost")
-            runs[name] = follow(list(read_lines(directory / name / "steps.jsonl")), scene)
+            lines = list(read_lines(directory / name / "steps.jsonl"))
+            if len(lines) < scene.steps:
+                raise SystemExit(f"recover bench: stopped in step {len(lines)} of {scene.steps}")
+            runs[name] = follow(lines, scene)
     for name in ("stock", "ours", "adaptive"):
         runs[name] |= distance(runs["failure-free"]["steps"], runs[name]["steps"])
     results = {"scene": scene.to_json(), "every": every, "runs": runs}
     write(output, {"trajectory": results})
-    table = Table(
-        title=f"{scene.replicas} replicas, {scene.steps} steps, {len(victims)} lost, one every {every}",
-        title_justify="left",
-    )
-    columns = ("", "microbatches a step", "tokens/s per living rank", "... per rank at the start")
-    for column in (*columns, "final loss", "loss apart, most", "on average"):
-        table.add_column(column, justify="right")
-    for name, run in runs.items():
-        batches = sorted({line["microbatches"] for line in run["steps"]})
-        table.add_row(
-            name,
-            " to ".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
-            f"{run['effective_throughput']:.1f}",
-            f"{run['per_provisioned_rank']:.1f}",
-            f"{run['steps'][-1]['loss']:.4f}",
-            *(f"{run[key]:.2g}" if key in run else "" for key in ("largest_distance", "mean_distance")),
-        )
-    console.print(table)
+    title = f"{scene.replicas} replicas, {scene.steps} steps, {len(victims)} lost, one every {every}"
+    show(console, title, rows_of("trajectory", results))
     console.print(place())
     return results
 
 
 def lines_of(events: Sequence[Event], scene: Scene) -> list[Line]:
-    """The baseline's run as lines of `steps.jsonl`."""
+    """The baseline's run as lines of `steps.jsonl`, where a step takes what it takes its writer, rank 0."""
+    events = [event for event in events if event["rank"] == 0]
     losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
     same = {
         "microbatches": scene.global_batch,

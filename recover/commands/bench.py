@@ -47,12 +47,14 @@ def bench_overhead(
     json: Json = None,
 ) -> None:
     """Without failures: tokens/s and memory against stock torch (DDP or HSDP) on gloo, turn by turn."""
+    from recover.bench.scene import inside
     from recover.bench.training import bench_overhead as measure
-    from recover.bench.training import shards
 
     with refusals("recover bench overhead"):
-        shard = shards(words or [])
-    measure(model, replicas, shard, seq_len, accum, turns, json)
+        sizes = inside(words or [])
+        if sizes.keys() - {"shard"}:
+            raise ValueError("it takes parallel=ddp or parallel=hsdp shard=2; 3D is not measured")
+    measure(model, replicas, sizes.get("shard", 1), seq_len, accum, turns, json)
 
 
 @app.command("recovery")
@@ -75,10 +77,14 @@ def bench_repair(
 
 def _scene(words: list[str] | None, **given: Any) -> Any:
     """What a comparison runs, from its options; refusals as sentences."""
+    from recover.bench.runs import configure, scratch
     from recover.bench.scene import Scene, inside
 
     with refusals("recover bench"):
-        return Scene(**given).but(**inside(words or []))
+        scene = Scene(**given).but(**inside(words or []))
+        with scratch() as directory:
+            configure(scene, directory)  # a grid that does not fit the model is refused now
+        return scene
 
 
 def _measure(measure: Any, *arguments: Any) -> None:
@@ -135,10 +141,11 @@ def bench_breakdown(
     """One failure in step 1.5N: what it costs us, and checkpoint-restart with a checkpoint every N steps."""
     from recover.bench.breakdown import bench_breakdown as measure
 
-    every = [int(n) for n in intervals.split(",") if n.strip().isdigit()]
-    if not every or any(n < 2 or n % 2 for n in every):
-        typer.echo(f"recover bench: --intervals {intervals} must be even numbers, as 2,8,24", err=True)
-        raise typer.Exit(2)
+    with refusals("recover bench breakdown"):
+        words_of = [n.strip() for n in intervals.split(",")]
+        if not all(n.isdigit() and int(n) and int(n) % 2 == 0 for n in words_of):
+            raise ValueError(f"--intervals {intervals} must be even numbers, as 2,8,24")
+        every = [int(n) for n in words_of]
     _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), every, json)
 
 
@@ -181,6 +188,8 @@ def bench_sweep(
 
     with refusals("recover bench sweep --factors"):
         rarer = [float(factor) for factor in factors.split(",")]
+        if not all(0 < factor < 1e6 for factor in rarer):
+            raise ValueError(f"{factors} must be numbers above 0, as 0.5,2")
     _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), rarer, known, json)
 
 

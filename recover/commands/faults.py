@@ -71,8 +71,10 @@ def chaos(
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.bench import chaos as campaign
+    from recover.bench.measure import tidy_on_sigterm
     from recover.faults.command import read_range
 
+    tidy_on_sigterm()
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
@@ -83,14 +85,16 @@ def chaos(
 def matrix(
     words: Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")],
     launches: Annotated[
-        int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]")
+        int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]", min=1)
     ] = None,
     jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
     write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
     from recover.bench import matrix as campaign
+    from recover.bench.measure import tidy_on_sigterm
 
+    tidy_on_sigterm()
     with refusals("recover faults matrix"):
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from recover.world.world import World
+if TYPE_CHECKING:
+    from recover.world.world import World
+
 
 # A mate that is slow, or waits for a slow repair, is not dead: whoever is blocked on a dead mate is ended by the
 # watcher, not by this clock.

@@ -6,6 +6,7 @@ Sharding stays inside the replica; across replicas the step reduces local shards
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from recover.replica.blocks import blocks_of, recompute_blocks
 from recover.replica.group import init_replica_world
 from recover.step.inside import Replica, mark
-from recover.world.world import World
+
+if TYPE_CHECKING:
+    from recover.world.world import World
 
 
 class ShardedReplica(Replica):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recover.world.world import World
+if TYPE_CHECKING:
+    from recover.world.world import World
 
 
 def rows(world: World, batch: Any) -> Any:

@@ -92,7 +92,7 @@ def die() -> None:
 
 
 def doomed() -> bool:
-    return [step, replica] in job["kills"] and not local and not (place / f"killed-{step}").exists()
+    return [step, rank] in job["kills"] and not (place / f"killed-{step}").exists()
 
 
 def reduce_and_die(state, bucket):  # torch refuses annotations that are text
@@ -196,7 +196,7 @@ if in_grid:
 elif shard > 1:
     # Called when the first of several groups is reduced, the others not yet.
     model.blocks[-1].set_all_reduce_hook(lambda reduced: die() if doomed() else None)
-elif any(replica == victim for _, victim in job["kills"]):
+elif any(rank == victim for _, victim in job["kills"]):
     model.register_comm_hook(None, reduce_and_die)
 if newest := max(whole_checkpoints(), default=0):
     events.note("load-begin")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_c
 from recover.replica.threed_shape import Schedule, Shape
 from recover.step.inside import Sharing, mark
 from recover.step.parts import local_part
-from recover.world.world import World
+
+if TYPE_CHECKING:
+    from recover.world.world import World
 
 
 def threed(
