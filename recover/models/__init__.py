@@ -1,5 +1,21 @@
 """The reference models, on torch's own parts."""
 
-from recover.models.llama import SIZES, Llama, LlamaConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recover.models.shape import SIZES, LlamaConfig
+
+if TYPE_CHECKING:
+    from recover.models.llama import Llama
 
 __all__ = ["SIZES", "Llama", "LlamaConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    """The model is fetched when first used: whoever only wants its shape must not pay for torch."""
+    if name == "Llama":
+        from recover.models.llama import Llama
+
+        return Llama
+    raise AttributeError(f"module 'recover.models' has no attribute {name!r}")
