@@ -42,13 +42,13 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
     ("job", "number", "roles", "modes"),
     [
         ("replicas=6 parallel=ddp", 11, ROLES, MODES),  # between two steps, in a repair and over checkpoints
-        (
+        (  # in extra work
             "replicas=4 parallel=hsdp shard=2 microbatch_size=2",
-            13,
-            ("spare", "rank 0", "writer"),
-            ("one", "two"),
+            9,
+            ("major", "minor", "rank 0"),
+            ("one", "then"),
         ),
-        ("replicas=4 parallel=3d pp=2", 9, ("major", "minor", "rank 0"), ("one", "then")),
+        ("replicas=4 parallel=3d tp=2", 13, ("spare", "rank 0", "writer"), ("one", "two")),  # at the vote
         pytest.param("replicas=6 parallel=ddp", 4, ROLES, MODES, marks=pytest.mark.soak),
     ],
 )

@@ -63,8 +63,8 @@ def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "places",
     [
-        ("bucket:1", "extra"),
         ("repair", "update"),
+        pytest.param(("bucket:1", "extra"), marks=pytest.mark.soak),
         pytest.param(("forward", "backward"), marks=pytest.mark.soak),
     ],
 )

@@ -103,8 +103,8 @@ def test_two_at_once_and_a_second_death_during_the_recovery(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "places",
     [
-        ("bucket", "in-reduce"),
         ("repair", "in-reduce:1"),
+        pytest.param(("bucket", "in-reduce"), marks=pytest.mark.soak),
         pytest.param(("forward", "backward"), marks=pytest.mark.soak),
         pytest.param(("update", "advance"), marks=pytest.mark.soak),
     ],

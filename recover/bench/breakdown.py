@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from recover.bench.measure import place, screen, write
-from recover.bench.metrics import recoveries, restarting, restarts, step_seconds
+from recover.bench.metrics import recoveries, restarting, restarts, warm_steps
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
@@ -32,7 +32,7 @@ def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None)
         with scratch() as directory:
             own = run_ours(scene, directory)
         (recovery,) = recoveries(own, since=every)
-        normal = median(step_seconds(own).values())
+        normal = median(warm_steps(own).values())
         rows.append(
             {
                 "N": every,

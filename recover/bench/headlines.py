@@ -35,7 +35,9 @@ def to_markdown(lines: list[Line]) -> str:
 
 
 def told(share: float | None, always: str, before: str = "", after: str = "") -> str:
-    return always if share is None else f"{before}{share:.1%}{after}"
+    if share is None:
+        return always
+    return f"{before}{f'{share:.1%}' if share >= 0.001 else '0.1%'}{after}"
 
 
 def _grid(scene: Content) -> str:

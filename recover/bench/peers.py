@@ -88,7 +88,7 @@ def committed(events: list[Event]) -> dict[str, Any]:
     ]
     took = step_seconds(events)
     each = f", {median(took.values()):.2f} s each" if took else ""
-    return {"seconds": f"{len(set.intersection(*done))} of {STEPS} steps committed{each}"}
+    return {"seconds": f"{len(set.intersection(*done))} of {STEPS} steps committed by all{each}"}
 
 
 def install_torchft(directory: Path, console: Console) -> Path:

@@ -18,7 +18,7 @@ from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
 from recover.bench.trajectory import bench_trajectory
 
-DDP, HSDP = Scene(), Scene(replicas=4, shard=2)
+DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
 Part = Callable[[Path], Any]
@@ -49,7 +49,7 @@ def parts(long: bool) -> dict[str, Part]:
         "sweep": lambda path: bench_sweep(DDP, factors, path.with_name("multi-ddp.json"), path),
         "peers": lambda path: bench_peers(None, path),
         "overhead": lambda path: bench_overhead("small", 2, 1, 128, 2, 20, path),
-        "overhead-hsdp": lambda path: bench_overhead("small", 2, 2, 128, 2, 12, path),
+        "overhead-hsdp": lambda path: bench_overhead("small", 2, 2, 128, 2, 10, path),
         "recovery": lambda path: bench_recovery(4, path),
         "repair": lambda path: bench_repair(8, path),
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
