@@ -242,13 +242,13 @@ def _wakes(pid: int) -> bool:
 
 
 def test_a_pause_evicts_nobody_by_default_and_a_straggler_is_named_everywhere(tmp_path: Path) -> None:
-    words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=16", "pace=0.1"]
-    run = train(tmp_path / "run", *words, kills=["3:1:in-reduce=pause:1", "4:2:forward=slow:4"])
+    words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=64"]
+    run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:4", "6:1:in-reduce=pause:1"])
     assert run.code == 0, run.output
     check_lines(run, steps=13, batch=6)
     assert (run.incidents, run.summary["failures"]) == ([], 0)
-    assert run.steps[2]["seconds"] > 0.9
-    assert median(line["seconds"] for line in run.steps[:4]) < 0.5  # steps of 0.2 s
+    assert run.steps[5]["seconds"] > 0.9
+    assert median(line["seconds"] for line in run.steps[3:]) < 0.6  # steps of about 0.2 s
     named = [line["stragglers"] for line in run.steps if "stragglers" in line]
     assert set(named[-1]) == {"2"}, named
     assert 2.5 < named[-1]["2"] < 6
