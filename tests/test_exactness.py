@@ -115,13 +115,6 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
             "accum=4",
             kills=["2:1:in-reduce", "2:0:extra", "8:2:after-update"],
         ),
-        recover_train(
-            tmp_path / "lost-in-recovery",
-            *words,
-            "replicas=4",
-            "accum=4",
-            kills=["3:3:forward", "6:0:bucket", "6:1:repair"],
-        ),
         recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["7:1:update"]),
     ]
     stopped = recover_train(

@@ -128,7 +128,8 @@ def test_a_spare_takes_the_place_of_a_dead_major(tmp_path: Path, places: tuple[s
         assert [(i["boundary"], i["extra_microbatches"]) for i in later] == [(False, 0), (False, 0)]
 
 
-@pytest.mark.parametrize(("replicas", "victim"), [(7, 1), pytest.param(6, 1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("replicas", "victim"), [(7, 1), (6, 1)])
 def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, victim: int) -> None:
     """7 x 2 has one major-spare after a loss, and so has 6 x 2."""
     kills = ["1:0:in-reduce", f"3:{victim}:in-reduce"]
