@@ -4,13 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test check bench soak clean
+.PHONY: help setup demo test check bench soak mutants clean
 help:
 	@echo "make demo    train a small LLaMA twice, with and without deaths, and draw both"
 	@echo "make test    all tests (minus the soaks)"
 	@echo "make check   ruff (format, lint) and mypy"
 	@echo "make bench   all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak    the long tests"
+	@echo "make mutants break the code on purpose, piece by piece, and show which test notices"
 	@echo "make setup   only the virtual environment"
 
 setup: $(STAMP)
@@ -38,6 +39,9 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak
+
+mutants: setup
+	$(BIN)/python tests/mutate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,102 @@
+"""Breaks the code on purpose, one mutant at a time, and shows which test notices. Run by `make mutants`.
+
+A mutant is data (`tests/mutants/*.toml`): a file, a piece of it, what stands there instead, and the tests that must
+then fail. Each is applied to a copy of the tree, so nothing here changes and several may run at once.
+
+    python tests/mutate.py                 all of them
+    python tests/mutate.py evict ledger    those whose name holds one of the words
+    python tests/mutate.py --jobs 8        so many at a time
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 300  # seconds for the tests of one mutant: a broken protocol may hang, which is also a way to notice
+TESTS_FAILED = 1  # pytest's exit code; others tell that it could not run the tests
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    why: str
+    file: str
+    before: str
+    after: str
+    caught_by: tuple[str, ...]
+
+    def applied_to(self, text: str) -> str:
+        """The broken file. The piece must be there exactly once: a mutant that hits nothing proves nothing."""
+        if (count := text.count(self.before)) != 1:
+            raise ValueError(f"mutant {self.name}: its piece of {self.file} is there {count} times, not once")
+        return text.replace(self.before, self.after)
+
+
+def mutants() -> Iterator[Mutant]:
+    for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
+        for entry in tomllib.loads(path.read_text()).get("mutant", []):
+            pieces = {key: entry.pop(key).strip("\n") for key in ("before", "after")}
+            yield Mutant(**entry | pieces | {"caught_by": tuple(entry["caught_by"])})
+
+
+def noticed(mutant: Mutant) -> dict[str, str]:
+    """By test: "" if it failed as it should, otherwise what it did instead."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
+        tree = Path(place)
+        for name in ("recover", "tests", "docs", "examples"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.iterdir():
+            if path.is_file():
+                shutil.copy(path, tree)
+        target = tree / mutant.file
+        target.write_text(mutant.applied_to(target.read_text()))
+        return {test: _run(test, tree) for test in mutant.caught_by}
+
+
+def _run(test: str, tree: Path) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return ""  # it hangs, and a person would see it
+    if done.returncode == TESTS_FAILED:
+        return ""
+    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
+    return f"exit code {done.returncode}: {last}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutants whose name holds one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    options = parser.parse_args()
+    chosen = [m for m in mutants() if not options.words or any(word in m.name for word in options.words)]
+    if not chosen:
+        parser.error(f"no mutant's name holds any of {options.words}")
+    survivors = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, outcome in zip(chosen, pool.map(noticed, chosen), strict=True):
+            survivors += any(outcome.values())
+            for test, trouble in outcome.items():
+                word = f"SURVIVES ({trouble})" if trouble else "caught"
+                print(f"{mutant.name:<48} {word:<8} {test}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
