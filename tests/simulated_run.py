@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover.world.grid import Grid
-from recover.world.membership import CarrierError, Census, ExcludedError, Membership
-from recover.world.simulated import SimulatedCarriers, SimulatedFabric, Simulation
+from recover.carriers.contract import CarrierError
+from recover.fabrics.simulated import SimulatedCarriers, SimulatedFabric, Simulation
+from recover.job.grid import Grid
+from recover.world.membership import Census, ExcludedError, Membership
 
 STEPS = 3
 SLOTS = 6

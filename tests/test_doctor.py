@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recover.world import doctor
+from recover.launch import doctor
 
 
 def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:

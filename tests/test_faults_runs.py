@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from training import CAN_BE_CUT, small_world
 
-from recover.bench.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
-from recover.bench.chaos import run_job, schedule_for
-from recover.bench.invariants import Left, violations
-from recover.bench.matrix import POLICY, insert, matrix, plan_launches, table
+from recover.chaos.campaign import run_job, schedule_for
+from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
+from recover.chaos.invariants import Left, violations
+from recover.chaos.matrix import POLICY, insert, matrix, plan_launches, table
 from recover.faults import LOCATIONS, parse_faults
 from recover.faults.schedule import impossible
 from recover.train.config import parse

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE, ULFM, Job, wait_until
 
-from recover.world import launcher, preflight
-from recover.world.verdict import name_ranks
+from recover.launch import launcher, preflight
+from recover.launch.verdict import name_ranks
 
 RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
 BUSY = RANK + "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)\n"

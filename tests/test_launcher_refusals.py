@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover.world import launcher, preflight
+from recover.launch import launcher, preflight
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from simulated_run import Rank, play
 
+from recover.fabrics.simulated import HangError
 from recover.world.membership import ExcludedError, Membership, Phase
-from recover.world.simulated import HangError
 
 
 def explore(seeds: range, rank_class: type[Rank] = Rank) -> Counter[str]:

@@ -283,7 +283,7 @@ def _ranks(process: subprocess.Popen[str]) -> dict[int, int]:
         if entry.name.isdigit():
             try:
                 environment = (entry / "environ").read_bytes()
-                if mark in environment and b"recover.world.bootstrap" in (entry / "cmdline").read_bytes():
+                if mark in environment and b"recover.launch.bootstrap" in (entry / "cmdline").read_bytes():
                     for setting in environment.split(b"\0"):
                         if setting.startswith(b"OMPI_COMM_WORLD_RANK="):
                             found[int(setting.partition(b"=")[2])] = int(entry.name)

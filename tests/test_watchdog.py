@@ -14,10 +14,10 @@ from launching import Job, wait_until
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, small_world, start, train
 
+from recover.launch.preflight import Refusal, check_hang_limit
+from recover.liveness.board import Board
 from recover.report import build
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
-from recover.world.board import Board
-from recover.world.preflight import Refusal, check_hang_limit
 from recover.world.watchdog import (
     FACTOR,
     FORGOTTEN_AFTER,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from worlds import PROGRAMS, run_world
 
-from recover.world.grid import Grid
+from recover.job.grid import Grid
 
 
 @pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recover.world.grid import Grid
+from recover.job.grid import Grid
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
-from recover.world.launcher import launch
-from recover.world.machine import processor
+from recover.job.machine import processor
+from recover.launch.launcher import launch
 
 PROGRAMS = Path(__file__).parent / "programs"
 PACKAGE = Path(__file__).parents[1]

@@ -19,11 +19,11 @@ from recover.bench.events import Event, read_events
 from recover.bench.measure import PROGRAMS, BenchmarkError, check
 from recover.bench.scene import VOCAB, Scene
 from recover.faults.locations import IN_FLIGHT
+from recover.launch import preflight
+from recover.launch.launcher import launch
 from recover.train.config import Config, parse, read_words
 from recover.train.loop import lr_factor
 from recover.train.shape import shape_of
-from recover.world import preflight
-from recover.world.launcher import launch
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 900.0  # seconds after which a run is taken for hung

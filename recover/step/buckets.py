@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from recover.carriers.worker import Work
 from recover.world.cross import CrossGroup
-from recover.world.worker import Work
 
 
 class Bucket:

@@ -11,8 +11,8 @@ import os
 import traceback
 from pathlib import Path
 
+from recover.job.grid import Grid
 from recover.world import ending
-from recover.world.grid import Grid
 
 
 class PoisonedSampleError(RuntimeError):

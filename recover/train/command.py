@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from recover.faults.probe import KILLS_VARIABLE
+from recover.launch.launcher import launch
 from recover.train import checkpoint
 from recover.train.plan import Plan, make_plan
 from recover.train.progress import Screen
-from recover.world.launcher import launch
 
 LOOK = 0.2  # seconds between looks at the run's files
 TOO_FEW = 3  # exit code: fewer than min_replicas are left

@@ -24,6 +24,7 @@ from recover.data import open_stream
 from recover.faults import parse_faults
 from recover.faults.locations import IN_FLIGHT
 from recover.faults.probe import KILLS_VARIABLE
+from recover.job.machine import processor
 from recover.policy import RestoreMode
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
@@ -35,7 +36,6 @@ from recover.train.lines import incident_line, parameters_digest, step_line, sum
 from recover.train.shape import shape_of
 from recover.train.sinks import Sinks
 from recover.world import ending
-from recover.world.machine import processor
 from recover.world.world import World
 
 # Checkpoints are written by one process, as they should be; torch says so in a thread of its own.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from recover.world.carriers.base import WIRE_TYPES, Array, DataCarrier
-from recover.world.membership import CarrierError
-from recover.world.worker import Work, Worker
+from recover.carriers.base import WIRE_TYPES, Array, DataCarrier
+from recover.carriers.contract import CarrierError
+from recover.carriers.worker import Work, Worker
 
 
 class CrossGroup:

@@ -14,11 +14,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from recover.world.fabric import WORD_BITS as FABRIC_BITS
-from recover.world.fabric import Fabric, FabricError, Transfer
-from recover.world.grid import Grid
+from recover.carriers.contract import Carrier, CarrierError, Carriers
+from recover.fabrics.base import WORD_BITS as FABRIC_BITS
+from recover.fabrics.base import Fabric, FabricError, Transfer
+from recover.job.grid import Grid
 
 TAG_BITS = 4
 WORD_BITS = FABRIC_BITS - TAG_BITS
@@ -41,39 +42,7 @@ class Phase(IntEnum):
     CLOSING = 0b1010
 
 
-class CarrierError(Exception):
-    """A carrier could not be built, or an operation on it failed or was freed."""
-
-
-class Carrier(Protocol):
-    """What moves the data of one epoch among the members, made anew for each epoch."""
-
-    def offer(self) -> bytes:
-        """What the other members must know before the carrier can be built (addresses, say)."""
-
-    def build(
-        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
-    ) -> None:
-        """Build and try it once. Raises CarrierError.
-
-        `confirm(ok)` is an agreement: True if it went well everywhere; all members must call it equally often.
-        `alarmed()` says that a member has died, so that a wait for it must be given up.
-        """
-
-    def free(self) -> None:
-        """Free whoever is blocked in an operation, from any thread. The carrier is of no use afterwards."""
-
-
 C = TypeVar("C", bound=Carrier)
-C_made = TypeVar("C_made", bound=Carrier, covariant=True)
-
-
-class Carriers(Protocol[C_made]):
-    """Makes the carrier of an epoch. `settle`: how long no new death must be noticed before it is built."""
-
-    settle: float
-
-    def make(self, members: tuple[int, ...]) -> C_made: ...
 
 
 class ExcludedError(Exception):

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from recover.fabrics.openmpi import OpenMPIFabric
+from recover.job.grid import Grid
+from recover.liveness.board import Board
 from recover.world import ending
-from recover.world.board import Board
-from recover.world.grid import Grid
-from recover.world.openmpi import OpenMPIFabric
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog
 
 INTERVAL = 0.005  # seconds; most of what a watcher costs is being woken

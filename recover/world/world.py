@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from recover.carriers import DataCarrier, choose
+from recover.carriers.worker import Worker
+from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
 from recover.faults.fault import parse_faults
 from recover.faults.probe import KILLS_VARIABLE, Probe
+from recover.job.grid import Grid
+from recover.liveness.board import Board
 from recover.world import ending
-from recover.world.board import Board
-from recover.world.carriers import DataCarrier, choose
 from recover.world.cross import CrossGroup
-from recover.world.grid import Grid
 from recover.world.membership import Census, ExcludedError, Membership
-from recover.world.openmpi import OpenMPIFabric, start_mpi
 from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
 from recover.world.watcher import Watcher
-from recover.world.worker import Worker
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
 MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later

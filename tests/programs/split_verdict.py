@@ -11,7 +11,7 @@ import sys
 import time
 
 import recover
-from recover.world.openmpi import MPI
+from recover.fabrics.openmpi import MPI
 
 world = recover.init()
 comm = MPI.COMM_WORLD

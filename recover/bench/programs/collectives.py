@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import recover
+from recover.carriers.gloo import GlooCarrier
 from recover.dropin import ProcessGroupULFM, ulfm_allreduce
-from recover.world.carriers.gloo import GlooCarrier
 
 sizes, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
 run_dir = Path(os.environ["RECOVER_RUN_DIR"])

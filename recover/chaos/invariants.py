@@ -12,8 +12,8 @@ from typing import Any
 
 from recover.faults import Fault
 from recover.faults.locations import IN_RECOVERY
+from recover.launch.session import MEMORY
 from recover.train.config import Config
-from recover.world.session import MEMORY
 
 
 @dataclass(frozen=True)

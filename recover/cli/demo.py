@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from recover.train.command import train
-from recover.train.journal import read_lines
+import typer
 
 STEPS = 24
 WORDS = (
@@ -20,17 +20,24 @@ WORDS = (
 KILLS = (f"{STEPS // 3}:1:in-reduce", f"{STEPS * 2 // 3}:0:update")  # 0 is the one that writes the log
 
 
-def demo(output: Path | None = None) -> int:
+def demo(
+    output: Annotated[
+        Path | None, typer.Option(help="Where runs and page go.  [default: runs/demo-TIME]")
+    ] = None,
+) -> None:
+    """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
     from recover.report import build
+    from recover.train.command import train
+    from recover.train.journal import read_lines
 
     place = output or Path("runs", f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     calm, rough = place / "failure-free", place / "two-replicas-lost"
     print("A run in which nothing fails:", flush=True)
     if code := train(WORDS, calm):
-        return code
+        raise typer.Exit(code)
     print(f"\nThe same run, in which two of four replicas are killed ({', '.join(KILLS)}):", flush=True)
     if code := train(WORDS, rough, KILLS):
-        return code
+        raise typer.Exit(code)
     page = build([calm, rough], place / "report")
     undisturbed, survived = (list(read_lines(run / "steps.jsonl")) for run in (calm, rough))
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(undisturbed, survived, strict=True))
@@ -44,4 +51,3 @@ def demo(output: Path | None = None) -> int:
         f"{apart:.2g} apart.\n"
         f"Both curves: {page}"
     )
-    return 0

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recover.world.membership import CarrierError, Carriers
-from recover.world.worker import Work, Worker
+from recover.carriers.contract import CarrierError, Carriers
+from recover.carriers.worker import Work, Worker
 
 Array = npt.NDArray[Any]
 WIRE_TYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.int64))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recover.bench.invariants import Left, violations
+from recover.chaos.invariants import Left, violations
 from recover.faults import LOCATIONS, Fault
 from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
 from recover.faults.schedule import write_schedule

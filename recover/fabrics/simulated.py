@@ -16,8 +16,8 @@ from typing import Any
 
 import greenlet
 
-from recover.world.grid import Grid
-from recover.world.membership import CarrierError
+from recover.carriers.contract import CarrierError
+from recover.job.grid import Grid
 from recover.world.watchdog import AgreementWatchdog
 
 TICK = 0.0002  # virtual seconds per scheduling decision

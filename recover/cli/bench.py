@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from recover.bench.scene import PACE
-from recover.commands.refusals import refusals
+from recover.cli.refusals import refusals
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."

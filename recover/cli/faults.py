@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recover.commands.refusals import refusals
+from recover.cli.refusals import refusals
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,8 +70,8 @@ def chaos(
     ] = None,
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
-    from recover.bench import chaos as campaign
     from recover.bench.measure import tidy_on_sigterm
+    from recover.chaos import campaign as campaign
     from recover.faults.command import read_range
 
     tidy_on_sigterm()
@@ -91,8 +91,8 @@ def matrix(
     write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
-    from recover.bench import matrix as campaign
     from recover.bench.measure import tidy_on_sigterm
+    from recover.chaos import matrix as campaign
 
     tidy_on_sigterm()
     with refusals("recover faults matrix"):

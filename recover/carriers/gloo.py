@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover.world.carriers.base import Array, DataCarrier, DataCarriers
-from recover.world.grid import Grid
-from recover.world.membership import CarrierError
-from recover.world.openmpi import OpenMPIFabric
-from recover.world.worker import Worker
+from recover.carriers.base import Array, DataCarrier, DataCarriers
+from recover.carriers.contract import CarrierError
+from recover.carriers.worker import Worker
+from recover.fabrics.openmpi import OpenMPIFabric
+from recover.job.grid import Grid
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
 # A slow replica is not a dead one: whoever waits is freed by the watcher, not by gloo's clock.

@@ -20,8 +20,8 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-from recover.world.board import Board  # noqa: E402
-from recover.world.fabric import FabricError  # noqa: E402
+from recover.fabrics.base import FabricError  # noqa: E402
+from recover.liveness.board import Board  # noqa: E402
 
 
 class NotFaultTolerantError(RuntimeError):

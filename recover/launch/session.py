@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from recover.world import guardian
-from recover.world.preflight import Refusal
+from recover.launch import guardian
+from recover.launch.preflight import Refusal
 
 MEMORY = Path("/dev/shm")
 

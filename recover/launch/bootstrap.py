@@ -1,4 +1,4 @@
-"""What every rank runs: `python -P -m recover.world.bootstrap SCRIPT ARGS`.
+"""What every rank runs: `python -P -m recover.launch.bootstrap SCRIPT ARGS`.
 
 It ties the process to its launcher, tells the board its pid, and runs the script as `python SCRIPT ARGS`
 would, so that every way out of it ends as `recover.world.ending` says.
@@ -67,14 +67,14 @@ def _die_with_parent() -> None:
 
 def _join() -> None:
     """Start MPI before the script: its start-up needs every rank, and from then on any of them may die."""
-    from recover.world.board import Board
+    from recover.liveness.board import Board
 
     rank = ending.rank_from_environment()
     if rank is None:
         return
     board = Board(Path(os.environ["RECOVER_SESSION"], "board"), int(os.environ["OMPI_COMM_WORLD_SIZE"]))
     board.claim(rank)
-    from recover.world.openmpi import start_mpi
+    from recover.fabrics.openmpi import start_mpi
 
     try:
         start_mpi()

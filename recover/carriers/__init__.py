@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from recover.world.carriers.base import DataCarrier, DataCarriers
-from recover.world.grid import Grid
-from recover.world.openmpi import OpenMPIFabric
-from recover.world.worker import Worker
+from recover.carriers.base import DataCarrier, DataCarriers
+from recover.carriers.worker import Worker
+from recover.fabrics.openmpi import OpenMPIFabric
+from recover.job.grid import Grid
 
 CARRIERS = ("auto", "mpi", "gloo")
 
@@ -18,11 +18,11 @@ CARRIERS = ("auto", "mpi", "gloo")
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
     """The maker of carriers of that name. gloo needs torch, so each is imported only when it is asked for."""
     if name in ("auto", "mpi"):
-        from recover.world.carriers.mpi import MpiCarriers
+        from recover.carriers.mpi import MpiCarriers
 
         return MpiCarriers(fabric, grid, worker)
     if name == "gloo":
-        from recover.world.carriers.gloo import GlooCarriers
+        from recover.carriers.gloo import GlooCarriers
 
         return GlooCarriers(fabric, grid, worker)
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")

@@ -14,11 +14,11 @@ from functools import partial
 
 from mpi4py import MPI
 
-from recover.world.carriers.base import Array, DataCarrier, DataCarriers
-from recover.world.grid import Grid
-from recover.world.membership import CarrierError
-from recover.world.openmpi import OpenMPIFabric
-from recover.world.worker import Worker
+from recover.carriers.base import Array, DataCarrier, DataCarriers
+from recover.carriers.contract import CarrierError
+from recover.carriers.worker import Worker
+from recover.fabrics.openmpi import OpenMPIFabric
+from recover.job.grid import Grid
 
 # A piece fits the cache, so that summing does not wait for memory. A large buffer at once was slower.
 PIECE = 4 << 20

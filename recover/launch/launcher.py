@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recover.world import preflight
+from recover.launch import preflight
+from recover.launch.guardian import SESSION
+from recover.launch.preflight import Refusal
+from recover.launch.relay import Relay
+from recover.launch.session import Session
+from recover.launch.verdict import Verdict, name_ranks
 from recover.world.ending import STACK_SIGNAL
-from recover.world.guardian import SESSION
-from recover.world.preflight import Refusal
-from recover.world.relay import Relay
-from recover.world.session import Session
-from recover.world.verdict import Verdict, name_ranks
 from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
 
 if TYPE_CHECKING:
-    from recover.world.board import Board
+    from recover.liveness.board import Board
 
 DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
@@ -101,7 +101,7 @@ def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
     line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     for name, value in parameters.items():
         line += ["--mca", name, value]
-    return [*line, sys.executable, "-P", "-m", "recover.world.bootstrap"]
+    return [*line, sys.executable, "-P", "-m", "recover.launch.bootstrap"]
 
 
 def _environment(
@@ -160,7 +160,7 @@ class _Job:
 
     def watch(self, timeout: float, caught: list[int]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed."""
-        from recover.world.board import Board  # imports numpy: while mpirun starts
+        from recover.liveness.board import Board  # imports numpy: while mpirun starts
 
         board = Board(self.session.directory / "board", self.ranks)
         seen: object = None

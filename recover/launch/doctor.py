@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from recover.world import preflight
-from recover.world.session import MEMORY
+from recover.launch import preflight
+from recover.launch.session import MEMORY
 
 _SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
 _PROBE = Path(__file__).with_name("doctor_probe.py")

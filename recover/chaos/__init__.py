@@ -1,0 +1,1 @@
+"""Campaigns that break jobs on purpose, and the laws that every broken run must keep."""

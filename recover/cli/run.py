@@ -1,0 +1,49 @@
+"""`recover run`: a script on several ranks that survive each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file that every rank runs.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script as they are.")
+    ] = None,
+    replica_size: Annotated[int, typer.Option(help="Ranks that hold one copy of the model.")] = 1,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where logs and results go.  [default: runs/SCRIPT-TIME]")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="End a job that shows no progress for so many seconds; 0: never.")
+    ] = 1800,
+    mpirun: Annotated[
+        str | None, typer.Option(help="Open MPI's mpirun.  [default: the one beside this Python, then PATH]")
+    ] = None,
+    hang_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="A rank that hangs for so long while others wait is taken for dead.  [default: 10 if its process "
+            "does not run, 60 or ten steps if it does]",
+        ),
+    ] = None,
+) -> None:
+    """Start SCRIPT on several ranks that survive each other. Options go before SCRIPT."""
+    from recover.launch.launcher import launch
+
+    code = launch(
+        ranks,
+        script,
+        args or [],
+        replica_size=replica_size,
+        run_dir=run_dir,
+        timeout=timeout,
+        mpirun=mpirun,
+        hang_limit=hang_limit,
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,58 @@
+"""`recover train`: the reference trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+
+class TrainCommand(TyperCommand):
+    """Its help ends with all keys; they are looked up only when somebody asks for it."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from recover.train.config import describe
+
+        rows = [(key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe()]
+        with formatter.section("Keys, in CONFIG.yaml or as key=value"):
+            formatter.write_dl(rows)
+
+
+def _as_yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="What to train and how; the keys are below."
+        ),
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written.  [default: runs/train-TIME]")
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STEP:REPLICA[.LOCAL]:LOCATION[=ACTION]",
+            help="A fault on schedule, as 3:1:in-reduce, or 5:2:vote=stop (kill is the default); may be repeated.",
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on from the last checkpoint of this run, with as many replicas as you like.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show grid, memory and plan; start nothing.")
+    ] = False,
+) -> None:
+    """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
+    from recover.train.command import train as start
+
+    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run))

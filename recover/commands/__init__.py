@@ -1,1 +1,0 @@
-"""The larger verbs of the command `recover`, a file each."""

@@ -1,0 +1,1 @@
+"""Agreement, known deaths and small messages: what the protocol asks of a library that survives deaths."""

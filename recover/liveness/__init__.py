@@ -1,0 +1,1 @@
+"""Signs of life, and the means to end a process that shows none."""
