@@ -6,17 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recover.launch.join import init
     from recover.replica.hsdp import hsdp
     from recover.replica.threed import threed
     from recover.step.step import Step
-    from recover.world.world import World, init
+    from recover.world.world import World
 
 __all__ = ["Step", "World", "hsdp", "init", "threed"]
 _HOMES = {
     "Step": "recover.step.step",
     "World": "recover.world.world",
     "hsdp": "recover.replica.hsdp",
-    "init": "recover.world.world",
+    "init": "recover.launch.join",
     "threed": "recover.replica.threed",
 }
 __version__ = "0.1.0"

@@ -63,7 +63,7 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """Every process that carries this job's session, with its command line."""
-        mark = f"RECOVER_SESSION=/dev/shm/recover-{self.process.pid}-".encode()
+        mark = f"RECOVER_JOB=/dev/shm/recover-{self.process.pid}-".encode()
         return {pid: line for pid, line, environment in _processes() if mark in environment}
 
     def guardian(self) -> int:

@@ -277,7 +277,7 @@ def _steps(run_dir: Path) -> int:
 
 def _ranks(process: subprocess.Popen[str]) -> dict[int, int]:
     """The pids of a run's ranks, by rank."""
-    mark = f"RECOVER_SESSION=/dev/shm/recover-{process.pid}-".encode()
+    mark = f"RECOVER_JOB=/dev/shm/recover-{process.pid}-".encode()
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

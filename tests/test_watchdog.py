@@ -14,6 +14,7 @@ from launching import Job, wait_until
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, small_world, start, train
 
+from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
 from recover.liveness.board import Board
 from recover.report import build
@@ -26,7 +27,6 @@ from recover.world.watchdog import (
     AgreementWatchdog,
     HangWatchdog,
     Sign,
-    read_limit,
 )
 
 LOOK = 0.05
@@ -153,13 +153,13 @@ def test_an_agreement_has_forgotten_whoever_waits_for_seconds_although_others_ho
 @pytest.mark.parametrize("text", ["0.5", "-3", "soon", "inf", "nan"])
 def test_a_limit_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="give seconds, 1 or more"):
-        read_limit(text)
+        read_hang_limit(text)
 
 
 def test_a_limit_longer_than_the_timeout_is_refused() -> None:
     with pytest.raises(Refusal, match="lower the hang limit or raise the timeout"):
         check_hang_limit(60, timeout=60)
-    assert check_hang_limit(2.5, timeout=60) == {"RECOVER_HANG_LIMIT": "2.5"}
+    assert check_hang_limit(2.5, timeout=60) == 2.5
 
 
 def test_a_straggler_is_named_with_its_factor_once_it_has_been_slow_for_a_while() -> None:

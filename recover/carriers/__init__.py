@@ -11,8 +11,7 @@ from recover.carriers.base import DataCarrier, DataCarriers
 from recover.carriers.worker import Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
-
-CARRIERS = ("auto", "mpi", "gloo")
+from recover.job.spec import CARRIERS
 
 
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
@@ -28,4 +27,4 @@ def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> Data
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
 
 
-__all__ = ["CARRIERS", "DataCarrier", "DataCarriers", "choose"]
+__all__ = ["DataCarrier", "DataCarriers", "choose"]

@@ -23,6 +23,7 @@ from recover.carriers.contract import CarrierError
 from recover.carriers.worker import Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
+from recover.job.process import on_one_host
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
 # A slow replica is not a dead one: whoever waits is freed by the watcher, not by gloo's clock.
@@ -166,7 +167,7 @@ class GlooCarrier(DataCarrier):
 
 def _own_address() -> str:
     """Where the other ranks reach this one: the loopback if all are on this host."""
-    if os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ.get("OMPI_COMM_WORLD_SIZE"):
+    if on_one_host():
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())
 

@@ -32,6 +32,16 @@ def run(
             "does not run, 60 or ten steps if it does]",
         ),
     ] = None,
+    carrier: Annotated[
+        str, typer.Option(help="What moves the data between replicas: auto, mpi or gloo.")
+    ] = "auto",
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STEP:REPLICA[.LOCAL]:LOCATION[=ACTION]",
+            help="A fault on schedule, as 3:1:in-reduce; may be repeated.  [default: what RECOVER_KILL says]",
+        ),
+    ] = None,
 ) -> None:
     """Start SCRIPT on several ranks that survive each other. Options go before SCRIPT."""
     from recover.launch.launcher import launch
@@ -45,5 +55,7 @@ def run(
         timeout=timeout,
         mpirun=mpirun,
         hang_limit=hang_limit,
+        carrier=carrier,
+        faults=kill,
     )
     raise typer.Exit(code)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.carriers.worker import Work, Worker
+from recover.launch.join import init
 from recover.step.buckets import Bucket
 from recover.step.gradients import Post
 from recover.step.reduction import FastSum, Sum
-from recover.world.world import init
 
 Restore = Literal["auto", "blocking", "non-blocking"]
 

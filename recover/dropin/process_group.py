@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from recover.dropin.primitives import Control, WorkULFM, _allreduce
+from recover.launch.join import init
 from recover.policy.roles import Role
-from recover.world.world import World, init
+from recover.world.world import World
 
 _LOCAL_OPERATIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.MAX: lambda rows: rows.amax(0),

@@ -12,10 +12,6 @@ from collections.abc import Callable, Iterable
 from recover.faults.fault import Fault
 from recover.faults.locations import LOCATIONS
 
-KILLS_VARIABLE = (
-    "RECOVER_KILL"  # a space-separated list of faults, handed to every rank by whoever launches it
-)
-
 Handler = Callable[[object], None]  # gets the detail of the place that was reached
 
 

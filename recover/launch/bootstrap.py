@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from recover.job import process
+from recover.job.spec import told
 from recover.world import ending
 
 _PR_SET_PDEATHSIG = 1
@@ -69,10 +71,10 @@ def _join() -> None:
     """Start MPI before the script: its start-up needs every rank, and from then on any of them may die."""
     from recover.liveness.board import Board
 
-    rank = ending.rank_from_environment()
-    if rank is None:
+    rank, job = process.rank(), told()
+    if rank is None or job is None or job.session is None:
         return
-    board = Board(Path(os.environ["RECOVER_SESSION"], "board"), int(os.environ["OMPI_COMM_WORLD_SIZE"]))
+    board = Board(Path(job.session, "board"), job.ranks)
     board.claim(rank)
     from recover.fabrics.openmpi import start_mpi
 

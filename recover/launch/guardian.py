@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 
-SESSION = "RECOVER_SESSION"
 _PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never go
 
 
@@ -57,10 +56,15 @@ def members(session: str) -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and is_member(int(name), session)]
 
 
+def mark(session: str) -> str:
+    """What every process of the job has in its environment: the name of the job's file, which lies in the session."""
+    return f"RECOVER_JOB={session}/job.json"
+
+
 def is_member(pid: int, session: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{SESSION}={session}".encode() in file.read().split(b"\0")
+            return mark(session).encode() in file.read().split(b"\0")
     except OSError:  # gone, or somebody else's
         return False
 

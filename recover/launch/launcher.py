@@ -7,25 +7,26 @@ Nothing of a job stays behind, however it ends: see `guardian`.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import preflight
-from recover.launch.guardian import SESSION
 from recover.launch.preflight import Refusal
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.verdict import Verdict, name_ranks
 from recover.world.ending import STACK_SIGNAL
-from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
+from recover.world.watchdog import HangWatchdog
 
 if TYPE_CHECKING:
     from recover.liveness.board import Board
@@ -47,29 +48,43 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     mpirun: str | None = None,
     hang_limit: float | None = None,
-    env: Mapping[str, str] | None = None,
+    carrier: str = "auto",
+    faults: Sequence[str] | None = None,
 ) -> int:
     """Run `script` on `ranks` ranks and return 0 (the survivors finished), 1 (it failed), 2 (it could not be
-    started as asked), or 128 + the signal that ended it. `env` is added to the ranks' environment."""
+    started as asked), or 128 + the signal that ended it. `hang_limit` and `faults` that are not given are read from
+    the environment."""
     script = Path(script)
     lock = None
     try:
         preflight.check_numbers(ranks, replica_size, timeout)
         limit = preflight.check_hang_limit(hang_limit, timeout)
+        preflight.check_carrier(carrier)
+        faults = preflight.check_faults(faults, ranks, replica_size)
         preflight.check_script(script)
         mpirun = preflight.find_mpirun(mpirun)
         preflight.check_mpirun(mpirun)
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
         with Session() as session, _signals(session) as caught:
+            spec = JobSpec(
+                ranks,
+                replica_size,
+                carrier,
+                limit,
+                faults,
+                run_dir=str(directory),
+                session=str(session.directory),
+                token=secrets.token_hex(16),
+            )
             process = subprocess.Popen(
                 [*_mpirun_line(mpirun, ranks, session), str(script), *args],
-                env=_environment(session, directory, ranks, replica_size, limit | dict(env or {})),
+                env=_environment(session, spec),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C comes to us, and we end the job
             )
-            hangs = HangWatchdog(read_limit(limit.get(LIMIT_VARIABLE)))
+            hangs = HangWatchdog(limit)
             job = _Job(ranks, directory, session, process, Relay(process), hangs)
             failure = job.watch(timeout, caught)
         if caught:
@@ -91,7 +106,7 @@ def launch(
 def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
     parameters = {
         "coll": "^han",  # between hosts it hangs after a death
-        "coll_ftagree_era_topology": "2",  # a star: the default tree loses an agreement now and then
+        "coll_ftagree_era_topology": "2",  # a chain (its help says: a star); the default tree loses results
         "mpi_ft_detector": "false",  # crashes jobs at start-up; we fence hung ranks ourselves
         "pml": "ob1",  # the one that survives deaths
         "btl": "self,sm",  # the others are of no use on one host, and ofi alone takes a second to start
@@ -104,19 +119,15 @@ def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
     return [*line, sys.executable, "-P", "-m", "recover.launch.bootstrap"]
 
 
-def _environment(
-    session: Session, run_dir: Path, ranks: int, replica_size: int, extra: Mapping[str, str]
-) -> dict[str, str]:
+def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
     environment = preflight.clean_environment()
     cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.ranks)))
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return environment | {
-        **extra,
-        SESSION: str(session.directory),
-        "RECOVER_RUN_DIR": str(run_dir),
-        "RECOVER_REPLICA_SIZE": str(replica_size),
+        VARIABLE: str(spec.write()),
+        "RECOVER_RUN_DIR": str(spec.run_dir),  # for scripts; our own code reads the file
         "TMPDIR": str(session.scratch),  # Open MPI's session directory, too
     }
 

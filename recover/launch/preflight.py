@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from recover.world.watchdog import LIMIT_VARIABLE, read_limit
+from recover.faults import parse_faults
+from recover.job.spec import CARRIERS, read_hang_limit
 
 _OPENMPI_FAMILY = ("OMPI_", "PMIX_", "PRTE_")
 
@@ -78,19 +80,41 @@ def check_numbers(ranks: int, replica_size: int, timeout: float) -> None:
         raise Refusal(f"--timeout is {timeout:g}; give seconds, or 0 to wait for ever")
 
 
-def check_hang_limit(given: float | None, timeout: float) -> dict[str, str]:
-    """What the ranks are told about it: as an option, or by whoever has set the variable."""
-    text = os.environ.get(LIMIT_VARIABLE, "") if given is None else f"{given:g}"
+def check_hang_limit(given: float | None, timeout: float) -> float | None:
+    """As an option, or by whoever has set the variable."""
+    text = os.environ.get("RECOVER_HANG_LIMIT", "") if given is None else f"{given:g}"
     try:
-        limit = read_limit(text)
+        limit = read_hang_limit(text)
     except ValueError as error:
-        raise Refusal(f"{'--hang-limit' if given is not None else LIMIT_VARIABLE}: {error}") from None
+        raise Refusal(f"{'--hang-limit' if given is not None else 'RECOVER_HANG_LIMIT'}: {error}") from None
     if limit is not None and 0 < timeout <= limit:
         raise Refusal(
             f"the job is ended after {timeout:g} s without progress, so a hung rank would never be found "
             f"after {limit:g} s; lower the hang limit or raise the timeout"
         )
-    return {} if limit is None else {LIMIT_VARIABLE: text}
+    return limit
+
+
+def check_carrier(name: str) -> None:
+    if name not in CARRIERS:
+        raise Refusal(f"--carrier is {name!r}; it must be one of {', '.join(CARRIERS)}")
+
+
+def check_faults(given: Sequence[str] | None, ranks: int, replica_size: int) -> tuple[str, ...]:
+    """As options, or by whoever has set the variable. One that could never strike is a mistake."""
+    texts = os.environ.get("RECOVER_KILL", "").split() if given is None else given
+    source = "RECOVER_KILL" if given is None else "--kill"
+    try:
+        faults = parse_faults(texts)
+    except ValueError as error:
+        raise Refusal(f"{source}: {error}") from None
+    for fault in faults:
+        if fault.replica >= ranks // replica_size or fault.local >= replica_size:
+            raise Refusal(
+                f"{source}: {fault} can never strike: there are {ranks // replica_size} replicas of {replica_size} "
+                "rank(s), numbered from 0; name one of them"
+            )
+    return tuple(map(str, faults))
 
 
 def check_script(script: Path) -> None:

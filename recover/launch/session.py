@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from recover.job.spec import VARIABLE
 from recover.launch import guardian
 from recover.launch.preflight import Refusal
 
@@ -31,7 +32,7 @@ class Session:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd="/",
-            env={key: value for key, value in os.environ.items() if key != guardian.SESSION},
+            env={key: value for key, value in os.environ.items() if key != VARIABLE},
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )
 

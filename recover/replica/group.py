@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from recover.job.process import on_one_host
+from recover.job.spec import told
+
 if TYPE_CHECKING:
     from recover.world.world import World
 
@@ -33,8 +36,8 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
     store: dist.Store = dist.HashStore()
     if world.grid.replica_size > 1:
         # On one host in the session, which is removed with the job; over several, in the run directory they share.
-        one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ.get("OMPI_COMM_WORLD_SIZE")
-        directory = os.environ.get("RECOVER_SESSION" if one_host else "RECOVER_RUN_DIR")
+        job = told()
+        directory = (job.session if on_one_host() else job.run_dir) if job else None
         if directory is None:
             raise RuntimeError(
                 "a replica of several ranks needs a directory that its ranks share to find each other; "

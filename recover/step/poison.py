@@ -7,11 +7,11 @@ replicas ends the run.
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from pathlib import Path
 
 from recover.job.grid import Grid
+from recover.job.spec import told
 from recover.world import ending
 
 
@@ -31,11 +31,11 @@ def leave_note(step: int, suspects: list[tuple[int, int]], error: BaseException)
 
 def check(step: int, grid: Grid) -> None:
     """Called after every repair. Raises PoisonedSampleError on all survivors alike."""
-    run_dir = os.environ.get("RECOVER_RUN_DIR")
-    if run_dir is None:
+    job = told()
+    if job is None or job.run_dir is None:
         return
     raised: dict[tuple[int, int], dict[int, str]] = {}
-    for path in Path(run_dir, "ranks").glob("*.slot"):
+    for path in Path(job.run_dir, "ranks").glob("*.slot"):
         note = json.loads(path.read_text())
         if note["step"] == step:
             for slot, sample in note["suspects"]:

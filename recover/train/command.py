@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.faults.probe import KILLS_VARIABLE
 from recover.launch.launcher import launch
 from recover.train import checkpoint
 from recover.train.plan import Plan, make_plan
@@ -68,7 +67,8 @@ def _launch(plan: Plan) -> int:
         run_dir=plan.run_dir,
         timeout=plan.config.timeout,
         hang_limit=plan.config.hang_limit,
-        env={KILLS_VARIABLE: " ".join(map(str, plan.kills))},
+        carrier=plan.config.carrier,
+        faults=[str(fault) for fault in plan.kills],
     )
 
 

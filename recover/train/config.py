@@ -147,6 +147,12 @@ class Config(Group):
     timeout: NonNegativeFloat = Field(
         default=1800, description="end a run that shows no progress for so many seconds; 0: never"
     )
+    carrier: Literal["auto", "mpi", "gloo"] = Field(
+        default="auto", description="what moves the data between replicas"
+    )
+    bucket_mb: float = Field(
+        default=25.0, gt=0, description="size of a gradient bucket: what is reduced in one piece"
+    )
     hang_limit: float | None = Field(
         default=None,
         ge=1,

@@ -23,8 +23,8 @@ import recover
 from recover.data import open_stream
 from recover.faults import parse_faults
 from recover.faults.locations import IN_FLIGHT
-from recover.faults.probe import KILLS_VARIABLE
 from recover.job.machine import processor
+from recover.job.process import rank_on_host
 from recover.policy import RestoreMode
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
@@ -44,8 +44,10 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 LOWEST_LR = 0.1  # of the highest: where the cosine ends
 
 
-def main(config: Config, run_dir: Path, resume: Path | None) -> None:
+def main(config: Config, resume: Path | None) -> None:
     world = recover.init()
+    assert world.job.run_dir is not None
+    run_dir = Path(world.job.run_dir)
     torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     if config.reduction == "reproducible":
@@ -80,6 +82,7 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         clip=config.clip,
         scheduler=scheduler,
         seed=config.seed,
+        bucket_mb=config.bucket_mb,
     )
     if saved:
         step.load_state_dict(saved["position"])
@@ -98,7 +101,7 @@ def main(config: Config, run_dir: Path, resume: Path | None) -> None:
         world.shard == 0,
         world.grid.replica_size == 1,
     )
-    kills = parse_faults(os.environ.get(KILLS_VARIABLE, "").split())
+    kills = parse_faults(world.job.faults)
 
     def lost(ranks: Sequence[int], seconds: float) -> None:
         """Ranks died before the first step or after the last one: there is nothing to run again."""
@@ -231,7 +234,7 @@ def environment(
 def pick_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")) % torch.cuda.device_count()
+    index = rank_on_host() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -283,6 +286,5 @@ def stop_after_this_step(number: int, step: recover.Step) -> None:
 if __name__ == "__main__":
     main(
         Config.model_validate_json(sys.argv[1]),
-        Path(os.environ["RECOVER_RUN_DIR"]),
         Path(sys.argv[2]) if sys.argv[2] else None,
     )

@@ -28,6 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn
 
+from recover.job import process
+from recover.job.spec import told
+
 
 class End(StrEnum):
     """The ways in which a rank says that it ended."""
@@ -51,20 +54,12 @@ _stack_file: IO[str] | None = None  # faulthandler writes to its descriptor: kee
 _exit_code: object = None  # what the script gave to sys.exit
 
 
-def rank_from_environment() -> int | None:
-    """This process's rank as the MPI launcher tells it, before MPI is initialised; None outside of one."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
-
-
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
     """`<run dir>/ranks/<rank>.<kind>`, or None if there is no run directory or no rank. By default this one's."""
-    run_dir, rank = os.environ.get("RECOVER_RUN_DIR"), rank_from_environment() if rank is None else rank
-    if not run_dir or rank is None:
+    job, rank = told(), process.rank() if rank is None else rank
+    if job is None or not job.run_dir or rank is None:
         return None
-    path = Path(run_dir, "ranks", f"{rank}.{kind}")
+    path = Path(job.run_dir, "ranks", f"{rank}.{kind}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -240,7 +235,7 @@ def _kill_self() -> NoReturn:
 
 def _write_stderr(text: str) -> None:
     """Past sys.stderr, whose lock another thread may hold, and without waiting for a stuck reader."""
-    rank = rank_from_environment()
+    rank = process.rank()
     prefix = f"[rank {'?' if rank is None else rank}] "
     data = "".join(prefix + line + "\n" for line in text.rstrip().splitlines()).encode(errors="replace")
     deadline = time.monotonic() + _STDERR_PATIENCE

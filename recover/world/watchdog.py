@@ -28,8 +28,6 @@ LAST_STEPS = 64
 PATIENCE = 6  # times as long, at most a minute, before the first step
 ASLEEP = 1.0  # a watcher that was not called for so long has slept itself: the whole machine may have
 HUSHED = 1.0  # a rank without a heartbeat for so long may be the reason why an agreement does not end
-LEAST_LIMIT = 1.0  # on a busy machine a healthy process may well wait for a core for a good part of a second
-LIMIT_VARIABLE = "RECOVER_HANG_LIMIT"
 
 
 class AgreementWatchdog:
@@ -109,19 +107,3 @@ class HangWatchdog:
                 hung[rank] = f"it runs, but has done nothing for {self.stuck_limit:g} s, and all wait for it"
         self._signs = dict(signs)
         return hung
-
-
-def read_limit(text: str | None) -> float | None:
-    """The limit that was asked for, in seconds. Raises ValueError if it makes no sense; None: nobody has asked."""
-    if not text:
-        return None
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = 0.0
-    if not LEAST_LIMIT <= limit < float("inf"):
-        raise ValueError(
-            f"the hang limit is {text!r}; give seconds, {LEAST_LIMIT:g} or more (a busy machine makes healthy ranks "
-            "wait that long), or leave it out"
-        )
-    return limit

@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from recover.carriers import DataCarrier, choose
 from recover.carriers.worker import Worker
-from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
+from recover.fabrics.openmpi import OpenMPIFabric
 from recover.faults.fault import parse_faults
-from recover.faults.probe import KILLS_VARIABLE, Probe
+from recover.faults.probe import Probe
 from recover.job.grid import Grid
+from recover.job.spec import JobSpec
 from recover.liveness.board import Board
 from recover.world import ending
 from recover.world.cross import CrossGroup
 from recover.world.membership import Census, ExcludedError, Membership
-from recover.world.watchdog import LIMIT_VARIABLE, HangWatchdog, read_limit
+from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
 MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later
 
-_current: World | None = None
-
 
 class World:
     """All ranks of the job, of which any may die at any moment. Get it from `recover.init()`."""
 
-    def __init__(self, grid: Grid, fabric: OpenMPIFabric, board: Board, carrier: str) -> None:
+    def __init__(self, job: JobSpec, grid: Grid, fabric: OpenMPIFabric, board: Board) -> None:
+        self.job = job
         self.grid = grid
         self.rank = fabric.rank
         self.replica = grid.replica(fabric.rank)
         self.shard = grid.shard(fabric.rank)
         self.board = board
-        self.probe = Probe(self.replica, self.shard, parse_faults(os.environ.get(KILLS_VARIABLE, "").split()))
+        self.probe = Probe(self.replica, self.shard, parse_faults(job.faults))
         self.worker = Worker()
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
         self._fabric = fabric
         self._membership: Membership[DataCarrier] = Membership(
-            fabric, grid, choose(carrier, fabric, grid, self.worker), self.probe, ending.log
+            fabric, grid, choose(job.carrier, fabric, grid, self.worker), self.probe, ending.log
         )
         self._cross: CrossGroup | None = None
         self._waiting = 0  # how many calls deep this rank is in a wait for others
-        self._hangs = HangWatchdog(read_limit(os.environ.get(LIMIT_VARIABLE)))
+        self._hangs = HangWatchdog(job.hang_limit)
         self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
         self.last_census = self.repair(b"")  # start-up is the first pass of the repair loop
         ending.on_success(self._close)
@@ -155,40 +151,3 @@ class World:
             self.repair()
         with self._waits_here():  # one that hangs here is fenced, or it would be left behind
             self._fabric.linger(LINGER + self._hangs.silent_limit)
-
-
-def init(replica_size: int | None = None, carrier: str = "auto") -> World:
-    """Join the world. Call it once, early, in a script started by `recover run` (or by a fault-tolerant mpirun).
-
-    `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
-    `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`.
-    """
-    global _current
-    if _current is not None:
-        return _current
-    if ending.rank_from_environment() is None:
-        raise RuntimeError(
-            "recover.init() was called in a process that no mpirun has started; "
-            "start the script with `recover run -n RANKS SCRIPT`"
-        )
-    ending.install_hooks(standalone=True)
-    start_mpi()
-    ranks = int(os.environ["OMPI_COMM_WORLD_SIZE"])
-    grid = Grid.of(ranks, replica_size or int(os.environ.get("RECOVER_REPLICA_SIZE", "1")))
-    board = Board(_board_path(), ranks)
-    if "RECOVER_SESSION" not in os.environ:  # nobody else cleans up; runs after the closing agreement
-        ending.on_success(lambda: shutil.rmtree(_board_path().parent, ignore_errors=True))
-    fabric = OpenMPIFabric(board)
-    board.claim(fabric.rank)
-    _current = World(grid, fabric, board, carrier)
-    return _current
-
-
-def _board_path() -> Path:
-    """In the launcher's session; without one, in shared memory under the job's own name."""
-    session = os.environ.get("RECOVER_SESSION")
-    if session is None:
-        base = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-        session = str(base / f"recover-{os.environ.get('PMIX_NAMESPACE', 'job')}".replace("@", "-"))
-    Path(session).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Path(session, "board")

@@ -1,0 +1,102 @@
+"""What a job is told: made once by whoever launches it, handed to every rank as one file, and read once.
+
+Under a launcher that is not ours there is no such file. Then a few variables stand in for it, so that a script under a
+site's own mpirun can be told the same:
+
+    RECOVER_RUN_DIR        where logs, markers and results go
+    RECOVER_REPLICA_SIZE   ranks per replica
+    RECOVER_CARRIER        what moves the data between replicas
+    RECOVER_HANG_LIMIT     seconds after which a hung rank that others wait for is taken for dead
+    RECOVER_KILL           faults on schedule
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
+FILE = "job.json"
+CARRIERS = ("auto", "mpi", "gloo")
+LEAST_HANG_LIMIT = (
+    1.0  # seconds; on a busy machine a healthy process may well wait for a core for a good part of one
+)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    ranks: int
+    replica_size: int = 1
+    carrier: str = "auto"
+    hang_limit: float | None = None
+    faults: tuple[str, ...] = ()
+    run_dir: str | None = None
+    session: str | None = None  # the host's directory in memory, which goes with the job
+    token: str = ""  # known to the processes of this job alone
+
+    def write(self) -> Path:
+        """Into the session, for this user's eyes only."""
+        assert self.session is not None
+        path = Path(self.session, FILE)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> JobSpec:
+        found = json.loads(path.read_text())
+        unknown = sorted(set(found) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(
+                f"{path} tells of {', '.join(unknown)}, which this version of recover does not know; "
+                "launcher and ranks must run the same one"
+            )
+        return cls(**found | {"faults": tuple(found["faults"])})
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:
+        """For a rank of a launcher that is not ours. Raises ValueError, naming the variable and the mend."""
+        size = environment.get("RECOVER_REPLICA_SIZE", "1")
+        if not size.isdigit() or int(size) < 1:
+            raise ValueError(f"RECOVER_REPLICA_SIZE is {size!r}; give a whole number, 1 or more")
+        return cls(
+            ranks=int(environment["OMPI_COMM_WORLD_SIZE"]),
+            replica_size=int(size),
+            carrier=environment.get("RECOVER_CARRIER", "auto"),
+            hang_limit=read_hang_limit(environment.get("RECOVER_HANG_LIMIT")),
+            faults=tuple(environment.get("RECOVER_KILL", "").split()),
+            run_dir=environment.get("RECOVER_RUN_DIR"),
+        )
+
+
+def told() -> JobSpec | None:
+    """What the job of this process was told; None in a process that no launcher has started."""
+    if path := os.environ.get(VARIABLE):
+        return _read(path)
+    return JobSpec.from_environment(os.environ) if "OMPI_COMM_WORLD_SIZE" in os.environ else None
+
+
+@functools.cache
+def _read(path: str) -> JobSpec:
+    return JobSpec.read(Path(path))
+
+
+def read_hang_limit(text: str | None) -> float | None:
+    """The limit that was asked for, in seconds. Raises ValueError if it makes no sense; None: nobody has asked."""
+    if not text:
+        return None
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not LEAST_HANG_LIMIT <= limit < float("inf"):
+        raise ValueError(
+            f"the hang limit is {text!r}; give seconds, {LEAST_HANG_LIMIT:g} or more (a busy machine makes healthy "
+            "ranks wait that long), or leave it out"
+        )
+    return limit

@@ -1,0 +1,74 @@
+"""`recover.init()`: from a process that a launcher has started to a rank of the world.
+
+The one place where the parts of a world are chosen and put together: what the job was told, the fabric, the board of
+this host, and the faults that are to strike.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
+from recover.job.grid import Grid
+from recover.job.spec import JobSpec, told
+from recover.liveness.board import Board
+from recover.world import ending
+from recover.world.world import World
+
+_current: World | None = None
+
+
+def init(replica_size: int | None = None, carrier: str | None = None) -> World:
+    """Join the world. Call it once, early, in a script started by `recover run` (or by a fault-tolerant mpirun).
+
+    `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
+    `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what `--carrier` says.
+    """
+    global _current
+    job = told()
+    if job is None:
+        raise RuntimeError(
+            "recover.init() was called in a process that no mpirun has started; "
+            "start the script with `recover run -n RANKS SCRIPT`"
+        )
+    if _current is not None:
+        _refuse_another(_current, replica_size, carrier)
+        return _current
+    job = replace(job, replica_size=replica_size or job.replica_size, carrier=carrier or job.carrier)
+    ending.install_hooks(standalone=True)
+    start_mpi()
+    grid = Grid.of(job.ranks, job.replica_size)
+    board = Board(_board_path(job), job.ranks)
+    if job.session is None:  # nobody else cleans up; runs after the closing agreement
+        ending.on_success(lambda: shutil.rmtree(_board_path(job).parent, ignore_errors=True))
+    fabric = OpenMPIFabric(board)
+    board.claim(fabric.rank)
+    _current = World(job, grid, fabric, board)
+    return _current
+
+
+def _refuse_another(world: World, replica_size: int | None, carrier: str | None) -> None:
+    """A process has one world: asking again gives the same one, asking for another one is a mistake."""
+    for name, asked, there in (
+        ("replica_size", replica_size, world.job.replica_size),
+        ("carrier", carrier, world.job.carrier),
+    ):
+        if asked is not None and asked != there:
+            raise ValueError(
+                f"recover.init({name}={asked!r}) was called in a world with {name}={there!r}; "
+                "give it in the first call, or leave it out"
+            )
+
+
+def _board_path(job: JobSpec) -> Path:
+    """In the launcher's session; without one, in shared memory under the job's own name."""
+    session = job.session
+    if session is None:
+        base = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
+        session = str(base / f"recover-{os.environ.get('PMIX_NAMESPACE', 'job')}".replace("@", "-"))
+    Path(session).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Path(session, "board")
