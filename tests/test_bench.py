@@ -11,7 +11,7 @@ import pytest
 
 from recover.bench import suite
 from recover.bench.costs import Costs, Restarting, rerun_steps
-from recover.bench.events import Event, Events, read_events
+from recover.bench.events import Events, read_events
 from recover.bench.measure import BenchmarkError, measured, sources, write
 from recover.bench.metrics import (
     advantage,
@@ -32,6 +32,7 @@ from recover.bench.page import TEXTS, build
 from recover.bench.scene import Scene, inside
 from recover.bench.sweep import compare_with_arithmetic, costs_of
 from recover.bench.trajectory import distance, lines_of, throughput, totals
+from recover.records.kinds import Event
 
 TOKENS = 100  # in a step
 

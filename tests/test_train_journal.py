@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from recover.records.lines import Follower, LineFile, read_lines
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse
-from recover.train.journal import Journal, LineFile, read_lines
+from recover.train.journal import Journal
 from recover.train.lines import data_digest
-from recover.train.progress import Screen, Tail, sentence
+from recover.train.progress import Screen, sentence
 from recover.train.sinks import Sinks
 
 
@@ -115,7 +116,7 @@ def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path)
 def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 8)).write()
-    tail = Tail(path)
+    tail = Follower(path)
     assert tail.read() == []
     lines = filled(path, range(4, 12))
     lines.cut_after(3)

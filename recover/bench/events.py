@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-Event = dict[
-    str, Any
-]  # at (seconds), what, rank, life (0, and one more after every restart), and what belongs to it
+from recover.records.kinds import Event
+from recover.records.lines import read
 
 
 class Events:
@@ -32,9 +31,5 @@ class Events:
 
 def read_events(directory: Path) -> list[Event]:
     """Of all ranks, in the order of time."""
-    lines = [
-        json.loads(line)
-        for path in directory.glob("events-*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
+    lines = [line for path in directory.glob("events-*.jsonl") for line in read(path, key="at").whole]
     return sorted(lines, key=lambda event: event["at"])

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from recover.bench.costs import Restarting
-from recover.bench.events import Event
+from recover.records.kinds import Event
 
 
 @dataclass(frozen=True)

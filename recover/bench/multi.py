@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from recover.bench.costs import Restarting
-from recover.bench.events import Event
 from recover.bench.measure import measured, place, screen, write
 from recover.bench.metrics import (
     advantage,
@@ -23,6 +22,7 @@ from recover.bench.metrics import (
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
+from recover.records.kinds import Event
 
 console = screen()
 

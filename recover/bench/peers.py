@@ -17,13 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
-from recover.bench.events import Event, read_events
+from recover.bench.events import read_events
 from recover.bench.measure import PACKAGE, PROGRAMS, place, screen, write
 from recover.bench.metrics import failures, step_seconds
 from recover.bench.runs import configure, run_ours, scratch
 from recover.bench.scene import VOCAB, Scene
 from recover.bench.tables import rows_of, show
 from recover.faults.locations import IN_FLIGHT
+from recover.records.kinds import Event
 from recover.train.shape import shape_of
 
 CONTROL = "DistributedDataParallel"

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from recover.bench.events import Event, read_events
+from recover.bench.events import read_events
 from recover.bench.measure import PROGRAMS, BenchmarkError, check
 from recover.bench.scene import VOCAB, Scene
 from recover.faults.locations import IN_FLIGHT
 from recover.launch import preflight
 from recover.launch.launcher import launch
+from recover.records.kinds import Event
 from recover.train.config import Config, parse, read_words
 from recover.train.loop import lr_factor
 from recover.train.shape import shape_of

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.bench.events import Event
 from recover.bench.measure import BenchmarkError, place, screen, write
 from recover.bench.metrics import step_seconds
 from recover.bench.runs import run_baseline, scratch
 from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
+from recover.records.kinds import Event, Line
+from recover.records.lines import read_lines
 from recover.train.command import train
-from recover.train.journal import Line, read_lines
 
 RUNS = {  # name, policy, whether replicas are killed
     "failure-free": ("balanced", False),

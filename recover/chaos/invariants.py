@@ -13,6 +13,7 @@ from typing import Any
 from recover.faults import Fault
 from recover.faults.locations import IN_RECOVERY
 from recover.launch.session import MEMORY
+from recover.records.lines import read
 from recover.train.config import Config
 
 
@@ -25,8 +26,7 @@ class Left:
     pid: int  # of the `recover train` process
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.run_dir / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read(self.run_dir / name).whole
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | 
 def _unreadable(run: Left) -> Iterator[str]:
     """What should be there and is not, or only in part."""
     for name in ("steps.jsonl", "incidents.jsonl"):
-        try:
-            run.lines(name)
-        except ValueError as error:
-            yield f"{name} is torn: {error}"
+        found = read(run.run_dir / name)
+        if found.unreadable or found.torn:
+            last = ", and the last one has no end" if found.torn else ""
+            yield f"{name} is torn: {found.unreadable} of its lines cannot be read{last}"
     try:
         run.summary  # noqa: B018
     except (OSError, ValueError) as error:
@@ -76,13 +76,7 @@ def _unreadable(run: Left) -> Iterator[str]:
 
 
 def _whole(run: Left, config: Config) -> Iterator[str]:
-    """No line is lost, doubled or torn, and every step has B microbatches."""
-    for name in ("steps.jsonl", "incidents.jsonl"):
-        path = run.run_dir / name
-        text = path.read_text() if path.exists() else ""
-        if text and not text.endswith("\n"):
-            yield f"the last line of {name} is torn"
-            return
+    """No line is lost or doubled, and every step has B microbatches."""
     steps = run.lines("steps.jsonl")
     if [line["step"] for line in steps] != list(range(1, config.steps + 1)):
         yield f"steps.jsonl has the steps {[line['step'] for line in steps]} of {config.steps}"

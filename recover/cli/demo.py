@@ -26,9 +26,9 @@ def demo(
     ] = None,
 ) -> None:
     """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
+    from recover.records.lines import read_lines
     from recover.report import build
     from recover.train.command import train
-    from recover.train.journal import read_lines
 
     place = output or Path("runs", f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     calm, rough = place / "failure-free", place / "two-replicas-lost"

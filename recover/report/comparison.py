@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from recover.report.runs import Line, Run
+from recover.records.kinds import Line
+from recover.report.runs import Run
 from recover.report.words import many
 
 # What came out of a run, and what only says where things go or when they end: none of it is a reason to differ.

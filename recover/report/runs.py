@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-Line = dict[str, Any]
+from recover.records.kinds import Line
+from recover.records.lines import read
 
 
 @dataclass(frozen=True)
@@ -51,44 +51,17 @@ def _read(path: Path, name: str) -> Run:
             f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml; "
             "name one that `recover train` made"
         )
-    steps, lost_steps = _lines(path / "steps.jsonl")
-    incidents, lost_incidents = _lines(path / "incidents.jsonl")
-    once = {line["step"]: line for line in steps}
+    steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
+    once = {line["step"]: line for line in steps.whole}
     return Run(
         path,
         name,
         [once[step] for step in sorted(once)],
-        sorted(incidents, key=lambda line: (line["step"], line.get("epoch", 0))),
+        sorted(incidents.whole, key=lambda line: (line["step"], line.get("epoch", 0))),
         _mapping(path / "summary.json"),
         _mapping(path / "config.yaml"),
-        lost_steps + lost_incidents,
+        steps.unreadable + incidents.unreadable,
     )
-
-
-def _lines(path: Path) -> tuple[list[Line], int]:
-    """The lines of a file that grows, and how many could not be read. An unfinished last line is none yet."""
-    if not path.exists():
-        return [], 0
-    *whole, unfinished = path.read_bytes().split(b"\n")
-    found, unreadable = [], 0
-    for text in (text for text in whole if text.strip()):
-        line = _json(text)
-        if line is None or not isinstance(line.get("step"), int):
-            unreadable += 1
-        else:
-            found.append(line)
-    line = _json(unfinished)
-    if line is not None and isinstance(line.get("step"), int):
-        found.append(line)
-    return found, unreadable
-
-
-def _json(text: bytes) -> Line | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _mapping(path: Path) -> Line:
@@ -97,7 +70,11 @@ def _mapping(path: Path) -> Line:
         return {}
     text = path.read_bytes()
     if path.suffix == ".json":
-        return _json(text) or {}
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from recover.report.runs import Line, Run
+from recover.records.kinds import Line
+from recover.report.runs import Run
 
 PHASES = {
     "detect_ms": "to come to the repair",

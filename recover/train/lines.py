@@ -12,18 +12,19 @@ from typing import Any
 import torch
 
 from recover.faults import Fault
+from recover.records.kinds import IncidentRecord, StepRecord
+from recover.records.lines import read_lines
 from recover.step.incident import Incident
 from recover.step.step import Step
 from recover.train.config import Config
-from recover.train.journal import Line, read_lines
 from recover.world.world import World
 
 
-def step_line(step: Step, world: World, config: Config, lr: float, seconds: float) -> Line:
+def step_line(step: Step, world: World, config: Config, lr: float, seconds: float) -> StepRecord:
     """The step that was just committed. The same on all survivors, but for the time it took."""
     microbatches = len(step.all_samples)
     stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
-    return {
+    record: StepRecord = {
         "step": step.index,
         "loss": _finite(step.loss),
         "grad_norm": _finite(step.grad_norm),
@@ -36,11 +37,13 @@ def step_line(step: Step, world: World, config: Config, lr: float, seconds: floa
         "roles": {str(role): count for role, count in sorted(step.layout.roles().items())},
         "seconds": round(seconds, 6),
         "data_digest": data_digest(step.all_samples),
-        **({"stragglers": stragglers} if stragglers else {}),
     }
+    if stragglers:
+        record["stragglers"] = stragglers
+    return record
 
 
-def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> Line:
+def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
     return {
         "step": incident.step,
         "location": _location(incident, kills),

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recover.records.kinds import IncidentRecord, StepRecord
+from recover.records.lines import Follower
 from recover.train.config import Config
 
 QUIET = 1.0  # seconds between two lines where there is no terminal
 SMOOTHING = 0.2
-
-
-class Tail:
-    """The whole lines that were added to a file since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        self._told: set[tuple[int, int | None]] = set()  # lines that were read once are not read again
-        self._file = 0
-        if path.exists():  # of an earlier run, and about to be replaced by what stays of it
-            self._file, self._at = path.stat().st_ino, path.stat().st_size
-
-    def read(self) -> list[dict[str, Any]]:
-        try:
-            with open(self._path, "rb") as file:
-                if self._file != (now := os.fstat(file.fileno()).st_ino):
-                    self._file, self._at = now, 0
-                if os.fstat(file.fileno()).st_size < self._at:  # cut by a successor, who writes on from there
-                    self._at = 0
-                file.seek(self._at)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:  # it was cut and has grown again: this was not the beginning of a line
-            self._at = 0
-            return []
-        self._at += len(whole)
-        fresh = {(line["step"], line.get("epoch")): line for line in lines}
-        untold = [line for key, line in fresh.items() if key not in self._told]
-        self._told |= fresh.keys()
-        return untold
 
 
 class Screen:
@@ -57,8 +23,11 @@ class Screen:
 
     def __init__(self, config: Config, run_dir: Path, first: int) -> None:
         self._config, self._first, self._next = config, first, first
-        self._steps, self._incidents = Tail(run_dir / "steps.jsonl"), Tail(run_dir / "incidents.jsonl")
-        self._untold: list[dict[str, Any]] = []
+        self._steps, self._incidents = (
+            Follower(run_dir / "steps.jsonl"),
+            Follower(run_dir / "incidents.jsonl"),
+        )
+        self._untold: list[IncidentRecord] = []
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._rate = 0.0
         self._said = 0.0
@@ -105,7 +74,7 @@ class Screen:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def _show(self, line: dict[str, Any]) -> None:
+    def _show(self, line: StepRecord) -> None:
         loss = "  -   " if line["loss"] is None else f"{line['loss']:.4f}"
         heldout = f"  held-out {line['heldout_loss']:.4f}" if "heldout_loss" in line else ""
         text = f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {_replicas(line['replicas'])}"
@@ -119,7 +88,7 @@ class Screen:
             self.say(f"step {line['step']}/{self._config.steps}  {text}  ETA {left:.0f} s")
 
 
-def sentence(incident: dict[str, Any], step: dict[str, Any] | None, global_batch: int) -> str:
+def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int) -> str:
     """Who, where in the step, how long the repair took, what was redone, and what the step was committed on."""
     dead = incident["dead_replicas"]
     who = f"replica{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class Sinks:
         self._events: Any = None
         self._wandb: Any = None
 
-    def log(self, kept: Collection[dict[str, Any]]) -> None:
+    def log(self, kept: Collection[Mapping[str, Any]]) -> None:
         """Log the steps that have not been logged yet."""
         if self._off:
             return
@@ -36,7 +36,7 @@ class Sinks:
             ending.log(text)
             print(f"recover: {text}", flush=True)
 
-    def _log_new(self, kept: Collection[dict[str, Any]]) -> None:
+    def _log_new(self, kept: Collection[Mapping[str, Any]]) -> None:
         if self._logged is None:
             recent = list(kept)[-AGAIN:]
             if not recent:
@@ -72,7 +72,7 @@ class Sinks:
                 project=self._config.log.wandb, name=name, id=name, resume="allow", dir=str(self._run_dir)
             )
 
-    def _log(self, line: dict[str, Any]) -> None:
+    def _log(self, line: Mapping[str, Any]) -> None:
         values = {name: line[name] for name in CURVES if line.get(name) is not None}
         if line["seconds"] > 0:
             values["tokens_per_second"] = line["tokens"] / line["seconds"]

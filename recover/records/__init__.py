@@ -1,0 +1,1 @@
+"""What a run writes down, line by line: the kinds of records, the one who writes them, and those who read along."""

@@ -1,0 +1,53 @@
+"""The records of a run, as they lie in its files: one JSON object a line.
+
+`steps.jsonl`      a `StepRecord` for every committed step
+`incidents.jsonl`  an `IncidentRecord` for every repair
+`events-R.jsonl`   an `Event` for whatever rank R of a benchmark noted
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class StepRecord(TypedDict):
+    """A committed step: the same on all survivors, but for the time it took."""
+
+    step: int
+    loss: float | None  # None: not finite
+    grad_norm: float | None
+    lr: float
+    microbatches: int
+    tokens: int
+    replicas: int
+    epoch: int
+    accum: int
+    roles: dict[str, int]
+    seconds: float
+    data_digest: str  # over the numbers of its samples
+    heldout_loss: NotRequired[float]
+    stragglers: NotRequired[dict[str, float]]
+
+
+class IncidentRecord(TypedDict):
+    """A repair, and what it cost the step that it struck. Times are those of the rank that wrote it."""
+
+    step: int
+    location: str
+    dead_ranks: list[int]
+    dead_replicas: list[int]
+    boundary: bool
+    restore: str
+    extra_microbatches: int
+    redone_microbatches: int
+    epoch: int
+    detect_ms: float
+    repair_ms: float
+    restore_ms: float
+    redo_ms: float
+
+
+Line = dict[str, Any]  # a record whose kind does not matter
+Event = dict[
+    str, Any
+]  # at (seconds), what, rank, life (0, and one more after every restart), and what belongs to it

@@ -1,0 +1,167 @@
+"""Files of JSON lines that grow while they are read, and whose writer may die in the middle of a line.
+
+Every rank holds the latest lines in memory, and they are the same everywhere. One rank writes. When it dies, the next
+one cuts off what the dead one may have left half written, looks how far the file goes, and appends what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from recover.records.kinds import Line
+
+R = TypeVar("R", bound=Mapping[str, Any])
+KEPT = 1024  # lines in memory: more than are ever missing, even where the disk is full for a while
+
+
+@dataclass
+class Lines:
+    """What could be read of a file."""
+
+    whole: list[Any] = field(default_factory=list)
+    unreadable: int = 0  # lines that are no record, an unfinished last one aside
+    torn: bool = False  # the last line is unfinished: its writer is at it, or has died over it
+
+
+def read(path: Path, key: str = "step") -> Lines:
+    """All that a file holds, whatever became of its writer. A last line without its end may be whole all the same."""
+    found = Lines()
+    if not path.exists():
+        return found
+    *ended, rest = path.read_bytes().split(b"\n")
+    for text in filter(bytes.strip, ended):
+        line = parse(text, key)
+        if line is None:
+            found.unreadable += 1
+        else:
+            found.whole.append(line)
+    found.torn = bool(rest)
+    if (line := parse(rest, key)) is not None:
+        found.whole.append(line)
+    return found
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The finished lines of a file that is as it should be. Raises ValueError where it is not."""
+    if path.exists():
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            yield json.loads(line)
+
+
+def parse(text: bytes, key: str = "step") -> Line | None:
+    """The record in a line; None if there is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get(key), int | float) else None
+
+
+class Follower:
+    """The finished lines that were added to a file since the last look, each told once.
+
+    The file may be cut by a successor of its writer, or replaced by what stays of an earlier run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self._told: set[tuple[int, int | None]] = set()
+        self._file = 0
+        if path.exists():  # of an earlier run, and about to be replaced
+            self._file, self._at = path.stat().st_ino, path.stat().st_size
+
+    def read(self) -> list[Any]:
+        try:
+            with open(self._path, "rb") as file:
+                if self._file != (now := os.fstat(file.fileno()).st_ino):
+                    self._file, self._at = now, 0
+                if os.fstat(file.fileno()).st_size < self._at:  # cut by a successor, who writes on from there
+                    self._at = 0
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except ValueError:  # it was cut and has grown again: this was not the beginning of a line
+            self._at = 0
+            return []
+        self._at += len(whole)
+        fresh = {(line["step"], line.get("epoch")): line for line in lines}
+        untold = [line for key, line in fresh.items() if key not in self._told]
+        self._told |= fresh.keys()
+        return untold
+
+
+class LineFile(Generic[R]):
+    """A file of JSON lines, each with a higher key than the one before, and the latest of them in memory."""
+
+    def __init__(self, path: Path, *key: str) -> None:
+        self.kept: deque[R] = deque(maxlen=KEPT)
+        self._path, self._key = path, key
+        self._written: tuple[int, ...] | None = None  # None: this rank cannot vouch for the file
+
+    def write(self) -> None:
+        """Append what is missing. Done twice, it changes nothing."""
+        if self._written is None:
+            self._written = self._mend()
+        missing = [line for line in self.kept if self._key_of(line) > self._written]
+        if not missing:
+            return
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in missing).encode()
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            self._written = None
+            while text:
+                text = text[os.write(file, text) :]
+            self._written = self._key_of(missing[-1])
+        finally:
+            os.close(file)
+
+    def cut_after(self, step: int) -> None:
+        """Drop the lines of later steps: a run that goes on from a checkpoint does them again."""
+        lines = [line for line in read_lines(self._path) if line["step"] <= step]
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        draft.replace(self._path)
+        self._written = None
+
+    def _mend(self) -> tuple[int, ...]:
+        """Cut off a torn tail and say how far the file goes."""
+        if not self._path.exists():
+            return tuple(0 for _ in self._key)
+        data = self._path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self._path, whole)
+        lines = data[:whole].splitlines(keepends=True)
+        kept = {self._key_of(line): line for line in self.kept}
+        at, reached = 0, tuple(0 for _ in self._key)
+        for text in lines:
+            line = json.loads(text)
+            key = self._key_of(line)
+            if kept and key >= min(kept) and not _same(line, kept.get(key)):
+                # Only the dead have seen this commit: an agreement's result can die with all who held it.
+                os.truncate(self._path, at)
+                break
+            at, reached = at + len(text), key
+        return reached
+
+    def _key_of(self, line: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(line[name] for name in self._key)
+
+
+def _same(line: Mapping[str, Any], mine: Mapping[str, Any] | None) -> bool:
+    """Whether two ranks tell of the same step or incident; each noticed it by its own clock, in its own place."""
+    if mine is None:
+        return False
+    own = ("seconds", "location")
+    names = {name for name in (*line, *mine) if name not in own and not name.endswith("_ms")}
+    return all(line.get(name) == mine.get(name) for name in names)
