@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from recover.step.buckets import Bucket
+from recover.step.damage import flip
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import PLAIN, PlainReplica, mark, replica_of
+from recover.step.reduction import ReproducibleSum
 from recover.step.state_hash import MODULUS, all_equal, fingerprint, on_the_wire
 
 
@@ -42,7 +46,7 @@ def test_buckets_hold_the_sum_over_microbatches_in_fp32(dtype: torch.dtype) -> N
     for bucket in gradients.buckets:
         assert bucket.local.dtype == torch.float32
         bucket.result.copy_(bucket.local)
-    gradients.install(2.0, 1.0)
+    gradients.install(2.0, 1.0, gradients.usage)
     for total, parameter in zip(expected, model.parameters(), strict=True):
         assert parameter.grad.dtype == dtype
         torch.testing.assert_close(
@@ -70,14 +74,17 @@ def test_buckets_are_posted_in_one_order_and_while_backward_runs() -> None:
 def test_parameters_that_a_microbatch_does_not_use_count_as_zero() -> None:
     used, unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     gradients = OwnedGradients([*used.parameters(), *unused.parameters()], bucket_mb=1)
+    elsewhere = torch.tensor([True, True, True, False])  # another replica has used the unused weight, too
     for bucket in gradients.buckets:
         bucket.local.fill_(7.0)  # what an earlier step left behind
     gradients.begin()
     assert run(gradients, used, torch.randn(2, 4), last=True) == [0]
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    gradients.install(1.0, 1.0)
+    assert gradients.usage.tolist() == [1, 1, 0, 0]
+    gradients.install(1.0, 1.0, elsewhere)
     assert unused.weight.grad.abs().max() == 0
+    assert unused.bias.grad is None, "nobody has used it, and an optimizer would decay it"
     assert used.weight.grad.abs().max() > 0
 
 
@@ -91,8 +98,95 @@ def test_tied_weights_are_summed_once() -> None:
     reference(reference(inputs)).square().mean().backward()
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    gradients.install(1.0, 1.0)
+    gradients.install(1.0, 1.0, gradients.usage)
     torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
+
+
+def one(gradients: OwnedGradients, loss: torch.Tensor) -> None:
+    """A step of one microbatch, up to what the optimizer gets."""
+    gradients.begin()
+    gradients.expect(lambda index, bucket: None)
+    loss.backward()
+    gradients.collect()
+    for bucket in gradients.buckets:
+        bucket.result.copy_(bucket.local)
+    gradients.install(1.0, 1.0, gradients.usage)
+
+
+def test_gradients_are_summed_in_the_precision_of_their_parameters() -> None:
+    """A bucket of each kind; nothing of a float64 gradient is lost, and fp32 ones stay as small as they were."""
+    double = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    single, half = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(3, dtype=torch.float16))
+    gradients = OwnedGradients([double, single, half], bucket_mb=1)
+    assert {b.local.dtype: b.local.numel() for b in gradients.buckets} == {torch.float32: 6, torch.float64: 5}
+    one(gradients, (double / 3).sum() + (single / 3).sum() + half.sum())
+    assert torch.equal(double.grad, torch.full((5,), 1 / 3, dtype=torch.float64))
+    assert single.grad.dtype == torch.float32
+    assert half.grad.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"rounds each gradient to float32.*reduction='fast'"):
+        OwnedGradients([double], bucket_mb=1, sum=ReproducibleSum(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("exact", [False, True])
+def test_complex_gradients_keep_both_parts(dtype: torch.dtype, exact: bool) -> None:
+    odd, turned = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2, 3, dtype=dtype))
+    if exact and dtype == torch.complex128:
+        with pytest.raises(ValueError, match="reduction='fast'"):
+            OwnedGradients([turned, odd], bucket_mb=1, sum=ReproducibleSum(1))
+        return
+    gradients = OwnedGradients([turned, odd], bucket_mb=1, sum=ReproducibleSum(1) if exact else None)
+    twin = turned.detach().clone().requires_grad_()
+
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        return (value * (0.2 + 0.3j)).abs().square().sum() + value.conj().imag.sum() + odd.sum()
+
+    loss(twin).backward()
+    odd.grad = None
+    one(gradients, loss(turned))
+    torch.testing.assert_close(turned.grad, twin.grad, rtol=1e-6, atol=1e-6)
+    assert twin.grad.imag.abs().max() > 0
+    before = fingerprint([turned.detach()], 1)
+    flip(turned.detach())
+    assert fingerprint([turned.detach()], 1) != before
+
+
+def test_a_sparse_gradient_is_refused_where_it_comes_up_by_name() -> None:
+    words = torch.nn.Embedding(4, 2, sparse=True)
+    gradients = OwnedGradients(words.parameters(), bucket_mb=1, name=lambda p: "words.weight")
+    with pytest.raises(RuntimeError, match=r"words\.weight is sparse.*sparse=False"):
+        one(gradients, words(torch.tensor([1])).sum())
+
+
+def test_what_is_trained_can_change_between_steps_and_not_within() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    second.requires_grad_(False)
+    gradients = OwnedGradients([first, second], bucket_mb=1)
+    one(gradients, (first * second).sum())
+    assert second.grad is None
+    gradients.release()
+    first.requires_grad_(False)
+    second.requires_grad_(True)
+    gradients.lay_out([first, second])
+    one(gradients, (first * second).sum())
+    assert first.grad is None
+    assert second.grad is not None
+    gradients.release()
+    first.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"was frozen when the step began.*between two steps"):
+        one(gradients, (first * second).sum())
+    first.grad = None
+    gradients.lay_out([first, second])
+    one(gradients, (first * second).sum())
+    assert first.grad.tolist() == second.grad.tolist() == [1.0] * 3, (
+        "a hook of an earlier layout counted as well"
+    )
+
+
+def test_replicas_that_train_different_parameters_have_different_fingerprints() -> None:
+    values = [torch.randn(3) for _ in range(3)]
+    seen = {on_the_wire(fingerprint(values, 1, bytes(trained))) for trained in product((0, 1), repeat=3)}
+    assert len(seen) == 8
 
 
 def test_gradients_take_eight_bytes_per_parameter() -> None:

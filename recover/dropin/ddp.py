@@ -11,6 +11,7 @@ that follows ("non-blocking": on a side stream on a GPU, on a thread on a CPU). 
 
 # No postponed annotations here: DDP looks at the hook's own.
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -60,7 +61,10 @@ class DDPGradients:
         self.sum: Sum = FastSum()
         self.in_range = True
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._used: set[torch.nn.Parameter] = set()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._used.add)
         self._restore_mode = restore
         self._mine: list[_DDPBucket] = []
         self._fresh = 0  # buckets that this backward has produced so far
@@ -78,6 +82,16 @@ class DDPGradients:
     def buckets(self) -> list[Bucket]:
         return [each.bucket for each in self._mine]
 
+    @property
+    def usage(self) -> torch.Tensor:
+        return torch.tensor([float(parameter in self._used) for parameter in self.parameters])
+
+    def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        raise ValueError(
+            "parameters were frozen or unfrozen, and DDP's buckets are made for those that it was wrapped with; give "
+            "Step the plain module instead of DDP, or wrap it anew, with a new DDPGradients and a new Step"
+        )
+
     def begin(self) -> None:
         self.clear()
         for each in self._mine:
@@ -85,8 +99,8 @@ class DDPGradients:
 
     def clear(self) -> None:
         self.ready()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._used.clear()
+        self.release()
 
     def expect(self, post: Post | None) -> None:
         self._post, self._fresh = post, 0
@@ -128,7 +142,7 @@ class DDPGradients:
         self.rewinds["non-blocking" if overlapped else "blocking"] += 1
         if not overlapped:
             self._rewind()
-        elif self._parameters[0].is_cuda:
+        elif self.parameters[0].is_cuda:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -137,13 +151,16 @@ class DDPGradients:
         else:
             self._rewinding = self._helper.post(self._rewind)
 
-    def install(self, weight: float, shrink: float) -> None:
+    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
         for each in self._mine:
             self.sum.mean(each.bucket.result, weight, shrink)
             each.write_gradients(each.bucket.result)
+        for parameter, anybody in zip(self.parameters, used.tolist(), strict=True):
+            if not anybody:
+                parameter.grad = None
 
     def release(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def _rewind(self) -> None:

@@ -11,6 +11,8 @@ our buckets, which are reduced across replicas. It refuses hooks of its own whil
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -43,6 +45,14 @@ class FSDPGradients(OwnedGradients):
         super().__init__(model.parameters(), bucket_mb)
         self._through = False
         mark(model, ShardedReplica(model.process_group, next(model.parameters()).device))
+
+    def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if self._hooks:
+            raise ValueError(
+                "parameters were frozen or unfrozen, and FSDP has flattened those that it was wrapped with; use "
+                "recover.hsdp, or wrap the model anew, with a new FSDPGradients and a new Step"
+            )
+        super().lay_out(parameters)
 
     def collect(self) -> None:
         self._through = True

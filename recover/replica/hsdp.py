@@ -36,8 +36,21 @@ class ShardedReplica(Replica):
         return total.to(values.device)
 
     def rest(self) -> None:
-        for module in self._modules:  # after a forward pass alone, the outermost one stays gathered
-            module.reshard()
+        for root in self._modules[:1]:  # after a forward pass alone, the outermost one stays gathered
+            assert isinstance(root, torch.nn.Module)
+            # If something was frozen meanwhile, or unfrozen, it was the gathered parameter: its shard must learn of it.
+            gathered = {n: p.requires_grad for n, p in root.named_parameters() if not _is_shard(p)}
+            for module in self._modules:
+                module.reshard()
+            for name, parameter in root.named_parameters() if gathered else ():
+                parameter.requires_grad_(gathered.get(name, parameter.requires_grad))
+
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        return not self._modules or _is_shard(parameter)
+
+
+def _is_shard(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "_local_tensor")
 
 
 def hsdp(
@@ -53,6 +66,7 @@ def hsdp(
 
     blocks:                  modules that are gathered one at a time; by default the members of its ModuleLists
     param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
+                             (those of float64 parameters in float64)
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
     mesh:                    one dimension of the replica's ranks, if there is one already; no group of it may be wider
     """
@@ -63,9 +77,12 @@ def hsdp(
     chosen = list(blocks) if blocks is not None else blocks_of(model)
     if checkpoint_activations:
         chosen = recompute_blocks(model, chosen)
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for block in [*chosen, model]:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        double = any(p.dtype == torch.float64 for p in block.parameters())
+        reduce = torch.float64 if double else torch.float32
+        fully_shard(
+            block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce)
+        )
     assert isinstance(model, FSDPModule)
     # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's own divisor, the
     # number of shards, is right, and it never changes. B is the step's.

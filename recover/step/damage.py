@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from recover.step.gradients import Gradients, local_part
+from recover.step.gradients import Gradients
+from recover.step.parts import as_real, local_part
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -28,7 +29,7 @@ def damages(model: torch.nn.Module, gradients: Gradients) -> dict[str, Callable[
 
 def flip(tensor: torch.Tensor) -> None:
     """Flip one bit: the highest of the mantissa of the largest value, where it makes a difference."""
-    values = tensor.view(-1)
+    values = as_real(tensor).view(-1)
     at = int(values.abs().argmax())
-    mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[tensor.dtype]
-    values.view(_INTEGERS[tensor.element_size()])[at] ^= 1 << (mantissa - 1)
+    mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[values.dtype]
+    values.view(_INTEGERS[values.element_size()])[at] ^= 1 << (mantissa - 1)

@@ -1,7 +1,7 @@
 """The gradients of a plain module: moved out of `p.grad` into buckets of our own as backward produces them.
 
-Each parameter's gradient is added to its place in a flat fp32 bucket the moment autograd has finished it, and
-freed. During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward goes on.
+Each parameter's gradient is added to its place in a flat bucket (of fp32 mostly) the moment autograd has finished it,
+and freed. During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward goes on.
 Buckets are always posted in the same order, whatever order autograd finishes them in: the replicas must match.
 """
 
@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from recover.step.buckets import Bucket
 from recover.step.inside import PLAIN, Partners, Replica, Sharing
-from recover.step.parts import as_gradient, local_part, own_gradient
+from recover.step.parts import as_gradient, as_real, local_part, own_gradient
 from recover.step.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
@@ -26,6 +27,14 @@ class Gradients(Protocol):
     """Where a step's buckets come from."""
 
     sum: Sum
+    parameters: list[torch.nn.Parameter]  # those that the buckets are for
+
+    @property
+    def usage(self) -> torch.Tensor:
+        """For each of the parameters: 1 if anything in the local sums has used it, else 0."""
+
+    def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Some were frozen or unfrozen: make buckets for those that require a gradient now."""
 
     @property
     def buckets(self) -> list[Bucket]: ...
@@ -55,8 +64,11 @@ class Gradients(Protocol):
     def rewind(self, overlapped: bool) -> None:
         """Make the local sums what they were; `overlapped`: microbatches follow that it may run beside."""
 
-    def install(self, weight: float, shrink: float) -> None:
-        """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by clipping."""
+    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
+        """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by clipping.
+
+        Parameters that no replica has `used` get None, as they would in one process: an optimizer leaves those alone.
+        """
 
     def release(self) -> None:
         """The optimizer is through with them."""
@@ -76,49 +88,68 @@ class OwnedGradients:
         bucket_mb: float,
         sum: Sum | None = None,
         replica: Replica = PLAIN,
+        name: Callable[[torch.nn.Parameter], str] = lambda parameter: (
+            f"one of shape {tuple(parameter.shape)}"
+        ),
     ) -> None:
         self.sum: Sum = sum or FastSum()
         self.in_range = True
-        self._parameters = [p for p in parameters if p.requires_grad]
-        if not self._parameters:
-            raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
-        self._places: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
-        self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
+        self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
+        self._hooks: list[RemovableHandle] = []
+        self._used: set[torch.nn.Parameter] = set()
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
-        self.buckets = self._lay_out(bucket_mb, replica)
+        self.lay_out(parameters)
         self._touched: set[torch.nn.Parameter] = set()
         self._open = False
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
         self._waiting: list[int] = []
         self._seen: set[torch.nn.Parameter] = set()
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        everything = list(parameters)
+        self.parameters = [p for p in everything if p.requires_grad]
+        self._frozen = [p for p in everything if not p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
+        self._places: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
+        self._shared: dict[int, list[torch.nn.Parameter]] = {}  # what lies in the trays
+        self.buckets = self._lay_out(self._bucket_mb, self._replica)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters]
+
+    @property
+    def usage(self) -> torch.Tensor:
+        return torch.tensor([float(parameter in self._used) for parameter in self.parameters])
 
     def _lay_out(self, bucket_mb: float, replica: Replica) -> list[Bucket]:
-        """Last parameters first, as backward meets them. A bucket mixes neither devices nor ways of sharing.
+        """Last parameters first, as backward meets them. A bucket mixes neither devices, types nor ways of sharing.
 
         What partners share comes last, since it is full last. Its buckets are cut alike on all of them, whatever else
         they hold: their sums have the same bits only if they are reduced in the same pieces.
         """
         limit = max(1, int(bucket_mb * MEGABYTE / 4))
-        alike: dict[tuple[torch.device, Sharing], list[torch.nn.Parameter]] = {}
-        for parameter in reversed(self._parameters):
-            alike.setdefault((parameter.device, replica.sharing(parameter)), []).append(parameter)
+        alike: dict[tuple[torch.device, torch.dtype, Sharing], list[torch.nn.Parameter]] = {}
+        for parameter in reversed(self.parameters):
+            kind = parameter.device, self.sum.dtype_for(parameter.dtype), replica.sharing(parameter)
+            alike.setdefault(kind, []).append(parameter)
         buckets: list[Bucket] = []
-        for (device, sharing), members in sorted(
-            alike.items(), key=lambda item: item[0][1].partners is not None
+        for (device, dtype, sharing), members in sorted(
+            alike.items(), key=lambda item: item[0][2].partners is not None
         ):
             for group in _cut(members, limit):
-                total = builtins.sum(local_part(p).numel() for p in group)
-                local = torch.zeros(total, dtype=self.sum.dtype, device=device)
+                total = builtins.sum(_room(p).numel() for p in group)
+                local = torch.zeros(total, dtype=dtype, device=device)
                 filled = local
                 if sharing.partners is not None:
-                    filled = torch.zeros_like(local)
+                    filled = local.new_zeros(total + len(group))  # and whether each was used by anybody
                     self._trays[len(buckets)] = sharing.partners, filled
+                    self._shared[len(buckets)] = group
                 at = 0
                 for parameter in group:
-                    shape, size = local_part(parameter).shape, local_part(parameter).numel()
+                    shape, size = _room(parameter).shape, _room(parameter).numel()
                     self._places[parameter] = (len(buckets), filled[at : at + size].view(shape))
                     at += size
                 buckets.append(Bucket(local, copies=sharing.copies))
@@ -132,6 +163,7 @@ class OwnedGradients:
     def clear(self) -> None:
         self.in_range = True
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
+        self._used.clear()
         self._emptied.clear()
 
     def expect(self, post: Post | None) -> None:
@@ -145,9 +177,14 @@ class OwnedGradients:
         pass  # out of place, nothing is ever rewound
 
     def collect(self) -> None:
-        for parameter in self._parameters:  # gradients that came without autograd's hooks
+        for parameter in self.parameters:  # gradients that came without autograd's hooks
             if parameter.grad is not None:
                 self._take(parameter)
+        if strays := [self._name(p) for p in self._frozen if p.grad is not None]:
+            raise RuntimeError(
+                f"parameter {strays[0]} was frozen when the step began, and has got a gradient in it; call "
+                "requires_grad_() between two steps, the same on all replicas"
+            )
         self._empty_trays()
         if self._post is not None:  # buckets with parameters that this microbatch did not use
             self._post_up_to(len(self.buckets))
@@ -162,14 +199,17 @@ class OwnedGradients:
         for bucket in self.buckets:
             bucket.rewind()
 
-    def install(self, weight: float, shrink: float) -> None:
+    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
-        for parameter, (index, place) in self._places.items():
+        for parameter, anybody in zip(self.parameters, used.tolist(), strict=True):
+            if not anybody:
+                continue
+            index, place = self._places[parameter]
             view = means[index].as_strided(place.shape, place.stride(), place.storage_offset())
             parameter.grad = as_gradient(parameter, view)
 
     def release(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def _take(self, parameter: torch.nn.Parameter) -> None:
@@ -183,8 +223,15 @@ class OwnedGradients:
             )
         parts = self._trays[index][0].size if index in self._trays else 1
         first = parameter not in self._touched
-        self.in_range &= self.sum.add(place, own_gradient(parameter), first, parts)
+        gradient = own_gradient(parameter)
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {self._name(parameter)} is sparse, and buckets are dense; "
+                "use sparse=False, and no other operation with sparse gradients"
+            )
+        self.in_range &= self.sum.add(place, as_real(gradient), first, parts)
         self._touched.add(parameter)
+        self._used.add(parameter)
         parameter.grad = None
         if self._post is not None and parameter not in self._seen:
             self._seen.add(parameter)
@@ -215,22 +262,33 @@ class OwnedGradients:
     def _empty_trays(self) -> None:
         """Add up what the round gave to shared parameters. All ranks of the replica do this after each round."""
         for index, (partners, tray) in self._trays.items():
+            local = self.buckets[index].local
             self._fill_up(index)
+            used = [float(parameter in self._used) for parameter in self._shared[index]]
+            tray[local.numel() :] = torch.tensor(used, dtype=tray.dtype)
             partners.add_up(tray)
             if index in self._emptied:
-                self.buckets[index].local.add_(tray)
+                local.add_(tray[: local.numel()])
             else:
-                self.buckets[index].local.copy_(tray)
+                local.copy_(tray[: local.numel()])
                 self._emptied.add(index)
+        for index, (_, tray) in self._trays.items():
+            flags = tray[self.buckets[index].local.numel() :].tolist()
+            self._used |= {p for p, anybody in zip(self._shared[index], flags, strict=True) if anybody}
         self._touched -= {p for p, (index, _) in self._places.items() if index in self._trays}
 
 
+def _room(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A tensor of the shape that this rank's part of the gradient takes in a bucket."""
+    return as_real(local_part(parameter.detach()))
+
+
 def _cut(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
-    """Into runs of at most `limit` elements, or of one parameter that has more."""
+    """Into runs of at most `limit` numbers, or of one parameter that has more."""
     runs: list[list[torch.nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
-        size = local_part(parameter).numel()
+        size = _room(parameter).numel()
         if not runs or (filled and filled + size > limit):
             runs.append([])
             filled = 0

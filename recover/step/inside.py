@@ -44,6 +44,10 @@ class Replica(Protocol):
         """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
         return
 
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the replica's ranks sum the gradient of this parameter as they should."""
+        return True
+
     def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
         """Who else in the replica holds this parameter."""
         return ALONE
@@ -67,6 +71,11 @@ def mark(model: torch.nn.Module, replica: Replica) -> None:
     object.__setattr__(model, _ATTRIBUTE, replica)
 
 
+def is_marked(module: torch.nn.Module) -> bool:
+    """Whether this very module was built into a replica."""
+    return hasattr(module, _ATTRIBUTE)
+
+
 def replica_of(model: torch.nn.Module) -> Replica:
     """What the model, or a module inside of it, was built into."""
-    return next((getattr(m, _ATTRIBUTE) for m in model.modules() if hasattr(m, _ATTRIBUTE)), PLAIN)
+    return next((getattr(m, _ATTRIBUTE) for m in model.modules() if is_marked(m)), PLAIN)

@@ -10,6 +10,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers, which can be summed and can travel; any other is its own."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's part of the gradient, placed as the parameter is.
 
@@ -25,6 +30,8 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """`value` as the gradient of `parameter`: in its dtype, and sharded as it is."""
+    if parameter.is_complex():
+        value = torch.complex(value[..., 0], value[..., 1])
     value = value.to(local_part(parameter).dtype)
     if not hasattr(parameter, "_local_tensor"):
         return value

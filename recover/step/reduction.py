@@ -1,6 +1,7 @@
 """How gradients are summed: fast, or so that the sum does not depend on who computed what, in which order, or how many.
 
-`fast`          fp32 sums. The last bits depend on the order of the additions, and so on the number of replicas.
+`fast`          fp32 sums, of float64 parameters float64 ones. The last bits depend on the order of the additions, and
+                so on the number of replicas.
 `reproducible`  Every microbatch's gradient is scaled by a power of two and rounded to integers, which float64 carries
                 and adds without error. The scale follows from B alone, so runs with and without failures, on any
                 number of replicas, get the same bits.
@@ -14,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 Reduction = Literal["fast", "reproducible"]
+DOUBLE = (torch.float64, torch.complex128)
 
 
 class OutOfRangeError(RuntimeError):
@@ -23,8 +25,10 @@ class OutOfRangeError(RuntimeError):
 class Sum(Protocol):
     """The arithmetic of a bucket."""
 
-    dtype: torch.dtype
     unit: float  # what 1.0 in a bucket stands for
+
+    def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
+        """What the gradients of such parameters are summed in."""
 
     def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
         """Add one microbatch's gradient to a place (the first one overwrites). False: it is out of range.
@@ -33,7 +37,7 @@ class Sum(Protocol):
         """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
-        """The gradient for the optimizer, in fp32, from the reduced sum."""
+        """The gradient for the optimizer, from the reduced sum."""
 
     def loss(self, value: float) -> float:
         """A loss as it is summed."""
@@ -48,9 +52,11 @@ class Sum(Protocol):
 
 
 class FastSum:
-    dtype = torch.float32
     unit = 1.0
     loss_unit = 1.0
+
+    def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
+        return torch.float64 if parameters in DOUBLE else torch.float32
 
     def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
         if first:
@@ -73,14 +79,20 @@ class FastSum:
 
 
 class ReproducibleSum:
-    dtype = torch.float64
-
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
         self.exponent = 48 - math.ceil(math.log2(global_batch))
         self.unit = 2.0**-self.exponent
         self.loss_unit = 2.0 ** -(self.exponent - 8)  # losses up to 2^12 or so, whatever B
         self.bound = 2.0 ** (53 - self.exponent) / global_batch
+
+    def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
+        if parameters in DOUBLE:
+            raise ValueError(
+                f"reduction='reproducible' rounds each gradient to float32, and a parameter is {parameters}; "
+                "use float32 parameters, or reduction='fast', which sums float64"
+            )
+        return torch.float64
 
     def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
         gradient, bound = gradient.float(), self.bound / parts

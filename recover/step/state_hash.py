@@ -6,6 +6,7 @@ square of the sum equals the number of replicas times the sum of squares only if
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -15,8 +16,11 @@ from recover.step.parts import local_part
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 
 
-def fingerprint(parameters: Iterable[torch.Tensor], step: int) -> int:
-    """64 bits over the step counter and all parameters. Any single flipped bit changes it."""
+def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> int:
+    """64 bits over the step counter and all parameters. Any single flipped bit changes it.
+
+    `trained` says which of them are: replicas that train different ones must not go on together, either.
+    """
     sums = []
     for parameter in parameters:
         raw = local_part(parameter.detach()).contiguous().view(-1).view(torch.uint8)
@@ -25,7 +29,7 @@ def fingerprint(parameters: Iterable[torch.Tensor], step: int) -> int:
         whole = raw.numel() // 8 * 8
         sums.append(raw[:whole].view(torch.int64).sum())
         sums.append(raw[whole:].sum(dtype=torch.int64))
-    total = step
+    total = step + zlib.crc32(trained)
     for weight, value in enumerate(torch.stack([s.to(sums[0].device) for s in sums]).tolist(), start=1):
         total += weight * value
     return total % 2**64

@@ -19,11 +19,13 @@ import torch
 
 from recover.policy import Layout, get_policy
 from recover.step import poison
+from recover.step.belonging import Belonging
 from recover.step.damage import damages
 from recover.step.gradients import Gradients, OwnedGradients
+from recover.step.habits import Habits
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
-from recover.step.parts import local_part
+from recover.step.parts import as_real, local_part
 from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint
@@ -80,6 +82,7 @@ class Step:
             raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        self._belonging = Belonging(model, optimizer, gradients)
         if replica_of(model).size != world.grid.replica_size:
             raise ValueError(
                 f"a replica has {world.grid.replica_size} ranks, and the model is built for "
@@ -108,8 +111,13 @@ class Step:
                 f"reduction={reduction!r} needs gradients that are kept apart per microbatch; leave gradients= out"
             )
         self._gradients = gradients or OwnedGradients(
-            model.parameters(), bucket_mb, make_sum(reduction, global_batch), replica_of(model)
+            model.parameters(),
+            bucket_mb,
+            make_sum(reduction, global_batch),
+            replica_of(model),
+            self._belonging.name,
         )
+        self._habits = Habits(model, optimizer)
         self._transaction = Transaction(
             world, self._gradients, get_policy(policy, world.grid.replicas), global_batch, replica_of(model)
         )
@@ -160,8 +168,9 @@ class Step:
             )
         self._world.probe("backward")
         self._gradients.ready()
-        if loss.requires_grad:
-            (loss if weight == 1.0 else loss * weight).backward()
+        with self._habits.backward(loss, (self._transaction.global_batch, len(self._transaction.share.run))):
+            if loss.requires_grad:
+                (loss if weight == 1.0 else loss * weight).backward()
         self._gradients.collect()
         losses = loss.detach().flatten().tolist()
         if len(losses) == 1:
@@ -200,6 +209,7 @@ class Step:
         were lost over it, and the seconds of their repairs.
         """
         number = self.index + 1
+        replica_of(self._model).rest()
         return self._transaction.confirm(number, self._fingerprint(number))
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,6 +234,7 @@ class Step:
         transaction, number = self._transaction, self.index + 1
         self._by_rounds = not overlap
         self._world.probe.step = number
+        self._look_at_parameters(number)
         transaction.begin(number, self._fingerprint(number))
         place = "forward"
         try:
@@ -248,6 +259,7 @@ class Step:
                 place = "extra"
         except GeneratorExit:
             self._pending, self._suspects = [], []
+            self._gradients.clear()
             warnings.warn(
                 f"step {number} was left before it was complete: nothing was committed", stacklevel=2
             )
@@ -267,6 +279,7 @@ class Step:
             self._pending += self._suspects
         self._suspects = self._pending
         self._gradients.expect(self._transaction.post if post else None)
+        self._habits.handed_out()
         self._seed_random(number, slots[0])
         return batches
 
@@ -274,9 +287,19 @@ class Step:
         key = hashlib.blake2b(f"{self._seed}/{number}/{slot}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(key))
 
-    def _fingerprint(self, number: int) -> int:
+    def _look_at_parameters(self, number: int) -> None:
+        """They may have been frozen, unfrozen, added or replaced since the last step, and hold gradients."""
         replica_of(self._model).rest()
-        return fingerprint(self._model.parameters(), number)
+        self._belonging.refuse_left_over_gradients(number)
+        if self._belonging.changed():
+            ending.log(f"step {number}: other parameters are trained than before")
+            self._gradients.lay_out(self._model.parameters())
+            # Others may not have done the same. Buckets of different sizes must not meet: the first attempt fails for
+            # all, and the census shows who differs.
+            self._world.cross.break_off()
+
+    def _fingerprint(self, number: int) -> int:
+        return fingerprint(self._model.parameters(), number, self._belonging.trained)
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
@@ -293,14 +316,15 @@ class Step:
             shrink = 1.0
             if self._clip is not None and self.grad_norm > self._clip:
                 shrink = self._clip / (self.grad_norm + 1e-6)
-            self._gradients.install(weight, shrink)
-            self._optimizer.step()
-            self._gradients.release()
+            self._gradients.install(weight, shrink, transaction.used)
+            with self._habits.updating():
+                self._optimizer.step()
         else:
             self.skipped += 1
+        self._gradients.release()
         self._world.probe("after-update")
         if self._scheduler is not None:
-            self._scheduler.step()
+            self._habits.step_scheduler(self._scheduler)
         self.index = number
         self._world.board.touch(self._world.rank)
         self._world.probe("advance")
@@ -314,7 +338,7 @@ class Step:
     def _copy_state_from_first_replica(self) -> None:
         """All replicas start from the same bits, whatever each of them has made."""
         tensors = [local_part(t.data) for t in (*self._model.parameters(), *self._model.buffers())]
-        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        tensors = [as_real(t) for t in tensors]
         while True:
             # Into copies: if the first replica dies halfway, nobody holds a mixture of two.
             received = [tensor.clone() for tensor in tensors]

@@ -52,8 +52,10 @@ class Transaction:
         # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
         slots = global_batch + max(global_batch, world.grid.replicas)
         self._paces = SAMPLES + slots  # from here on: seconds per microbatch, by replica
-        self.totals = torch.zeros(self._paces + world.grid.replicas, dtype=torch.float64)
-        self._scalars = Bucket(torch.zeros_like(self.totals))
+        self._usage = (
+            self._paces + world.grid.replicas
+        )  # from here on: replicas that used a parameter, by parameter
+        self.totals = torch.zeros(0, dtype=torch.float64)
         self._own = torch.zeros(SAMPLES, dtype=torch.float64)
         self.begin(0, 0)
 
@@ -64,6 +66,9 @@ class Transaction:
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self._own.zero_()
+        if self.totals.numel() != self._usage + len(self.gradients.parameters):  # laid out anew
+            self.totals = torch.zeros(self._usage + len(self.gradients.parameters), dtype=torch.float64)
+            self._scalars = Bucket(torch.zeros_like(self.totals))
         self._scalars.forget()
         self._tainted = False
         self._in_range = True
@@ -88,7 +93,13 @@ class Transaction:
     @property
     def paces(self) -> dict[int, float]:
         """Seconds per microbatch, of every replica that has run some in this step."""
-        return {replica: pace for replica, pace in enumerate(self.totals[self._paces :].tolist()) if pace > 0}
+        paces = self.totals[self._paces : self._usage].tolist()
+        return {replica: pace for replica, pace in enumerate(paces) if pace > 0}
+
+    @property
+    def used(self) -> torch.Tensor:
+        """For each parameter whose gradient is summed, whether anybody has used it: the same on all replicas."""
+        return self.totals[self._usage :] > 0
 
     def computed(self, seconds: float, microbatches: int) -> None:
         """So long it took this rank to run these."""
@@ -122,6 +133,7 @@ class Transaction:
             contribution[:SAMPLES] = self._own
             for slot, sample in self._samples.items():
                 contribution[SAMPLES + slot] = sample + 1
+            contribution[self._usage :] = self.gradients.usage
         contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
         if self._computed:
             contribution[self._paces + self.world.replica] = sum(self._computed) / len(self._computed)
@@ -286,7 +298,8 @@ class Transaction:
                 continue
             if 2 * count <= len(held):
                 raise StateDivergedError(
-                    f"before step {self.index} replicas {sorted(held)} hold different parameters (shard {shard}: "
+                    f"before step {self.index} replicas {sorted(held)} hold different parameters, or train different "
+                    f"ones (shard {shard}: "
                     f"{', '.join(f'{replica}: {value:016x}' for replica, value in sorted(held.items()))}) and there "
                     "is no majority to tell which are right; go on from the last checkpoint"
                 )

@@ -79,5 +79,8 @@ class GridReplica(ShardedReplica):
         super().__init__(dist.group.WORLD, device)
         self._shared = dict(shared)
 
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._shared
+
     def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
         return self._shared[parameter]

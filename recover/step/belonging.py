@@ -1,0 +1,209 @@
+"""Whether a model, its optimizer and the source of its gradients belong together: what would train wrongly is refused.
+
+A parameter that the optimizer moves and the step does not sum drifts apart between replicas, and no vote sees it. One
+that the step sums and the optimizer does not know is never trained. Both would end in a run that reports success.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from recover.step.gradients import Gradients
+from recover.step.inside import is_marked, replica_of
+from recover.step.parts import local_part
+
+SHOWN = 3  # names in a message
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
+
+class Belonging:
+    """A model and its optimizer, as they were when last looked at."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, which has no param_groups; give a torch.optim.Optimizer"
+            )
+        self._model, self._optimizer, self._adapter = model, optimizer, adapter
+        # A wrapper may show others while it computes; what it was made with are these.
+        self._wrapped = None if adapter is None else list(model.parameters())
+        self._check()
+        self._seen = self._look()
+
+    @property
+    def trained(self) -> bytes:
+        """Which parameters are trained, one byte for each, as last looked at."""
+        return bytes(requires for _, requires in self._seen[0])
+
+    def changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused."""
+        seen = self._look()
+        if seen == self._seen:
+            return False
+        self._check()
+        before, self._seen = self._seen, seen
+        return before[0] != seen[0]
+
+    def name(self, parameter: torch.nn.Parameter) -> str:
+        names = (name for name, p in self._model.named_parameters() if p is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
+
+    def refuse_left_over_gradients(self, number: int) -> None:
+        """What a backward outside of a step has left would enter the step's sum."""
+        left = [p for p in _held(self._optimizer) if p.grad is not None]
+        if stray := [self.name(p) for p in left if _count(p.grad)]:
+            raise RuntimeError(
+                f"step {number}: {_few('parameter', stray)} hold gradients of a backward() outside of a step, which "
+                "would enter its sum; call optimizer.zero_grad() after it, or use torch.autograd.grad"
+            )
+        for parameter in left:
+            parameter.grad = None
+
+    def _look(self) -> tuple[list[tuple[_Same, bool]], list[_Same]]:
+        parameters = self._model.parameters() if self._wrapped is None else self._wrapped
+        return [(_Same(p), p.requires_grad) for p in parameters], [_Same(p) for p in _held(self._optimizer)]
+
+    def _check(self) -> None:
+        _refuse_wrappers(self._model, self._adapter)
+        named = dict(self._model.named_parameters())
+        if self._adapter is not None and self._wrapped is not None:
+            named |= {self.name(p): p for p in self._wrapped if not any(p is q for q in named.values())}
+        _refuse_unknown_shards(self._model, named, self._adapter)
+        _refuse_types(self._model, named, self._adapter)
+        _refuse_others(self._model, named, self._optimizer)
+        if self._adapter is not None:
+            covered = set(self._adapter.parameters)
+            if left_out := [name for name, p in named.items() if p.requires_grad and p not in covered]:
+                raise ValueError(
+                    f"{_few('parameter', left_out)} of the model would be trained and are not in gradients=, so they "
+                    "would not be summed over replicas; wrap the whole model, and give Step that"
+                )
+
+
+def _refuse_wrappers(model: torch.nn.Module, adapter: Gradients | None) -> None:
+    fsdp1 = getattr(sys.modules.get(FSDP1[0]), FSDP1[1], ())
+    for name, module in model.named_modules():
+        where = f"{name} is" if name else "the model is"
+        if adapter is None and isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{where} wrapped in DistributedDataParallel, which reduces gradients itself; give Step the plain "
+                "module, or gradients=recover.dropin.DDPGradients(model)"
+            )
+        if adapter is None and isinstance(module, fsdp1):
+            raise ValueError(
+                f"{where} wrapped in FullyShardedDataParallel, which reduces gradients itself; use recover.hsdp, or "
+                "gradients=recover.dropin.FSDPGradients(model, world)"
+            )
+
+
+def _refuse_unknown_shards(
+    model: torch.nn.Module, named: dict[str, torch.nn.Parameter], adapter: Gradients | None
+) -> None:
+    """What is sharded was sharded by us, and in a replica of several ranks everything that is trained was."""
+    inside = {p for module in model.modules() if is_marked(module) for p in module.parameters()}
+    foreign = [n for n, p in named.items() if hasattr(p, "_local_tensor") and p not in inside]
+    if foreign:
+        raise ValueError(
+            f"{_few('parameter', foreign)} are sharded (DTensors), and not by recover: their ranks may be of different "
+            "replicas; leave out fully_shard and parallelize_module, and use recover.hsdp or recover.threed"
+        )
+    replica = replica_of(model)
+    if replica.size == 1 or adapter is not None:
+        return
+    whole = [n for n, p in named.items() if p.requires_grad and not (p in inside and replica.knows(p))]
+    if whole:
+        raise ValueError(
+            f"{_few('parameter', whole)} are not part of what was sharded over the {replica.size} ranks of a replica: "
+            "their gradients would differ between them; put all into one module before recover.hsdp or "
+            "recover.threed, or freeze these with requires_grad_(False)"
+        )
+
+
+def _refuse_types(
+    model: torch.nn.Module, named: dict[str, torch.nn.Parameter], adapter: Gradients | None
+) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name or 'the model'} makes sparse gradients, and buckets are dense; use sparse=False"
+            )
+    alone = replica_of(model).size == 1 and adapter is None
+    stuck = [
+        n for n, p in named.items() if p.is_complex() and not (alone and not hasattr(p, "_local_tensor"))
+    ]
+    if stuck:
+        raise ValueError(
+            f"{_few('parameter', stuck)} are complex, which works in plain replicas of one rank only; hold real and "
+            "imaginary parts in a real parameter, and use torch.view_as_complex in forward"
+        )
+
+
+def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter], optimizer: Any) -> None:
+    mine, held = set(named.values()), set(_held(optimizer))
+    missing = [name for name, p in named.items() if p.requires_grad and p not in held]
+    foreign = [
+        f"{number} of group {index} (shape {tuple(p.shape)})"
+        for index, group in enumerate(optimizer.param_groups)
+        for number, p in enumerate(group["params"])
+        if p not in mine
+    ]
+    if foreign and any(is_marked(module) for module in model.modules()):
+        raise ValueError(
+            f"the optimizer holds {_few('parameter', foreign)} that the model does not have: it was made before "
+            "recover.hsdp or recover.threed, or over another model; make the optimizer after, of model.parameters()"
+        )
+    if foreign and mine.isdisjoint(held):
+        raise ValueError(
+            f"the optimizer holds none of the model's parameters, but {_few('parameter', foreign)} of another; make it "
+            "of model.parameters(), after the model is complete"
+        )
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {_few('parameter', foreign)} that the model does not have: their gradients would not "
+            "be summed over replicas; give Step a module that holds all, for instance a torch.nn.ModuleDict"
+        )
+    if missing:
+        raise ValueError(
+            f"{_few('parameter', missing)} of the model would be trained, and the optimizer does not hold them; add "
+            "them to it, or freeze them with requires_grad_(False)"
+        )
+
+
+class _Same:
+    """A parameter, compared by identity. Held, so that no other one can get its place in memory."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._parameter is other._parameter
+
+
+def _held(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _count(gradient: Any) -> int:
+    """Elements that are not zero."""
+    part = local_part(gradient)
+    return int((part.coalesce().values() if part.is_sparse else part).count_nonzero())
+
+
+def _few(noun: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return (
+        f"{noun} {shown}"
+        if len(names) == 1
+        else f"{len(names)} {noun}s ({shown}{', ...' * (len(names) > SHOWN)})"
+    )
