@@ -52,7 +52,6 @@ class GlooCarrier(DataCarrier):
         self._lines: list[socket.socket] = []
         self._lock = threading.Lock()
         self._freed = False
-        self._kept: list[object] = []  # gloo may still write to the tensors of an operation that was given up
 
     def offer(self) -> bytes:
         if self.index == 0:
@@ -141,26 +140,25 @@ class GlooCarrier(DataCarrier):
         if source is not out:
             out[...] = source
         tensor = torch.from_numpy(out)
-        self._call(lambda: self._group.allreduce([tensor]), tensor)
+        self._call(lambda: self._group.allreduce([tensor]))
 
     def broadcast(self, data: Array, root: int) -> None:
         tensor = torch.from_numpy(data)
-        self._call(lambda: self._group.broadcast(tensor, root), tensor)
+        self._call(lambda: self._group.broadcast(tensor, root))
 
     def all_gather(self, source: Array, out: Array) -> None:
         tensor, rows = torch.from_numpy(source), list(torch.from_numpy(out))
-        self._call(lambda: self._group.allgather([rows], [tensor]), (tensor, rows))
+        self._call(lambda: self._group.allgather([rows], [tensor]))
 
     def barrier(self) -> None:
-        self._call(lambda: self._group.barrier(), None)
+        self._call(lambda: self._group.barrier())
 
-    def _call(self, operation: Callable[[], Any], kept: object) -> None:
+    def _call(self, operation: Callable[[], Any]) -> None:
         if self._freed:
             raise CarrierError("the group was freed after a death")
         try:
             operation().wait()
         except RuntimeError as error:
-            self._kept.append(kept)
             self.free()
             raise CarrierError(f"gloo: {error}") from None
 

@@ -56,7 +56,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._abandoned: list[
+        self._failed: list[
             Work
         ] = []  # the library may still write to the buffers of an operation that failed
         self._last = Work.failed(RuntimeError("nothing was posted yet"))
@@ -71,6 +71,11 @@ class Worker:
         """Wait until everything that was posted has ended."""
         self._last.wait()
 
+    def take_failed(self) -> list[Work]:
+        """The works that have failed so far, to be kept until nothing can write to their buffers any more."""
+        failed, self._failed = self._failed, []
+        return failed
+
     @property
     def busy(self) -> bool:
         """Whether something that was posted has not ended."""
@@ -81,4 +86,5 @@ class Worker:
             work = self._queue.get()
             work.run()
             if work.error is not None:
-                self._abandoned.append(work)
+                self._failed.append(work)
+            del work  # while it waits for the next one, it must not keep the buffers of this one

@@ -7,11 +7,18 @@
 DDP reduces into the very memory in which gradients are accumulated, so a bucket is copied before it is reduced
 and, after a death, restored from the copy: at once ("blocking"), or beside the forward pass of the extra microbatch
 that follows ("non-blocking": on a side stream on a GPU, on a thread on a CPU). "auto" takes what the policy says.
+
+The step decides when DDP hands its buckets over: in the last microbatch of whatever this replica owes, which a death
+changes. So the model's own `no_sync()` does nothing here. What DDP does not hand over by itself (its forward ran
+without synchronisation, or not at all through DDP) is taken from `p.grad`.
 """
 
 # No postponed annotations here: DDP looks at the hook's own.
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,8 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recover.carriers.worker import Work, Worker
 from recover.launch.join import init
+from recover.policy import SlotSet
 from recover.step.buckets import Bucket
-from recover.step.gradients import Post
+from recover.step.gradients import NO_SLOTS, Post
+from recover.step.ledger import with_slots
 from recover.step.reduction import FastSum, Sum
 
 Restore = Literal["auto", "blocking", "non-blocking"]
@@ -36,13 +45,24 @@ class _DDPBucket:
 
     def write_gradients(self, flat: torch.Tensor) -> None:
         """DDP may keep `p.grad` apart from its buckets: bring it up to what `flat` says."""
-        at = 0
-        for parameter in self.parameters:
-            part = flat[at : at + parameter.numel()].view(parameter.shape)
+        for parameter, part in self._parts(flat):
             if parameter.grad is None:
                 parameter.grad = part.clone()
             elif parameter.grad.data_ptr() != part.data_ptr():
                 parameter.grad.copy_(part)
+
+    def read_gradients(self) -> None:
+        """The other way round: bring the bucket up to what `p.grad` says."""
+        for parameter, part in self._parts(self.bucket.local):
+            if parameter.grad is None:
+                part.zero_()
+            elif parameter.grad.data_ptr() != part.data_ptr():
+                part.copy_(parameter.grad)
+
+    def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        at = 0
+        for parameter in self.parameters:
+            yield parameter, flat[at : at + parameter.numel()].view(parameter.shape)
             at += parameter.numel()
 
 
@@ -67,8 +87,11 @@ class DDPGradients:
             parameter.register_post_accumulate_grad_hook(self._used.add)
         self._restore_mode = restore
         self._mine: list[_DDPBucket] = []
-        self._fresh = 0  # buckets that this backward has produced so far
+        self._fresh = 0  # buckets that this backward has handed over so far
         self._post: Post | None = None
+        self._held = self._after = (
+            NO_SLOTS  # what `p.grad` holds, and will when the microbatch under way is through
+        )
         self._rewinding: Work | torch.cuda.Event | None = None
         self._helper = Worker()
         self.rewinds = {"blocking": 0, "non-blocking": 0}
@@ -77,6 +100,7 @@ class DDPGradients:
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
         model.register_comm_hook(self, ddp_comm_hook)
+        model.no_sync = partial(_no_sync, [])  # type: ignore[method-assign]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -100,10 +124,12 @@ class DDPGradients:
     def clear(self) -> None:
         self.ready()
         self._used.clear()
+        self._post, self._held = None, NO_SLOTS
         self.release()
 
-    def expect(self, post: Post | None) -> None:
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
         self._post, self._fresh = post, 0
+        self._after = with_slots(self._held, slots)
         self._model.require_backward_grad_sync = post is not None  # what DDP's no_sync() sets
 
     def ready(self) -> None:
@@ -114,26 +140,37 @@ class DDPGradients:
         self._rewinding = None
 
     def collect(self) -> None:
+        self._held = self._after
+        if self._post is not None:
+            self._post_from(self._fresh, self._post)
         self._post = None
 
     def post_all(self, post: Post) -> None:
-        if not self._mine:
-            raise RuntimeError(
-                "this replica has no microbatch in its first step, so DDP's buckets are unknown; choose a global batch "
-                "of at least one microbatch per replica"
-            )
         self.ready()
-        for index, each in enumerate(self._mine):
-            post(index, each.bucket)
+        self._post_from(0, post)
 
-    def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-        """A bucket is full: DDP's hook hands it over."""
-        assert self._post is not None, "DDP synchronised outside of a step's last microbatch"
+    def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
+        """A bucket is full: DDP's hook hands it over. False if it is not due yet: it stays as it is."""
+        if self._post is None:
+            return False
         known = self._mine[index] if index < len(self._mine) else None
-        if known is None or known.bucket.local.data_ptr() != flat.data_ptr():  # DDP rebuilds its buckets once
-            del self._mine[index:]
-            self._mine.append(_DDPBucket(flat, parameters))
+        if known is None or known.bucket.local.data_ptr() != flat.data_ptr():
+            same = known is not None and [*map(id, known.parameters)] == [*map(id, parameters)]
+            self._mine[index : index + 1 if same else None] = [_DDPBucket(flat, parameters)]
+        self._fresh = index + 1
+        self._mine[index].bucket.held = self._after
         self._post(index, self._mine[index].bucket)
+        return True
+
+    def _post_from(self, first: int, post: Post) -> None:
+        """Post what DDP has not handed over by itself, from `p.grad`, which holds all that this replica has summed."""
+        if sum(len(each.parameters) for each in self._mine) < len(self.parameters):
+            unknown = self._model.reducer._get_zeros_like_grad_buckets()[len(self._mine) :]
+            self._mine += [_DDPBucket(each.buffer(), each.parameters()) for each in unknown]
+        for index, each in list(enumerate(self._mine))[first:]:
+            each.read_gradients()
+            each.bucket.held = self._held
+            post(index, each.bucket)
 
     def rewind(self, overlapped: bool) -> None:
         self.ready()
@@ -165,16 +202,32 @@ class DDPGradients:
 
     def _rewind(self) -> None:
         for each in self._mine:
-            each.bucket.rewind()
-            each.write_gradients(each.bucket.local)
+            if each.bucket.posted is not None:  # otherwise it was never touched, and `p.grad` is right
+                each.bucket.rewind()
+                each.write_gradients(each.bucket.local)
+
+
+@contextmanager
+def _no_sync(said: list[bool]) -> Iterator[None]:
+    """What the model's own no_sync() is replaced by: a death changes which microbatch is the last."""
+    if not said:
+        said.append(True)
+        warnings.warn(
+            "no_sync() does nothing under recover.Step, which lets DDP synchronise in the last microbatch that this "
+            "replica owes to the step; it can be left out",
+            stacklevel=3,
+        )
+    yield
 
 
 def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the reduction runs on the communication thread, and never fails inside backward."""
     flat = bucket.buffer()
-    state.take(bucket.index(), flat, bucket.parameters())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None
     )
+    if not state.take(bucket.index(), flat, bucket.parameters()):
+        future.set_result(flat)
+        return future
     init().worker.post(lambda: future.set_result(flat))  # after the reduction: the thread keeps the order
     return future

@@ -17,6 +17,7 @@ import numpy as np
 from recover.world.watchdog import Sign
 
 PID, STARTED, JOINED, ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(10)
+ENDED = -1  # in the column of steps: the script has ended
 _COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
 
 
@@ -94,6 +95,14 @@ class Board:
     def in_step(self, rank: int, step: int) -> None:
         """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
         self._table[rank, STEP] = step
+
+    def step(self, rank: int) -> int:
+        """The step that a rank is inside of, 0, or ENDED."""
+        return int(self._table[rank, STEP])
+
+    def on_its_way(self, rank: int, agreement: int) -> bool:
+        """Whether a rank of this host lives and has neither ended nor gone beyond this agreement."""
+        return self.step(rank) != ENDED and self.entered(rank) <= agreement and bool(self.pid(rank))
 
     def beat(self, rank: int) -> None:
         """This process runs: its watcher does."""

@@ -10,24 +10,29 @@ from __future__ import annotations
 import torch
 
 from recover.carriers.worker import Work
+from recover.policy import SlotSet
 from recover.world.cross import CrossGroup
 
 
 class Bucket:
-    """One flat piece of the gradient, and the ledger entry that says under which epoch it was reduced."""
+    """One flat piece of the gradient, and its ledger: the slots in it, what it was reduced with, and when."""
 
     def __init__(self, local: torch.Tensor, in_place: bool = False, copies: int = 1) -> None:
         self.local = local
         self.copies = copies  # ranks of the replica that hold the same bucket
         self.result = local if in_place else torch.empty_like(local)
         self.snapshot: torch.Tensor | None = None
+        self.held = SlotSet()  # the slots of this step that are in the local sum
+        self.posted: SlotSet | None = (
+            None  # those that were when it was handed over; None: not in this attempt
+        )
         self._in_place = in_place
         self._work: Work | None = None
         self._epoch: int | None = None
 
     def post(self, cross: CrossGroup, epoch: int, contribute: bool) -> Work:
         """Hand the bucket to the communication thread. A spare takes part and contributes zeros."""
-        self._epoch = epoch
+        self._epoch, self.posted = epoch, self.held
         if self._in_place:
             if self.snapshot is None:
                 self.snapshot = torch.empty_like(self.local)
@@ -56,5 +61,6 @@ class Bucket:
     def forget(self) -> None:
         """A new step, or a new attempt: whatever was reduced before does not count."""
         if self._work is not None and not self._work.ok and not self._in_place:
-            self.result = torch.empty_like(self.local)  # the library may still write to a result it gave up
-        self._epoch, self._work = None, None
+            # The library may still write to a result it gave up. The world keeps it for as long as that may happen.
+            self.result = torch.empty_like(self.local)
+        self._epoch, self._work, self.posted = None, None, None

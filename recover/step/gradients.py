@@ -14,13 +14,16 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from recover.policy import SlotSet
 from recover.step.buckets import Bucket
 from recover.step.inside import PLAIN, Partners, Replica, Sharing
+from recover.step.ledger import with_slots
 from recover.step.parts import as_gradient, as_real, local_part, own_gradient
 from recover.step.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
 MEGABYTE = 1 << 20
+NO_SLOTS = SlotSet()
 
 
 class Gradients(Protocol):
@@ -44,13 +47,16 @@ class Gradients(Protocol):
         """Whether all that is in the local sums could be summed as promised."""
 
     def begin(self) -> None:
-        """A new step: the local sums are empty."""
+        """A new step: the local sums are empty, whatever an earlier one that was left early had begun."""
 
     def clear(self) -> None:
         """Give up what this replica has summed in this step."""
 
-    def expect(self, post: Post | None) -> None:
-        """A microbatch is about to run; if `post` is given it is the last one, and full buckets are posted."""
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
+        """A microbatch (or a round) is about to run: `slots` is what the buckets hold more of when it is through.
+
+        If `post` is given it is the last one, and full buckets are posted.
+        """
 
     def ready(self) -> None:
         """Its backward is about to run: a rewind that was left running beside the forward pass must have ended."""
@@ -97,6 +103,7 @@ class OwnedGradients:
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._hooks: list[RemovableHandle] = []
         self._used: set[torch.nn.Parameter] = set()
+        self._after = NO_SLOTS  # what a bucket holds that the microbatch under way has filled
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
         self.lay_out(parameters)
         self._touched: set[torch.nn.Parameter] = set()
@@ -162,12 +169,16 @@ class OwnedGradients:
 
     def clear(self) -> None:
         self.in_range = True
+        self._open, self._post = False, None
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
         self._used.clear()
         self._emptied.clear()
+        for bucket in self.buckets:
+            bucket.held = NO_SLOTS
 
-    def expect(self, post: Post | None) -> None:
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
         self._open, self._post, self._next = True, post, 0
+        self._after = with_slots(self.buckets[0].held, slots)
         self._seen.clear()
         self._waiting = [0] * len(self.buckets)
         for index in [*(index for index, _ in self._places.values()), *self._trays]:
@@ -188,6 +199,8 @@ class OwnedGradients:
         self._empty_trays()
         if self._post is not None:  # buckets with parameters that this microbatch did not use
             self._post_up_to(len(self.buckets))
+        for bucket in self.buckets:
+            bucket.held = self._after
         self._open, self._post = False, None
 
     def post_all(self, post: Post) -> None:
@@ -250,6 +263,8 @@ class OwnedGradients:
             elif index not in self._emptied:
                 self.buckets[index].local.zero_()
                 self._emptied.add(index)
+            if self._open:  # of the microbatch under way, this bucket has all that it will get
+                self.buckets[index].held = self._after
             self._post(index, self.buckets[index])
 
     def _fill_up(self, index: int) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from recover.policy import Layout, get_policy
+from recover.policy import Layout, SlotSet, get_policy
 from recover.step import poison
 from recover.step.belonging import Belonging
 from recover.step.damage import damages
@@ -124,6 +124,8 @@ class Step:
         self._paces = Stragglers()
         self._handed_out = 0.0  # when the microbatch under way was
         self._by_rounds = False
+        self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
+        self._torn = False  # agreed on, and not wholly applied
         self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
@@ -223,48 +225,84 @@ class Step:
     def _shares(
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
     ) -> Iterator[list[T]]:
-        """One step, which the others wait for."""
-        with self._world.step(self.index + 1):
-            yield from self._attempts(stream, cut, overlap)
+        """One step, which the others wait for. Only the newest iterator goes on; an older one was left."""
+        if self._attempt is not None:
+            self._attempt.close()
+        attempt = self._attempt = self._attempts(stream, cut, overlap)
+        try:
+            for batches in attempt:
+                yield batches
+                if self._attempt is not attempt:
+                    raise RuntimeError(
+                        f"step {self.index + 1} was begun anew since this microbatch was handed out; go on with the "
+                        "iterator that step.microbatches (or step.rounds) returned last"
+                    )
+        finally:
+            attempt.close()
 
     def _attempts(
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
-    ) -> Iterator[list[T]]:
+    ) -> Generator[list[T], None, None]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
         transaction, number = self._transaction, self.index + 1
+        if self._torn:
+            raise RuntimeError(
+                f"step {number} was agreed on, but an exception kept this replica from taking it: its parameters may "
+                "be half updated; let that exception end the rank, and the others go on without it"
+            )
         self._by_rounds = not overlap
         self._world.probe.step = number
         self._look_at_parameters(number)
-        transaction.begin(number, self._fingerprint(number))
         place = "forward"
-        try:
-            while True:
-                started = time.perf_counter()
-                pieces = cut(list(transaction.share.run))
-                for piece in pieces:
-                    yield self._hand_out(stream, piece, place, post=overlap and piece is pieces[-1])
-                    if self._pending:
-                        raise RuntimeError(
-                            "the microbatch was not followed by step.backward(loss); call it for each one"
-                        )
-                if not (pieces and overlap):
-                    self._gradients.post_all(transaction.post)
-                committed = transaction.vote()
-                if transaction.incidents:
-                    transaction.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
-                if committed or transaction.recover():
-                    break
-                if not transaction.share.kept:
-                    self._samples.put_back()  # what this replica had run does not enter the step
-                place = "extra"
-        except GeneratorExit:
-            self._pending, self._suspects = [], []
-            self._gradients.clear()
-            warnings.warn(
-                f"step {number} was left before it was complete: nothing was committed", stacklevel=2
-            )
-            raise
-        self._commit(number)
+        with self._world.step(number):
+            try:
+                transaction.begin(number, self._fingerprint(number))
+                while True:
+                    started = time.perf_counter()
+                    pieces = cut(list(transaction.share.run))
+                    for piece in pieces:
+                        yield self._hand_out(stream, piece, place, post=overlap and piece is pieces[-1])
+                        if self._pending:
+                            raise RuntimeError(
+                                "the microbatch was not followed by step.backward(loss); call it for each one"
+                            )
+                    if not (pieces and overlap):
+                        self._gradients.post_all(transaction.post)
+                    committed = transaction.vote()
+                    if transaction.incidents:
+                        transaction.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
+                    if committed or transaction.recover():
+                        break
+                    if not transaction.share.kept:
+                        self._samples.put_back()  # what this replica had run does not enter the step
+                    place = "extra"
+            except GeneratorExit:
+                self._leave()
+                warnings.warn(
+                    f"step {number} was left before it was complete: nothing was committed", stacklevel=2
+                )
+                raise
+            except BaseException:
+                self._leave()
+                raise
+            self._torn = True
+            self._commit(number)
+            self._torn = False
+
+    def _leave(self) -> None:
+        """The step is given up here, by a `break` or an exception. Whoever waits for this replica's sums is freed.
+
+        The others come to the vote without a sum. When this replica comes there too, in its next step, all repair,
+        nobody is lost, and what they hold is reduced in a new epoch.
+        """
+        if not ending.is_rank():
+            return  # a forked child has its copy of the iterator
+        self._pending = []  # but if nobody catches the exception, the suspects are to blame for it
+        self._world.cross.break_off("a replica has left its step early")
+        self._world.cross.drain()
+        self._gradients.release()
+        self._samples.put_back()
+        self._transaction.leave()
 
     def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
         self._world.probe(place)
@@ -278,7 +316,8 @@ class Step:
             batches.append(stream[self._suspects[0][1]])
             self._pending += self._suspects
         self._suspects = self._pending
-        self._gradients.expect(self._transaction.post if post else None)
+        expected = SlotSet((slot, slot + 1) for slot in slots)
+        self._gradients.expect(self._transaction.post if post else None, expected)
         self._habits.handed_out()
         self._seed_random(number, slots[0])
         return batches

@@ -10,12 +10,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from recover.faults.locations import IN_FLIGHT
-from recover.policy import FailureEvent, Policy, RestoreMode
-from recover.step import poison, state_hash
+from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
+from recover.step import ledger, poison, state_hash
 from recover.step.buckets import Bucket
 from recover.step.gradients import Gradients
 from recover.step.incident import Incident
@@ -57,10 +58,18 @@ class Transaction:
         )  # from here on: replicas that used a parameter, by parameter
         self.totals = torch.zeros(0, dtype=torch.float64)
         self._own = torch.zeros(SAMPLES, dtype=torch.float64)
+        self._left: int | None = None  # the step that was given up here and is not begun again yet
         self.begin(0, 0)
+
+    def leave(self) -> None:
+        """This rank gives the step up, and will begin it again."""
+        self._left = self.index
 
     def begin(self, index: int, fingerprint: int) -> None:
         """Step number `index` begins, from parameters with this fingerprint."""
+        again, self._left = index == self._left, None
+        if not again:
+            self._since = self.world.epoch
         self.index, self.fingerprint = index, fingerprint
         self.incidents = []
         self._places = [(time.time(), "backward")]
@@ -75,6 +84,10 @@ class Transaction:
         self._fruitless = 0  # repairs in a row that found nobody dead
         self.layout = self.policy.layout(self.world.replicas, self.global_batch)
         self.share = self.layout.share(self.world.replica)
+        if again and self._since != self.world.epoch:
+            # The others hold what was dealt after a loss, not what the layout says: bring nothing, and be dealt to.
+            self.share = replace(self.share, run=SlotSet())
+        self._planned = self.layout.committed  # samples in the sum over all replicas
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
         self._computed: list[float] = []
@@ -127,6 +140,7 @@ class Transaction:
 
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
+        ledger.check_buckets(self.index, self.gradients.buckets, self.share.kept | self.share.run)
         self.world.board.come_to_vote(self.world.rank)
         contribution = self._scalars.local.zero_()
         if self.share.counts:
@@ -139,7 +153,9 @@ class Transaction:
             contribution[self._paces + self.world.replica] = sum(self._computed) / len(self._computed)
         self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
         self.world.cross.drain()
-        self._complete = self._is_complete()
+        reduced = self._is_reduced()
+        samples = int((self._scalars.result[SAMPLES : self._paces] > 0).sum()) if reduced else 0
+        self._complete = reduced and samples == self._planned
         self._in_range &= self.gradients.in_range
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
@@ -159,6 +175,8 @@ class Transaction:
         self._places.append((time.time(), "vote"))
         self.world.probe("vote")
         agreed = self.world.agree(word)
+        if agreed is not None and reduced:
+            ledger.check_samples(self.index, samples, self._planned)
         if agreed is None or not agreed & COMPLETE:
             return False
         if not agreed & SAME_STATE:
@@ -191,12 +209,7 @@ class Transaction:
         census, lost, evicted = self._repair()
         records = self._read(census)
         poison.check(self.index, self.world.grid)
-        self._fruitless = 0 if lost else self._fruitless + 1
-        if self._fruitless > FRUITLESS:
-            raise RuntimeError(
-                f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
-                "than a death keeps the reductions from ending well (the ranks' logs say what)"
-            )
+        self._count_fruitless(lost)
         if not all(record.in_range for record in records.values()):
             raise OutOfRangeError(self.gradients.sum.explain(self.index))
         if all(record.complete for record in records.values()):
@@ -208,7 +221,7 @@ class Transaction:
         decision = self.policy.respond(
             FailureEvent([record.holding for record in records.values()], self.global_batch)
         )
-        self.share = decision.share(self.world.replica)
+        self.share, self._planned = decision.share(self.world.replica), decision.committed
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
         self._scalars.forget()
         self._complete = self._tainted = False
@@ -248,21 +261,30 @@ class Transaction:
             self._complete = False
             census, lost, _ = self._repair()
             all_lost, seconds = all_lost + lost, seconds + census.seconds
+            self._count_fruitless(lost)
             self._scalars.forget()
 
+    def _count_fruitless(self, lost: tuple[int, ...]) -> None:
+        self._fruitless = 0 if lost else self._fruitless + 1
+        if self._fruitless > FRUITLESS:
+            raise RuntimeError(
+                f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
+                "than a death keeps the reductions from ending well (the ranks' logs say what)"
+            )
+
     def _repair(self) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
-        """Repair, and evict who has drifted away. The last census, all ranks lost, and the replicas evicted."""
+        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted."""
         census = self.world.repair(self._record().to_bytes())
         lost, evicted = census.lost, frozenset[int]()
-        while drifted := self._drifted(self._read(census)):
+        while strayed := self._ended(census) or self._drifted(self._read(census)):
             self._tainted = True
-            evicted |= drifted
-            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in drifted)
+            evicted |= strayed
+            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
             census = self.world.repair(self._record().to_bytes(), evict=ranks)
             lost += census.lost
         return census, lost, tuple(sorted(evicted))
 
-    def _is_complete(self) -> bool:
+    def _is_reduced(self) -> bool:
         buckets = [*self.gradients.buckets, self._scalars]
         return not self._tainted and all(bucket.reduced_under(self.world.epoch) for bucket in buckets)
 
@@ -284,6 +306,12 @@ class Transaction:
         if len(steps) > 1:
             raise AssertionError(f"survivors are in different steps: {sorted(steps)}")
         return records
+
+    def _ended(self, census: Census) -> frozenset[int]:
+        """The replicas whose script has ended while this one is inside a step: they send empty records."""
+        return frozenset(
+            self.world.grid.replica(rank) for rank, record in census.records.items() if not record
+        )
 
     def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
         """The replicas whose parameters differ from the majority's, in any shard."""

@@ -77,10 +77,10 @@ class CrossGroup:
         """Wait until all that was posted has ended, well or not: the communication thread is idle at the vote."""
         self._worker.drain()
 
-    def break_off(self) -> None:
-        """Free whoever is blocked: somebody has died. From any thread."""
+    def break_off(self, why: str = "a member of the world has died") -> None:
+        """Free whoever is blocked, here and at the peers. From any thread."""
         if self.error is None:
-            self.error = CarrierError("a member of the world has died")
+            self.error = CarrierError(why)
         self._carrier.free()
 
     def _post(self, task: Callable[[], None]) -> Work:

@@ -40,6 +40,7 @@ class Phase(IntEnum):
     CENSUS = 0b1001
     CARRIER = 0b0110
     CLOSING = 0b1010
+    END = 0b1100
 
 
 C = TypeVar("C", bound=Carrier)
@@ -87,14 +88,17 @@ class Membership(Generic[C]):
         self._report = report
         self._round = 0  # counts agreed bitmaps, so it is the same everywhere; tells old messages from new
 
-    def agree(self, word: int) -> int | None:
-        """The AND of the members' words, or None if somebody has died: then everyone must call `repair`."""
+    def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
+        """The AND of the members' words, or None if somebody has died: then everyone must call `repair`.
+
+        None as well if some vote while others are at the end of their scripts.
+        """
         if not 0 <= word < 1 << WORD_BITS:
             raise ValueError(
                 f"an agreement carries {WORD_BITS} bits; {word} does not fit: agree in several calls"
             )
         self._forget_late_notices()
-        return self._agree(Phase.VOTE, word)
+        return self._agree(phase, word)
 
     def _agree(self, phase: Phase, word: int) -> int | None:
         """One agreement on `word`; None if it failed, or if not everyone counted in was in this phase."""

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from recover.carriers import DataCarrier, choose
-from recover.carriers.worker import Worker
+from recover.carriers.worker import Work, Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.faults.fault import parse_faults
 from recover.faults.probe import Probe
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.liveness.board import Board
+from recover.liveness.board import ENDED, Board
 from recover.world import ending
 from recover.world.cross import CrossGroup
-from recover.world.membership import Census, ExcludedError, Membership
+from recover.world.membership import Census, ExcludedError, Membership, Phase
 from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
 
@@ -42,6 +42,10 @@ class World:
             fabric, grid, choose(job.carrier, fabric, grid, self.worker), self.probe, ending.log
         )
         self._cross: CrossGroup | None = None
+        # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
+        # and what was in transit then has come in once all have been through the next agreement.
+        self._given_up: list[Work] = []
+        self._stepped = 0  # the last step that this rank went through to its end
         self._waiting = 0  # how many calls deep this rank is in a wait for others
         self._hangs = HangWatchdog(job.hang_limit)
         self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
@@ -70,7 +74,7 @@ class World:
         assert self._cross is not None
         return self._cross
 
-    def agree(self, word: int = 1) -> int | None:
+    def agree(self, word: int = 1, phase: Phase = Phase.VOTE) -> int | None:
         """The bitwise AND of everyone's word, the same on all survivors: the only commit point there is.
 
         None if somebody died: then every survivor gets None, and must call `repair`.
@@ -78,9 +82,11 @@ class World:
         with self._waits_here():
             self.cross.drain()
             with self._fabric.lock:
-                agreed = self._membership.agree(word)
+                agreed = self._membership.agree(word, phase)
         if agreed is None and self.noticed_at is None:
             self.noticed_at = time.time()
+        if agreed is not None:
+            self._given_up.clear()
         return agreed
 
     def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset()) -> Census:
@@ -100,6 +106,7 @@ class World:
                 ending.die(how, str(excluded))
             assert self._membership.carrier is not None
             self._cross = CrossGroup(self._membership.carrier, self.worker)
+        self._given_up += self.worker.take_failed()
         self.board.touch(self.rank)
         self.last_census = census
         self.noticed_at = None
@@ -112,6 +119,7 @@ class World:
         self.board.in_step(self.rank, number)
         try:
             yield
+            self._stepped = number
             if (
                 self.epoch == epoch
             ):  # one that somebody was lost in, or waited for in vain, says nothing of the next
@@ -147,7 +155,24 @@ class World:
 
     def _close(self) -> None:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
-        while self.agree(1) is None:
-            self.repair()
+        while self._end() is None:
+            census = self.repair()
+            if inside := sorted(rank for rank, record in census.records.items() if record):
+                raise RuntimeError(
+                    f"the script has ended on rank {self.rank} after step {self._stepped}, and rank(s) "
+                    f"{', '.join(map(str, inside))} are inside a step that waits for it; let all replicas take the "
+                    "same steps (`step.stop_agreed` and what else a committed step tells is the same on all)"
+                )
         with self._waits_here():  # one that hangs here is fenced, or it would be left behind
             self._fabric.linger(LINGER + self._hangs.silent_limit)
+
+    def _end(self) -> int | None:
+        """One closing agreement. Who waits for this rank inside a step is freed, and comes to it by way of its vote."""
+        with self._waits_here():
+            self.board.in_step(self.rank, ENDED)
+            peers, mine = set(self.members) - {self.rank}, self.board.entered(self.rank)
+            while late := [rank for rank in peers if self.board.on_its_way(rank, mine)]:
+                if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
+                    self.cross.break_off("the script has ended on a replica")
+                time.sleep(0.002)
+        return self.agree(1, Phase.END)
