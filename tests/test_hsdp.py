@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_llama import CONFIG, reference, reference_gradients
+from toy_llama import CONFIG, Tokens, real, reference, reference_gradients
 from worlds import Outcome, run_world
 
 from recover.models import Llama
@@ -88,16 +88,27 @@ def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_one_process_before_and_after_a_death(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 3, ["2:1.0:in-reduce"], gradients=True, steps=3)
+    """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor."""
+    outcome = train(tmp_path, 3, ["2:1.0:in-reduce"], gradients=True, padded=True, steps=3)
     assert outcome.survivors == [0, 1, 4, 5], outcome.output
     check_memory(outcome)
     for step in (1, 2, 3):
-        expected = reference_gradients(step, batch=6)
+        expected = reference_gradients(step, batch=6, padded=True)
+        told = {
+            (c["weight"], c["loss"], c["norm"]) for r in outcome.survivors for c in commits(outcome, r, step)
+        }
+        assert len(told) == 1, told  # safe to branch on
+        tokens = sum(real(Tokens(padded=True)[sample][1]) for sample in range(6 * step - 6, 6 * step))
+        assert told.pop()[0] == tokens / 2  # the mean over the two ranks of a replica
         for rank in outcome.survivors:
             gradients = torch.load(tmp_path / "run" / f"gradients-{rank}-{step}.pt")
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6)
+
+
+def commits(outcome: Outcome, rank: int, step: int) -> list[dict[str, Any]]:
+    return [entry for entry in outcome.notes(rank, "commit") if entry["step"] == step]
 
 
 def test_a_slow_mate_and_a_slow_repair_throw_nobody_out(tmp_path: Path) -> None:

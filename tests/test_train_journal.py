@@ -174,24 +174,32 @@ def test_the_data_digest_is_that_of_the_sorted_indices() -> None:
     assert data_digest([3, 1, 2]) == data_digest([1, 2, 3]) != data_digest([1, 2, 4])
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 5])
-def test_partitions_are_cut_anew_behind_all_samples_that_were_used(replicas: int) -> None:
-    """Four replicas of which one is slower and one dies; then another number of them goes on."""
+@pytest.mark.parametrize("numbers", [(1,), (3,), (5, 5, 2), (4, 7), (2, 3, 4, 1)])
+def test_partitions_are_cut_anew_out_of_all_samples_that_nobody_has_used(numbers: tuple[int, ...]) -> None:
+    """Runs in which one replica is slower and one dies; each goes on from the one before on another number of them."""
     used: list[int] = []
-    partitions = [PartitionedSamples(replica, 4) for replica in range(4)]
-    for step, alive in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]), start=1):
-        drawn = [partitions[r].index(step, slot) for r in alive for slot in range(1 if r == 2 else 3)]
-        used += drawn
-        for replica in alive:
-            partitions[replica].committed(drawn, contributed=True)
-    states = [partitions[replica].state_dict() for replica in (0, 2, 3)]
-    assert states == [states[0]] * 3  # any of them may save
-    again = [PartitionedSamples(replica, replicas) for replica in range(replicas)]
-    for partition in again:
-        partition.load_state_dict(states[0])
-        used += [partition.index(4, slot) for slot in range(7)]
+    state: dict[str, Any] = {}
+    for replicas in (4, *numbers):
+        partitions = [PartitionedSamples(replica, replicas) for replica in range(replicas)]
+        for partition in partitions:
+            if state:
+                partition.load_state_dict(state)
+        dead = replicas - 1 if replicas > 1 else None
+        for step in range(1, 5):
+            alive = [r for r in range(replicas) if step < 3 or r != dead]
+            drawn = [partitions[r].index(step, slot) for r in alive for slot in range(1 if r == 2 else 3)]
+            used += drawn
+            for replica in alive:
+                partitions[replica].committed(drawn, contributed=True)
+        states = [partitions[replica].state_dict() for replica in alive]
+        assert states == [states[0]] * len(alive)  # any of them may save
+        state = json.loads(json.dumps(states[0]))
     assert len(used) == len(set(used))
-    assert again[0].state_dict() == states[0]  # nothing new has been committed
+    alone = PartitionedSamples(0, 1)
+    alone.load_state_dict(state)
+    used += [alone.index(1, slot) for slot in range(200)]
+    assert len(used) == len(set(used)), "a sample was used twice"
+    assert sorted(used) == list(range(len(used))), "a sample was left out"
 
 
 def test_a_spare_draws_again_what_was_not_used() -> None:

@@ -10,11 +10,23 @@ CONFIG = LlamaConfig(vocab=61, dim=32, layers=2, heads=4, kv_heads=2, hidden=80,
 
 
 class Tokens:
-    """Sample i: four sequences."""
+    """Sample i: four sequences. Where they are padded, each has another number of targets that count."""
+
+    def __init__(self, padded: bool = False) -> None:
+        self._padded = padded
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, CONFIG.vocab, (4, 17), generator=torch.Generator().manual_seed(index))
-        return tokens[:, :-1], tokens[:, 1:]
+        targets = tokens[:, 1:].clone()
+        if self._padded:
+            for row in range(4):
+                targets[row, 1 + (7 * index + 4 * row) % 15 :] = -100
+        return tokens[:, :-1], targets
+
+
+def real(targets: torch.Tensor) -> int:
+    """How many targets count."""
+    return int((targets != -100).sum())
 
 
 def reference(steps: int, batch: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -36,10 +48,12 @@ def reference(steps: int, batch: int) -> tuple[list[float], list[float], dict[st
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def reference_gradients(step: int, batch: int) -> dict[str, torch.Tensor]:
-    """The mean gradients of one process over a step's samples, at the first parameters."""
+def reference_gradients(step: int, batch: int, padded: bool = False) -> dict[str, torch.Tensor]:
+    """The mean gradients of one process over a step's samples (over their tokens), at the first parameters."""
     torch.manual_seed(3)
-    model, stream = Llama(CONFIG), Tokens()
-    for slot in range(batch):
-        (model(*stream[(step - 1) * batch + slot]) / batch).backward()
+    model, stream = Llama(CONFIG), Tokens(padded)
+    samples = [stream[(step - 1) * batch + slot] for slot in range(batch)]
+    total = sum(real(targets) for _, targets in samples)
+    for tokens, targets in samples:
+        (model(tokens, targets) * real(targets) / total).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

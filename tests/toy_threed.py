@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from toy_llama import CONFIG, Tokens
+from toy_llama import CONFIG, Tokens, real
 
 from recover.models import Llama, LlamaConfig
 
@@ -18,6 +18,7 @@ def config_of(section: dict[str, Any]) -> LlamaConfig:
         layers=2 * CONFIG.layers if interleaved else CONFIG.layers,
         tied=section.get("tied", False),
         experts=section.get("experts", 0),
+        dropout=section.get("dropout", 0.0),
     )
 
 
@@ -32,24 +33,33 @@ class Expected:
 
     loss: float
     norm: float
+    weight: float
     gradients: dict[str, torch.Tensor]  # as the optimizer gets them
 
 
-def reference(section: dict[str, Any], clip: float | None = 1.0) -> tuple[dict[int, Expected], Llama]:
+def reference(section: dict[str, Any]) -> tuple[dict[int, Expected], Llama]:
     """Every step of a section, by its number, and the model after the last."""
     torch.manual_seed(3)
-    model = Llama(config_of(section))
-    optimizer, stream, batch = make_optimizer(model), Tokens(), section["batch"]
+    model, padded = Llama(config_of(section)), section.get("padded", False)
+    optimizer, stream, batch = make_optimizer(model), Tokens(padded), section["batch"]
     steps = {}
     for done in range(section.get("from", 0), section.get("from", 0) + section["steps"]):
         optimizer.zero_grad()
+        samples = [stream[done * batch + slot] for slot in range(batch)]
+        weights = [weight_of(targets, padded) for _, targets in samples]
         total = 0.0
-        for slot in range(batch):
-            loss = model(*stream[done * batch + slot]) / batch
+        for (tokens, targets), weight in zip(samples, weights, strict=True):
+            loss = model(tokens, targets) * weight / sum(weights)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item()
+        clip = section.get("clip", 1.0) or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        steps[done + 1] = Expected(total, norm, gradients)
+        steps[done + 1] = Expected(total, norm, sum(weights), gradients)
         optimizer.step()
     return steps, model
+
+
+def weight_of(targets: torch.Tensor, padded: bool) -> float:
+    """How often a microbatch counts: where it is padded, as often as it has targets."""
+    return float(real(targets)) if padded else 1.0

@@ -101,6 +101,9 @@ class DDPGradients:
         model.reducer._rebuild_buckets()
         model.register_comm_hook(self, ddp_comm_hook)
         model.no_sync = partial(_no_sync, [])  # type: ignore[method-assign]
+        model.broadcast_buffers = (
+            False  # nobody to broadcast to; the step keeps buffers equal between replicas
+        )
 
     @property
     def buckets(self) -> list[Bucket]:

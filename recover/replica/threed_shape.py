@@ -99,10 +99,10 @@ class Shape:
                 f"the model has {model.experts} experts, which cannot be shared among ep={self.ep} ranks; "
                 "choose an ep that divides them, 1 for a model without"
             )
-        if model.dropout:
+        if model.dropout and self.tp > 1:
             raise ValueError(
-                f"dropout={model.dropout} is not supported in a pipeline: its draws would depend on the grid and on "
-                "who computes a microbatch; set it to 0"
+                f"dropout={model.dropout} is not supported with tp={self.tp}: tensor-parallel ranks draw each for "
+                "themselves, which is wrong wherever they hold the same values; set it to 0, or use pp or ep"
             )
 
     def check_rows(self, rows: int) -> None:

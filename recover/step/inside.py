@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class Replica(Protocol):
     """The inside of a replica."""
 
     size: int
+    mates_hold_all_buffers: bool = (
+        True  # each rank computes rows with the whole model, not rows with a part of it
+    )
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small float64 tensor over the replica's ranks, the same on all of them.
@@ -47,6 +51,14 @@ class Replica(Protocol):
     def knows(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the replica's ranks sum the gradient of this parameter as they should."""
         return True
+
+    def seed_with(self, seed: Callable[[int, int], None]) -> None:
+        """How to start the draws of a microbatch of a round, by its number, in one of this rank's stages."""
+        return
+
+    def weights_of_round(self) -> list[float] | None:
+        """Those with which the backward passes of the last round have run, told once; None if they run in the step."""
+        return None
 
     def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
         """Who else in the replica holds this parameter."""

@@ -42,8 +42,11 @@ class Sum(Protocol):
     def loss(self, value: float) -> float:
         """A loss as it is summed."""
 
+    def change(self, values: torch.Tensor) -> torch.Tensor:
+        """Changes of buffers, in float64, as they are summed: in the unit of losses."""
+
     def covers(self, loss: float) -> bool:
-        """Whether such a loss can be summed as promised."""
+        """Whether such a loss (or change) can be summed as promised."""
 
     loss_unit: float
 
@@ -70,6 +73,9 @@ class FastSum:
 
     def loss(self, value: float) -> float:
         return value
+
+    def change(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def covers(self, loss: float) -> bool:
         return True
@@ -115,12 +121,16 @@ class ReproducibleSum:
         scaled = value / self.loss_unit
         return float(round(scaled)) if math.isfinite(scaled) else scaled
 
+    def change(self, values: torch.Tensor) -> torch.Tensor:
+        return (values / self.loss_unit).round_()
+
     def covers(self, loss: float) -> bool:
         return abs(loss) < 2.0**53 / self._global_batch  # False for NaN
 
     def explain(self, step: int) -> str:
         return (
-            f"step {step}: the gradient or the loss of a microbatch is not finite, or too large to be summed exactly "
+            f"step {step}: the gradient or the loss of a microbatch, or what it changed in a buffer, is not finite, or "
+            "too large to be summed exactly "
             f"over {self._global_batch} microbatches (a gradient must stay within +-{self.bound:g}); "
             "lower the learning rate, look at the data, or set reduction=fast"
         )

@@ -2,68 +2,101 @@
 
 `exact`        slot i of step t is sample (t-1)*B + i of the stream, whoever computes it.
 `partitioned`  (the paper) a replica draws from a partition of its own, and a dead replica's partition drops out.
+
+Where a run stands is the same on all replicas, and does not depend on B or on their number: another run can go on from
+it with others, and uses each sample that is left once.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, Literal
 
 SampleMode = Literal["exact", "partitioned"]
 
 
 class ExactSamples:
+    mode = "exact"
+
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
+        self._next = 0  # the first sample of the step under way
 
     def index(self, step: int, slot: int) -> int:
-        return (step - 1) * self._global_batch + slot
+        return self._next + slot
 
     def committed(self, samples: list[int], contributed: bool) -> None:
-        pass
+        self._next += self._global_batch
 
     def put_back(self) -> None:
         pass  # a slot is its sample, whoever runs it
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"next": self._next}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        self._next = state["next"]
 
 
 class PartitionedSamples:
-    """Replica r of W owns samples r, r + W, r + 2W, ... and draws them one after the other.
+    """Replica r of W owns samples r, r + W, r + 2W, ... of those that are left, and draws them one after the other.
 
-    The state is the same on all replicas, so that a run can go on with another number of them: partitions are cut anew
-    behind the last sample that any replica has contributed.
+    Partitions need not advance alike: one of W may draw more in each step, and that of a dead replica stands still.
+    Resumed with as many replicas, each goes on with its own. With another number, new partitions are cut out of all
+    samples that nobody has used: `_levels` holds how far each partition of each earlier cut had come.
     """
+
+    mode = "partitioned"
 
     def __init__(self, replica: int, replicas: int) -> None:
         self._replica, self._replicas = replica, replicas
-        self._start = 0
-        self._drawn = self._mark = 0
-        self._behind = 0  # all contributed samples lie below
+        self._levels: list[list[int]] = []
+        self._used = [0] * replicas  # of each partition, in committed steps
+        self._drawn = 0  # of this one, in the step under way
 
     def index(self, step: int, slot: int) -> int:
+        place = self._replica + (self._used[self._replica] + self._drawn) * self._replicas
         self._drawn += 1
-        return self._start + self._replica + (self._drawn - 1) * self._replicas
+        for used in reversed(self._levels):
+            place = _left(used, place)
+        return place
 
     def committed(self, samples: list[int], contributed: bool) -> None:
-        self._behind = max([self._behind, *(sample + 1 for sample in samples)])
-        if not contributed:
-            self.put_back()
-        self._mark = self._drawn
+        for place in samples:
+            for used in self._levels:
+                place = _left_below(used, place)
+            self._used[place % self._replicas] += 1
+        self._drawn = 0
 
     def put_back(self) -> None:
-        """What this replica drew in this step was not used: a spare draws it again."""
-        self._drawn = self._mark
+        """What this replica drew in this step was not used: it draws it again."""
+        self._drawn = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"start": self._behind}
+        return {"used": [*self._levels, list(self._used)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start = self._behind = state["start"]
-        self._drawn = self._mark = 0
+        *self._levels, last = (list(used) for used in state["used"])
+        if len(last) != self._replicas:
+            self._levels.append(last)
+            last = [0] * self._replicas
+        self._used, self._drawn = last, 0
+
+
+def _left(used: list[int], number: int) -> int:
+    """The sample that is left as number `number` (from 0) when so many of each partition are used."""
+    ahead = max(used) * len(used)  # from here on, none is used
+    if number >= ahead - sum(used):
+        return number + sum(used)
+    return bisect_right(range(ahead), number, key=lambda sample: _left_below(used, sample + 1))
+
+
+def _left_below(used: list[int], sample: int) -> int:
+    """How many samples are left below this one."""
+    if sample >= max(used) * len(used):
+        return sample - sum(used)
+    owned = (max(0, -(-(sample - replica) // len(used))) for replica in range(len(used)))
+    return sum(max(0, there - gone) for there, gone in zip(owned, used, strict=True))
 
 
 def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:

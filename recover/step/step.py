@@ -9,10 +9,9 @@ while step.index < 1000:
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,12 +24,16 @@ from recover.step.gradients import Gradients, OwnedGradients
 from recover.step.habits import Habits
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
+from recover.step.moving import MovingBuffers
 from recover.step.parts import as_real, local_part
+from recover.step.position import check_position
+from recover.step.randomness import Randomness
 from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint
 from recover.step.stragglers import Stragglers
 from recover.step.transaction import LOSS, WEIGHT, Transaction
+from recover.step.weights import weighted, weights_of
 from recover.world import ending
 from recover.world.world import World
 
@@ -56,10 +59,13 @@ class Step:
     samples:       `exact` (default) or `partitioned`
     clip:          limit of the global gradient norm
     scheduler:     a learning-rate scheduler, advanced once per committed step
-    seed:          random draws in a microbatch follow from (seed, step, slot), not from who computes it
+    seed:          random draws in a microbatch follow from (seed, step, slot), not from which replica computes it;
+                   draws outside of the loop over microbatches are the user's own, and go on as if there were no step
     reduction:     `fast`, or `reproducible`: bits that do not depend on who computed what, or on how many replicas
     bucket_mb:     size of a gradient bucket
     gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
+    buffers:       names of buffers that forward changes, beside those of BatchNorm and its kin: after a step they are
+                   what they were before it plus the mean of what its microbatches did to them
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Step:
         reduction: Reduction = "fast",
         bucket_mb: float = BUCKET_MB,
         gradients: Gradients | None = None,
+        buffers: Iterable[str] = (),
     ) -> None:
         if global_batch < 1:
             raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
@@ -103,7 +110,9 @@ class Step:
             0.0  # the sum of weights of the last committed step: its number of microbatches, by default
         )
         self._world, self._model, self._optimizer = world, model, optimizer
-        self._clip, self._scheduler, self._seed = clip, scheduler, seed
+        self._clip, self._scheduler = clip, scheduler
+        self._randomness = Randomness(seed, world.shard)
+        replica_of(model).seed_with(self.seed_microbatch)
         self._exact_sum = reduction == "reproducible"
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
         if gradients is not None and reduction != "fast":
@@ -118,8 +127,14 @@ class Step:
             self._belonging.name,
         )
         self._habits = Habits(model, optimizer)
+        self._moving = MovingBuffers(model, buffers, self._gradients.sum, replica_of(model))
         self._transaction = Transaction(
-            world, self._gradients, get_policy(policy, world.grid.replicas), global_batch, replica_of(model)
+            world,
+            self._gradients,
+            get_policy(policy, world.grid.replicas),
+            global_batch,
+            replica_of(model),
+            self._moving,
         )
         self._paces = Stragglers()
         self._handed_out = 0.0  # when the microbatch under way was
@@ -140,50 +155,60 @@ class Step:
 
     def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
         """The same, as whole rounds: all that is owed at once, for a pipeline. Call `backward` after each."""
+        if self._moving.size:
+            raise ValueError(
+                "forward changes buffers of this model (those of BatchNorm, or named by buffers=), and inside a round "
+                "the change of one microbatch cannot be told from that of the next; use step.microbatches"
+            )
         # A round has several backward passes: its buckets are full only after the last of them.
         yield from self._shares(stream, lambda slots: [slots] if slots else [], overlap=False)
 
-    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | Sequence[float] | None = None) -> None:
         """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times in the mean.
 
-        After a round, `loss` is the sum over its microbatches, or a tensor with one value for each. A loss without
-        a graph is only recorded: a pipeline has run its backward passes already.
+        The gradient of a step is sum(weight * gradient) / sum(weight), over all microbatches, and in a sharded
+        replica over all of its ranks: give the mean over your own tokens with their number, and the step has the mean
+        over all tokens. After a round, `loss` is the sum over its microbatches, or a tensor with one value for each,
+        and `weight` may be a list. A loss without a graph is only recorded: a pipeline has run its backward passes
+        already, with these weights.
         """
         if not self._pending:
             raise RuntimeError(
                 "step.backward was called without a microbatch; call it once for each one handed out"
             )
-        if loss.numel() not in (1, len(self._pending)):
-            raise ValueError(
-                f"a loss of {loss.numel()} values was given for {len(self._pending)} microbatch(es); give their sum, "
-                "or one value for each"
-            )
-        if self._exact_sum and (weight != int(weight) or (loss.requires_grad and len(self._pending) > 1)):
-            raise ValueError(
-                "reduction='reproducible' sums microbatch by microbatch: weights must be whole numbers, and one "
-                "backward may not cover several microbatches; use step.microbatches, or reduction='fast'"
-            )
-        if not loss.requires_grad and (weight != 1.0 or not self._by_rounds):
+        ran_with = replica_of(self._model).weights_of_round()
+        weights = weights_of(weight, ran_with, loss, len(self._pending), self._exact_sum)
+        if not loss.requires_grad and not self._by_rounds:
             raise ValueError(
                 "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
-                "whose backward passes have run already may be recorded without one, and with weight 1"
+                "whose backward passes have run already may be recorded without one"
             )
         self._world.probe("backward")
+        self._transaction.forward_is_through()
         self._gradients.ready()
         with self._habits.backward(loss, (self._transaction.global_batch, len(self._transaction.share.run))):
             if loss.requires_grad:
-                (loss if weight == 1.0 else loss * weight).backward()
+                weighted(loss, weights).backward()
         self._gradients.collect()
         losses = loss.detach().flatten().tolist()
         if len(losses) == 1:
             losses = [losses[0] / len(self._pending)] * len(self._pending)
-        for (slot, sample), value in zip(self._pending, losses, strict=True):
-            self._transaction.finish_slot(slot, sample, value, weight)
+        for (slot, sample), value, each in zip(self._pending, losses, weights, strict=True):
+            self._transaction.finish_slot(slot, sample, value, each)
         if self._world.probe.slowness > 1:
             time.sleep((self._world.probe.slowness - 1) * (time.perf_counter() - self._handed_out))
         self._transaction.computed(time.perf_counter() - self._handed_out, len(self._pending))
         self._world.board.touch(self._world.rank)
         self._pending, self._suspects = [], []
+
+    def seed_microbatch(self, number: int, stage: int = 0) -> None:
+        """Random draws from here on are those of microbatch `number` (from 0) of the round handed out.
+
+        For a pipeline of your own, before each forward pass; `stage` tells apart what one rank computes in several
+        pieces. Without it a whole round draws as its first microbatch, and so depends on who computes what.
+        """
+        if self._pending:  # a rehearsal outside of any step draws as it likes
+            self._randomness.compute(self._transaction.index, self._pending[number][0], stage)
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -216,9 +241,19 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
-        return {"index": self.index, "skipped": self.skipped, "samples": self._samples.state_dict()}
+        return {
+            "index": self.index,
+            "skipped": self.skipped,
+            "global_batch": self._transaction.global_batch,
+            "samples": {"mode": self._samples.mode, **self._samples.state_dict()},
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, rebatch: bool = False) -> None:
+        """Go on behind the last step of the run that saved this, on as many replicas as there are.
+
+        `rebatch`: with another global batch, too. No sample is used twice, and none is left out.
+        """
+        check_position(state, self.state_dict(), rebatch)
         self.index, self.skipped = state["index"], state["skipped"]
         self._samples.load_state_dict(state["samples"])
 
@@ -254,7 +289,7 @@ class Step:
         self._world.probe.step = number
         self._look_at_parameters(number)
         place = "forward"
-        with self._world.step(number):
+        with self._world.step(number), self._randomness.apart():
             try:
                 transaction.begin(number, self._fingerprint(number))
                 while True:
@@ -301,6 +336,7 @@ class Step:
         self._world.cross.break_off("a replica has left its step early")
         self._world.cross.drain()
         self._gradients.release()
+        self._moving.restore()
         self._samples.put_back()
         self._transaction.leave()
 
@@ -312,19 +348,16 @@ class Step:
         self._pending = []
         for slot in slots:
             self._suspects = [(slot, self._samples.index(number, slot))]
-            self._seed_random(number, slot)  # reading a sample may draw, too
+            self._randomness.read(number, slot)
             batches.append(stream[self._suspects[0][1]])
             self._pending += self._suspects
         self._suspects = self._pending
+        self._moving.hand_out()
         expected = SlotSet((slot, slot + 1) for slot in slots)
         self._gradients.expect(self._transaction.post if post else None, expected)
         self._habits.handed_out()
-        self._seed_random(number, slots[0])
+        self.seed_microbatch(0)
         return batches
-
-    def _seed_random(self, number: int, slot: int) -> None:
-        key = hashlib.blake2b(f"{self._seed}/{number}/{slot}".encode(), digest_size=7).digest()
-        torch.manual_seed(int.from_bytes(key))
 
     def _look_at_parameters(self, number: int) -> None:
         """They may have been frozen, unfrozen, added or replaced since the last step, and hold gradients."""
@@ -338,11 +371,16 @@ class Step:
             self._world.cross.break_off()
 
     def _fingerprint(self, number: int) -> int:
-        return fingerprint(self._model.parameters(), number, self._belonging.trained)
+        tensors = [*self._model.parameters(), *self._moving.tensors()]
+        return fingerprint(tensors, number, self._belonging.trained)
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
         self.weight = weight = float(transaction.totals[WEIGHT])
+        if not weight:
+            raise ValueError(
+                f"the weights of step {number} add up to 0: there is nothing to take the mean over"
+            )
         self.loss = float(transaction.totals[LOSS]) * self._gradients.sum.loss_unit / weight
         self.grad_norm = transaction.grad_norm / weight
         self.incidents = transaction.incidents
@@ -356,9 +394,12 @@ class Step:
             if self._clip is not None and self.grad_norm > self._clip:
                 shrink = self._clip / (self.grad_norm + 1e-6)
             self._gradients.install(weight, shrink, transaction.used)
+            self._randomness.update(number)
             with self._habits.updating():
                 self._optimizer.step()
+            self._moving.settle(transaction.changes, len(self.all_samples))
         else:
+            self._moving.restore()
             self.skipped += 1
         self._gradients.release()
         self._world.probe("after-update")

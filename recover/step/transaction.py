@@ -21,6 +21,7 @@ from recover.step.buckets import Bucket
 from recover.step.gradients import Gradients
 from recover.step.incident import Incident
 from recover.step.inside import Replica
+from recover.step.moving import MovingBuffers
 from recover.step.record import Record
 from recover.step.reduction import OutOfRangeError
 from recover.world.membership import Census
@@ -39,10 +40,16 @@ class Transaction:
     """The state of the step under way on this rank."""
 
     def __init__(
-        self, world: World, gradients: Gradients, policy: Policy, global_batch: int, replica: Replica
+        self,
+        world: World,
+        gradients: Gradients,
+        policy: Policy,
+        global_batch: int,
+        replica: Replica,
+        moving: MovingBuffers,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
-        self.replica = replica
+        self.replica, self.moving = replica, moving
         self.index = 0
         self.fingerprint = 0
         self.incidents: list[Incident] = []
@@ -53,8 +60,9 @@ class Transaction:
         # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
         slots = global_batch + max(global_batch, world.grid.replicas)
         self._paces = SAMPLES + slots  # from here on: seconds per microbatch, by replica
+        self._changes = self._paces + world.grid.replicas  # from here on: those of buffers
         self._usage = (
-            self._paces + world.grid.replicas
+            self._changes + moving.size
         )  # from here on: replicas that used a parameter, by parameter
         self.totals = torch.zeros(0, dtype=torch.float64)
         self._own = torch.zeros(SAMPLES, dtype=torch.float64)
@@ -74,6 +82,7 @@ class Transaction:
         self.incidents = []
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
+        self.moving.begin()
         self._own.zero_()
         if self.totals.numel() != self._usage + len(self.gradients.parameters):  # laid out anew
             self.totals = torch.zeros(self._usage + len(self.gradients.parameters), dtype=torch.float64)
@@ -106,8 +115,13 @@ class Transaction:
     @property
     def paces(self) -> dict[int, float]:
         """Seconds per microbatch, of every replica that has run some in this step."""
-        paces = self.totals[self._paces : self._usage].tolist()
+        paces = self.totals[self._paces : self._changes].tolist()
         return {replica: pace for replica, pace in enumerate(paces) if pace > 0}
+
+    @property
+    def changes(self) -> torch.Tensor:
+        """What the step's microbatches did to the buffers that move, summed."""
+        return self.totals[self._changes : self._usage]
 
     @property
     def used(self) -> torch.Tensor:
@@ -117,6 +131,10 @@ class Transaction:
     def computed(self, seconds: float, microbatches: int) -> None:
         """So long it took this rank to run these."""
         self._computed += [seconds / microbatches] * microbatches
+
+    def forward_is_through(self) -> None:
+        """Of the microbatch that was handed out; its backward has not begun."""
+        self._in_range &= self.moving.take()
 
     def finish_slot(self, slot: int, sample: int, loss: float, weight: float) -> None:
         """A microbatch is in the local sum."""
@@ -145,6 +163,7 @@ class Transaction:
         contribution = self._scalars.local.zero_()
         if self.share.counts:
             contribution[:SAMPLES] = self._own
+            contribution[self._changes : self._usage] = self.moving.changes
             for slot, sample in self._samples.items():
                 contribution[SAMPLES + slot] = sample + 1
             contribution[self._usage :] = self.gradients.usage
@@ -159,15 +178,16 @@ class Transaction:
         self._in_range &= self.gradients.in_range
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
-        squared, loss = self.replica.combine(self._own_totals()).tolist()
+        combined = self.replica.combine(self._own_totals())
         if self._complete:
             self.totals.copy_(self._scalars.result)
-            self.totals[LOSS] = loss / self.replica.size
-            self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
+            self.totals[[LOSS, WEIGHT]] = combined[1:3] / self.replica.size
+            self.changes.copy_(combined[3:] / self.replica.size)
+            self.grad_norm = math.sqrt(float(combined[0])) * self.gradients.sum.unit
             same = state_hash.all_equal(
                 float(self.totals[HASH]), float(self.totals[HASH_SQUARED]), len(self.world.replicas)
             )
-            self.finite = self.grad_norm < float("inf")
+            self.finite = self.grad_norm < float("inf") and bool(self.changes.isfinite().all())
             word |= FINITE * self.finite | SAME_STATE * same
             self._tainted |= (
                 not same
@@ -193,14 +213,17 @@ class Transaction:
         return self._in_range or not self.share.counts
 
     def _own_totals(self) -> torch.Tensor:
-        """This rank's part of the squared gradient norm and of the loss."""
+        """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
         if not self._complete:
-            return torch.zeros(2, dtype=torch.float64)
+            return torch.zeros(3 + self.moving.size, dtype=torch.float64)
         norms = [
             torch.linalg.vector_norm(bucket.result).double().cpu().square() / bucket.copies
             for bucket in self.gradients.buckets
         ]
-        return torch.stack([torch.stack(norms).sum(), self._scalars.result[LOSS]])
+        told = self._scalars.result
+        return torch.cat(
+            [torch.stack(norms).sum()[None], told[[LOSS, WEIGHT]], told[self._changes : self._usage]]
+        )
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
@@ -227,6 +250,7 @@ class Transaction:
         self._complete = self._tainted = False
         if not self.share.kept:
             self.gradients.clear()
+            self.moving.clear()
             self._in_range = True
             self._samples.clear()
             self._own.zero_()

@@ -2,8 +2,9 @@
 
 Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow_repair` (seconds by which every rank
 but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2), `fsdp1` (the
-model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), and `gradients` (parameters
-stay what they are, and every rank keeps what the optimizer gets).
+model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients` (parameters
+stay what they are, and every rank keeps what the optimizer gets), and `padded` (some targets do not count, and every
+rank gives the number of its own as weight).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from recover.replica import rows
 from recover.step.gradients import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy_llama import CONFIG, Tokens
+from toy_llama import CONFIG, Tokens, real
 
 options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -79,13 +80,14 @@ if keep:
         torch.save(whole, f"{os.environ['RECOVER_RUN_DIR']}/gradients-{world.rank}-{step.index + 1}.pt")
 
     optimizer.register_step_pre_hook(keep_gradients)
-stream = Tokens()
+padded = options.get("padded", False)
+stream = Tokens(padded)
 while step.index < options["steps"]:
     if options.get("slow_mate") and step.index == 1 and world.rank == 1:
         time.sleep(options["slow_mate"])
     for sample in step.microbatches(stream):
         tokens, targets = rows(world, sample)
-        step.backward(model(tokens, targets))
+        step.backward(model(tokens, targets), weight=real(targets) if padded else 1.0)
     shard = b"".join(local_part(p.detach()).numpy().tobytes() for p in model.parameters())
     note(
         "commit",

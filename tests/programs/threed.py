@@ -2,7 +2,8 @@
 
 Argument: a JSON list of sections, one after the other in the same world. Each has `tp`, `pp`, `ep`, `batch`, `steps`,
 and optionally `from` (the number of steps to count from), `schedule`, `tied`, `experts`, `reduction`, `dtype`,
-`recompute` and `inside`: a death inside a round, [step, replica, local rank, `forward`, `backward` or `bubble`].
+`recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do) and
+`inside`: a death inside a round, [step, replica, local rank, `forward`, `backward` or `bubble`].
 Gradients, as the optimizer gets them, go to `gradients-<step>-<rank>.pt`. A section with `counts` has no steps: rounds
 of these lengths are run one after the other, and what they leave in `p.grad` goes to `rounds-<from>-<rank>.pt`.
 """
@@ -28,7 +29,7 @@ from recover.step.parts import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_llama import Tokens
-from toy_threed import config_of, make_optimizer
+from toy_threed import config_of, make_optimizer, weight_of
 
 torch.set_num_threads(1)
 world = recover.init()
@@ -77,7 +78,8 @@ def save(name: str, pipeline: torch.nn.Module) -> None:
 
 
 def run(section: dict) -> None:
-    start, stream = section.get("from", 0), Tokens()
+    start, padded = section.get("from", 0), section.get("padded", False)
+    stream = Tokens(padded)
     torch.manual_seed(3)
     pipeline = recover.threed(
         Llama(config_of(section)),
@@ -102,10 +104,11 @@ def run(section: dict) -> None:
         optimizer,
         global_batch=section["batch"],
         reduction=section.get("reduction", "fast"),
-        clip=1.0,
+        clip=section.get("clip", 1.0),
         bucket_mb=0.02,
     )
-    step.load_state_dict({"index": start, "skipped": 0, "samples": {}})
+    samples = {"mode": "exact", "next": start * section["batch"]}
+    step.load_state_dict({**step.state_dict(), "index": start, "samples": samples})
     optimizer.register_step_pre_hook(lambda *_: save(f"gradients-{step.index + 1}", pipeline))
     if "inside" in section:
         arrange_death(pipeline, step, *section["inside"])
@@ -113,7 +116,8 @@ def run(section: dict) -> None:
         rounds = []
         for batches in step.rounds(stream):
             rounds.append(len(batches))
-            step.backward(pipeline(batches))
+            weights = [weight_of(targets, padded) for _, targets in batches]
+            step.backward(pipeline(batches, weights) if padded else pipeline(batches))
         mine = b"".join(local_part(p.detach()).numpy().tobytes() for p in pipeline.parameters())
         note(
             "commit",

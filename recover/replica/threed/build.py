@@ -35,7 +35,7 @@ def threed(
     """Cut `model` over the ranks of this replica and return this rank's part, to be trained by whole rounds:
 
         for round in step.rounds(stream):
-            step.backward(pipeline(round))
+            step.backward(pipeline(round))  # or pipeline(round, weights=[...]), one for each microbatch
 
     model:                   the reference LLaMA, or a module that is built like it, whole on every rank
     tp, pp, ep:              ranks that share each matrix, the layers, and the experts; together they fill the replica
@@ -54,8 +54,9 @@ def threed(
     shared = list(_cut(pipeline, model, grid))
     if checkpoint_activations:
         recompute_blocks(pipeline, list(pipeline.blocks.values()))
+    pipeline.replica = GridReplica(device, shared)
     pipeline.make_stages()
-    mark(pipeline, GridReplica(device, shared))
+    mark(pipeline, pipeline.replica)
     return pipeline
 
 

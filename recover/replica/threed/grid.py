@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -74,10 +74,25 @@ class Grid:
 class GridReplica(ShardedReplica):
     """A replica on such a grid, as a step sees it."""
 
+    mates_hold_all_buffers = False
+
     def __init__(self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]]) -> None:
         assert dist.group.WORLD is not None
         super().__init__(dist.group.WORLD, device)
         self._shared = dict(shared)
+        self.seed: Callable[[int, int], None] | None = None  # starts the draws of a microbatch in a stage
+        self._weights: list[float] | None = None
+
+    def seed_with(self, seed: Callable[[int, int], None]) -> None:
+        self.seed = seed
+
+    def ran(self, weights: list[float]) -> None:
+        """A round's backward passes have run, each microbatch with its weight."""
+        self._weights = weights
+
+    def weights_of_round(self) -> list[float] | None:
+        weights, self._weights = self._weights, None
+        return weights
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
         return parameter in self._shared

@@ -5,7 +5,7 @@ Parameters keep the names of the whole model, so a checkpoint fits any other gri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from recover.replica.threed.grid import Grid
+from recover.replica.threed.grid import Grid, GridReplica
 from recover.replica.threed.stage import Stage
 from recover.replica.threed.whole import gather_parameters
 
 Batch = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+IGNORED = -100  # torch's own: targets that do not count
 
 
 class Pipeline(torch.nn.Module):
@@ -34,6 +35,7 @@ class Pipeline(torch.nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    replica: GridReplica
 
     def __init__(self, model: Any, grid: Grid, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -54,14 +56,27 @@ class Pipeline(torch.nn.Module):
         self._stages: tuple[Stage, ...] = ()
         self._schedule: Any = None
         self._made_for: tuple[int, ...] = ()
+        self._counts: list[int] = []  # targets that count, of each microbatch of the round: all of its rows
+        self._weights: list[float] = []
+        self._losses: list[torch.Tensor] = []
 
     def make_stages(self) -> None:
         """Last, when all modules are as they will be. They are views: the parameters stay under their own names."""
         shape, layers = self.grid.shape, self.config.layers
         self._stages = tuple(Stage(self, index, shape.layers_of(index, layers)) for index in self._mine)
 
-    def forward(self, round: Sequence[Batch]) -> torch.Tensor:
-        """Forward and backward of every microbatch of a round; returns their losses, on every rank of the replica."""
+    def forward(self, round: Sequence[Batch], weights: Sequence[float] | None = None) -> torch.Tensor:
+        """Forward and backward of every microbatch of a round; returns their losses, on every rank of the replica.
+
+        A loss is the mean over the targets of a microbatch that are not -100. In the mean over the step it counts as
+        often as its weight says, the same list on all ranks: `weights=[1.0, ...]` if none is given.
+        """
+        weights = [1.0] * len(round) if weights is None else [float(weight) for weight in weights]
+        if len(weights) != len(round):
+            raise ValueError(
+                f"{len(weights)} weights were given for {len(round)} microbatches; give one for each"
+            )
+        self._begin(weights, self.replica.seed)
         parts = [self._rows(batch) for batch in round]
         shapes = {tuple(tokens.shape) for tokens, _ in parts}
         if len(shapes) != 1:
@@ -72,18 +87,18 @@ class Pipeline(torch.nn.Module):
         schedule = self._schedule_for(len(round), *shapes.pop())
         inputs = (tokens,) if self._stages[0].is_first else ()
         target = targets if self._stages[-1].is_last else None
-        losses: list[torch.Tensor] = []
         with self._computing():
-            schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        return self._tell(losses, len(round))
+            schedule.step(*inputs, target=target, return_outputs=False)
+        self.replica.ran(weights)
+        return self._tell(len(round))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The loss of one microbatch without gradients, the same on every rank of the replica."""
+        self._begin([1.0], None)
         tokens, targets = self._rows(batch)
         was_training = self.training
         self.eval()
-        losses = []
         for stage in self._stages:
             x = tokens
             if not stage.is_first:
@@ -92,11 +107,11 @@ class Pipeline(torch.nn.Module):
             with self._computing():
                 x = stage(x)
                 if stage.is_last:
-                    losses = [self._loss(x, targets)]
+                    self._loss(x, targets)
             if not stage.is_last:
                 dist.send(x, dst=self.grid.rank_of_stage(stage.index + 1), group=self.grid.pipeline_group)
         self.train(was_training)
-        return float(self._tell(losses, 1))
+        return float(self._tell(1))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of the whole model, in the order of their names, on the first rank of the replica.
@@ -104,6 +119,11 @@ class Pipeline(torch.nn.Module):
         All its ranks must run through this; the others get nothing.
         """
         return gather_parameters(self, self._device)
+
+    def _begin(self, weights: list[float], seed: Callable[[int, int], None] | None) -> None:
+        self._counts, self._weights, self._losses = [], weights, []
+        for stage in self._stages:
+            stage.microbatch, stage.on_microbatch = -1, seed
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's rows of a microbatch: expert-parallel ranks share them."""
@@ -114,6 +134,7 @@ class Pipeline(torch.nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens must be a multiple of tp={self.grid.shape.tp}, "
                 f"and no longer than the model's seq_len {self.config.seq_len}"
             )
+        self._counts.append(int((targets != IGNORED).sum()))
         mine = (t.chunk(self.grid.shape.ep)[self.grid.expert].to(self._device) for t in (tokens, targets))
         return next(mine), next(mine)
 
@@ -127,15 +148,24 @@ class Pipeline(torch.nn.Module):
         return stack
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean over the microbatch."""
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / self.grid.shape.ep
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        """What backward starts from: this rank's part of the mean over the microbatch, as often as it counts.
 
-    def _tell(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
+        Expert-parallel ranks may have different numbers of targets: each divides by the number of all of them.
+        """
+        number = self._stages[-1].microbatch
+        total = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        loss = total / max(1, self._counts[number])
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        self._losses.append(loss.detach())
+        return loss if self._weights[number] == 1.0 else loss * self._weights[number]
+
+    def _tell(self, count: int) -> torch.Tensor:
         """The last stage tells all others; expert-parallel ranks have a part each."""
         told = torch.zeros(count, dtype=torch.float64, device=self._device)
-        if losses:
-            told.copy_(torch.stack([loss.detach() for loss in losses]))
+        if self._losses:
+            told.copy_(torch.stack(self._losses))
         last = self.grid.rank_of_stage(self.grid.shape.stages - 1)
         dist.broadcast(told, src=last, group=self.grid.pipeline_group)
         if self.grid.over_ep is not None:

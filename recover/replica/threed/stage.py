@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +22,15 @@ class Stage(torch.nn.Module):
         self.before = torch.nn.ModuleList([whole.embedding] if self.is_first else [])
         self.blocks = torch.nn.ModuleList(whole.blocks[str(layer)] for layer in layers)
         self.after = torch.nn.ModuleList([whole.norm, whole.output] if self.is_last else [])
+        self.microbatch = -1  # of the round: every schedule begins them in their order
+        self.on_microbatch: Callable[[int, int], None] | None = None  # gets its number, and this rank's stage
         self.register_buffer("cos", whole.cos, persistent=False)
         self.register_buffer("sin", whole.sin, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.microbatch += 1
+        if self.on_microbatch is not None:
+            self.on_microbatch(self.microbatch, self.index)
         # Tokens come whole. Between stages each tensor-parallel rank holds its part of the sequence.
         length = x.shape[1] * (1 if self.is_first else self._tp)
         for module in self.before:

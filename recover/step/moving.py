@@ -1,0 +1,140 @@
+"""Buffers that forward changes: the running statistics of BatchNorm, and others that the user names.
+
+The rule does not depend on who computed what, nor on who died. Every microbatch of a step starts from the buffers as
+they were when the step began. What its forward pass did to them is taken as a change, and changes are summed over the
+slots as gradients are, in the same reduction. When the step commits, a buffer of numbers with fractions becomes what it
+was plus the mean of the changes, and one of whole numbers (a counter) what it was plus their sum.
+
+Any other buffer must stay as it is while microbatches are computed: replicas would drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from recover.step.inside import Replica
+from recover.step.reduction import Sum
+from recover.step.state_hash import fingerprint
+
+Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
+
+
+class MovingBuffers:
+    """Those of one model: what they were when the step began, and the sum of the changes of this replica's slots."""
+
+    def __init__(self, model: torch.nn.Module, named: Iterable[str], sum_: Sum, replica: Replica) -> None:
+        places = {
+            f"{prefix}.{name}" if prefix else name: (module, name)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        named = set(named)
+        if unknown := sorted(named - places.keys()):
+            raise ValueError(
+                f"buffers={unknown}: the model has no such buffer; its buffers are {sorted(places)}"
+            )
+        moving = {name for name, place in places.items() if name in named or _keeps_statistics(*place)}
+        for name in sorted(moving):
+            kind = getattr(*places[name]).dtype
+            if kind == torch.bool or kind.is_complex:
+                raise ValueError(
+                    f"buffer {name!r} is of {kind}: changes of it cannot be averaged; leave it out"
+                )
+        if moving and not replica.mates_hold_all_buffers:
+            raise ValueError(
+                f"forward changes the buffers {', '.join(sorted(moving))}, and the ranks of a grid cannot keep them "
+                "equal; use a norm without running statistics (LayerNorm, RMSNorm, GroupNorm), or recover.hsdp"
+            )
+        self._sum = sum_
+        self._moving = {name: places[name] for name in sorted(moving)}
+        self._others = {name: place for name, place in places.items() if name not in moving}
+        self._seen: dict[
+            str, tuple[torch.Tensor, int, int]
+        ] = {}  # of the others: the tensor, its version, its bits
+        self._start: list[torch.Tensor] = []
+        self._moved = False  # since the step began
+        self.size = sum(getattr(*place).numel() for place in self._moving.values())
+        self.changes = torch.zeros(
+            self.size, dtype=torch.float64
+        )  # of this replica's slots, as they are reduced
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [getattr(*place) for place in self._moving.values()]
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._moved:  # a step was left early
+            self.restore()
+        self._start = [tensor.detach().clone() for tensor in self.tensors()]
+        self.clear()
+
+    def clear(self) -> None:
+        """Give up what this replica has summed in this step."""
+        self.changes.zero_()
+
+    def hand_out(self) -> None:
+        """A microbatch is about to run."""
+        self.restore()
+        self._moved = True
+        for name in self._others:
+            self._look(name)
+
+    def take(self) -> bool:
+        """Its forward is through, and nothing of its backward, which may run parts of it again.
+
+        False: the change cannot be summed as promised.
+        """
+        for name in self._others:
+            before = self._seen[name][2]
+            if before != self._look(name):
+                raise RuntimeError(
+                    f"the buffer {name!r} was changed while a microbatch was computed, and would differ between "
+                    f"replicas; if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the "
+                    "mean of the changes over the step; otherwise make it a plain attribute, or do not change it"
+                )
+        if not self.size:
+            return True
+        pairs = zip(self.tensors(), self._start, strict=True)
+        change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs]).cpu()
+        change = self._sum.change(change)
+        self.changes += change
+        return self._sum.covers(float(change.abs().max()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make them what they were when the step began."""
+        for tensor, was in zip(self.tensors(), self._start, strict=True):
+            tensor.copy_(was)
+        self._moved = False
+
+    @torch.no_grad()
+    def settle(self, changes: torch.Tensor, microbatches: int) -> None:
+        """The step has committed, and this is the sum over all of its microbatches."""
+        changes = changes * self._sum.loss_unit
+        for tensor, was, change in zip(
+            self.tensors(), self._start, changes.split([start.numel() for start in self._start]), strict=True
+        ):
+            change = change.view(was.shape).to(was.device)
+            if was.is_floating_point():
+                tensor.copy_(was.double() + change / microbatches)
+            else:
+                tensor.copy_(was + change.round().to(was.dtype))
+        self._moved = False
+
+    def _look(self, name: str) -> int:
+        """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""
+        tensor = getattr(*self._others[name])
+        version = 0 if tensor.is_inference() else tensor._version
+        known = self._seen.get(name)
+        if known is None or known[0] is not tensor or known[1] != version:
+            self._seen[name] = tensor, version, fingerprint([tensor], 0)
+        return self._seen[name][2]
+
+
+def _keeps_statistics(module: torch.nn.Module, name: str) -> bool:
+    """Torch's own: BatchNorm, SyncBatchNorm, InstanceNorm, of any dimension."""
+    return isinstance(module, _NormBase)

@@ -1,0 +1,61 @@
+"""Whose draws are whose: every slot has seeds of its own, and the user's generators are left as they were found.
+
+What a slot draws follows from (seed, step, slot, rank of the replica, stage), so it is the same on whatever replica of
+this shape computes it. Ranks of one replica have other rows, or other layers, and draw otherwise; a sample is the same
+for all of them, so reading it draws alike. Covered are torch's generators (CPU and CUDA), Python's and numpy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+
+class Randomness:
+    """The global generators, as far as a step has to do with them."""
+
+    def __init__(self, seed: int, shard: int) -> None:
+        self._seed, self._shard = seed, shard
+
+    def read(self, step: int, slot: int) -> None:
+        """A sample is about to be read, by every rank of the replica alike."""
+        self._start("read", step, slot)
+
+    def compute(self, step: int, slot: int, stage: int = 0) -> None:
+        """This rank is about to compute its part of a microbatch."""
+        self._start("compute", step, slot, self._shard, stage)
+
+    def update(self, step: int) -> None:
+        """The optimizer is about to run: if it draws, then alike on all replicas."""
+        self._start("update", step, self._shard)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Whatever is drawn inside, the user's own draws go on afterwards as if nothing had been."""
+        with_cuda, first_seed = torch.cuda.is_initialized(), torch.initial_seed()
+        ours = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        on_gpus = torch.cuda.get_rng_state_all() if with_cuda else []
+        try:
+            yield
+        finally:
+            torch.set_rng_state(ours[0])
+            random.setstate(ours[1])
+            numpy.random.set_state(ours[2])
+            if with_cuda:
+                torch.cuda.set_rng_state_all(on_gpus)
+            elif torch.cuda.is_initialized():  # since then: what the user's torch.manual_seed had asked for
+                torch.cuda.manual_seed_all(first_seed)
+
+    def _start(self, *place: object) -> None:
+        text = "/".join(map(str, (self._seed, *place)))
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number)
+        random.seed(number)
+        numpy.random.seed(number % 2**32)

@@ -1,0 +1,59 @@
+"""How often the microbatches handed out count in the mean over the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def weights_of(
+    given: float | Sequence[float] | None,
+    ran_with: list[float] | None,
+    loss: torch.Tensor,
+    count: int,
+    exact: bool,
+) -> list[float]:
+    """One for each of `count` microbatches, from what `step.backward` was `given`.
+
+    `ran_with` are those that a pipeline has used for its backward passes already; `exact` sums take whole ones only.
+    """
+    if given is None:
+        weights = ran_with or [1.0] * count
+    else:
+        weights = [float(w) for w in given] if isinstance(given, Sequence) else [float(given)] * count
+    if len(weights) != count:
+        raise ValueError(f"{len(weights)} weights were given for {count} microbatch(es); give one for each")
+    if not all(weight >= 0 and math.isfinite(weight) for weight in weights):
+        raise ValueError(f"weight={given}: a microbatch counts a finite number of times, 0 or more")
+    if ran_with is not None and weights != ran_with:
+        raise ValueError(
+            f"the round's backward passes have run with weights {ran_with}, and step.backward was given {weights}; "
+            "give them to the pipeline alone: step.backward(pipeline(round, weights=[...]))"
+        )
+    if loss.numel() not in (1, count):
+        raise ValueError(
+            f"a loss of {loss.numel()} values was given for {count} microbatch(es); give their sum, "
+            "or one value for each"
+        )
+    if loss.numel() < count and len(set(weights)) > 1:
+        raise ValueError(
+            f"the sum of the losses of {count} microbatches was given, and they have different weights; give one "
+            "loss for each, as torch.stack([...])"
+        )
+    if exact and (any(weight != int(weight) for weight in weights) or (loss.requires_grad and count > 1)):
+        raise ValueError(
+            "reduction='reproducible' sums microbatch by microbatch: weights must be whole numbers, and one "
+            "backward may not cover several microbatches; use step.microbatches, or reduction='fast'"
+        )
+    return weights
+
+
+def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
+    """What backward starts from."""
+    if len(set(weights)) > 1:
+        loss = loss * torch.tensor(weights, dtype=loss.dtype, device=loss.device).view_as(loss)
+    elif weights[0] != 1.0:
+        loss = loss * weights[0]
+    return loss if loss.numel() == 1 else loss.sum()
