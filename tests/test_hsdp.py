@@ -24,7 +24,8 @@ def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6) -> None:
     survivors = [rank for rank in outcome.diaries if rank // 2 not in lost]
     assert outcome.survivors == survivors, outcome.output
     for step in range(1, steps + 1):
-        entries = {r: c for r in outcome.diaries for c in outcome.notes(r, "commit") if c["step"] == step}
+        healthy = [rank for rank in outcome.diaries if outcome.ends.get(rank) != "excluded"]
+        entries = {r: c for r in healthy for c in outcome.notes(r, "commit") if c["step"] == step}
         assert {entry["weight"] for entry in entries.values()} == {batch}
         for shard in (0, 1):
             digests = {entry["digest"] for rank, entry in entries.items() if rank % 2 == shard}
@@ -54,10 +55,12 @@ def check_memory(outcome: Outcome) -> None:
 
 
 def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce"])
-    check(outcome, {0, 1}, batch=6)
+    """And a bit may flip in any of them."""
+    outcome = train(tmp_path, 4, ["2:1.1:vote", "3:3.1:advance=corrupt:weights", "5:0.0:in-reduce"])
+    check(outcome, {0, 1, 3}, batch=8)
     assert outcome.ends[1] == "orphan"
     assert outcome.ends[2] == "orphan"
+    assert (outcome.ends[6], outcome.ends[7]) == ("excluded", "excluded")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from simulated_run import Rank, play
+from simulated_run import Diary, Rank, play
 
-from recover.fabrics.simulated import HangError
+from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
+from recover.job.grid import Grid
 from recover.world.membership import ExcludedError, Membership, Phase
 
 
@@ -40,6 +41,31 @@ def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
 @pytest.mark.soak
 def test_no_schedule_out_of_a_hundred_thousand_tears_hangs_or_corrupts_the_world() -> None:
     explore(range(100_000))
+
+
+def test_who_is_to_be_evicted_is_left_out_with_its_replica_and_nobody_else_is() -> None:
+    for seed in range(50):
+        grid = Grid(3, 2)
+        simulation = Simulation(grid, seed, {}, 0)
+        members: dict[int, tuple[int, ...]] = {}
+
+        def run(fabric: SimulatedFabric) -> str:
+            rank = Rank(simulation, fabric, Diary())  # noqa: B023
+            rank.world.repair(b"")
+            try:
+                members[fabric.rank] = rank.world.repair(b"", evict=frozenset({3})).members  # noqa: B023
+            except ExcludedError:
+                simulation.kill(fabric.rank, "excluded")  # noqa: B023
+                return "excluded"
+            fabric.linger(5.0)
+            return "done"
+
+        simulation.run(run)
+        # Whoever an agreement forgets gives itself up, and takes its replica along; but nobody else is left out.
+        assert {rank for rank, why in simulation.dead.items() if why == "excluded"} >= {2, 3}, seed
+        assert members, seed
+        assert all({2, 3}.isdisjoint(those) for those in members.values()), seed
+        assert simulation.dead.keys() == {2, 3} or "fenced" in simulation.dead.values(), seed
 
 
 class TrustsItsOwnList(Membership):

@@ -132,8 +132,8 @@ def _roles(replica: int, alive: tuple[int, ...], batch: int, policy: str) -> set
 
 @cache
 def _extra(location: str, dead: int, alive: tuple[int, ...], batch: int, policy: str) -> set[int]:
-    """Who runs extra microbatches once `dead` has died there; nobody, if the step is complete without it."""
-    if location in ("vote", *AFTER_VERDICT):
+    """Who runs extra microbatches once `dead` has died there; nobody, if the step may be complete without it."""
+    if location in ("in-totals", "vote", *AFTER_VERDICT):
         return set()
     rules = get_policy(policy, len(alive))
     holdings = [share.holding() for share in rules.layout(alive, batch).shares if share.replica != dead]

@@ -9,6 +9,7 @@ LOCATIONS: dict[str, str] = {
     "backward": "before the backward pass of a microbatch",
     "bucket": "before a gradient bucket is handed to the reduction (bucket:K for the K-th)",
     "in-reduce": "while a bucket's reduction is in flight: posted, not yet waited for (in-reduce:K)",
+    "in-totals": "while the last, small reduction is in flight: loss, weights, samples and the hash of the state",
     "vote": "after the last reduction, before the vote on the step",
     "repair": "inside the repair (repair:members, repair:census, repair:carrier, repair:closing)",
     "extra": "before an extra microbatch that replaces lost work",

@@ -23,6 +23,8 @@ def with_slots(held: SlotSet, more: SlotSet) -> SlotSet:
 
 def check_buckets(step: int, buckets: Sequence[Bucket], owed: SlotSet) -> None:
     """Every bucket was handed to the reduction in this attempt, with exactly the slots that this replica owes."""
+    if not buckets:
+        raise LedgerError(f"step {step}: there is no gradient bucket, so nothing can have been summed")
     for number, bucket in enumerate(buckets):
         if bucket.posted is None:
             wrong = "was not handed to the reduction"

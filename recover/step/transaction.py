@@ -25,6 +25,7 @@ from recover.step.moving import MovingBuffers
 from recover.step.record import Record
 from recover.step.reduction import OutOfRangeError
 from recover.world.membership import Census
+from recover.carriers.worker import Work
 from recover.world.world import World
 
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
@@ -150,11 +151,16 @@ class Transaction:
         if index == 0:
             self._places.append((time.time(), "in-reduce"))
         self.world.probe("bucket", index)
-        work = bucket.post(self.world.cross, self.world.epoch, self.share.counts)
-        if self.world.probe.expects("in-reduce", index):
+        self._in_flight(
+            "in-reduce", bucket.post(self.world.cross, self.world.epoch, self.share.counts), index
+        )
+
+    def _in_flight(self, place: str, work: Work, detail: object = None) -> None:
+        """A fault that is to strike while this is under way strikes now."""
+        if self.world.probe.expects(place, detail):
             work.started.wait()
             time.sleep(IN_FLIGHT)
-            self.world.probe("in-reduce", index)
+            self.world.probe(place, detail)
 
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
@@ -170,7 +176,7 @@ class Transaction:
         contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
         if self._computed:
             contribution[self._paces + self.world.replica] = sum(self._computed) / len(self._computed)
-        self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
+        self._in_flight("in-totals", self._scalars.post(self.world.cross, self.world.epoch, contribute=True))
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = int((self._scalars.result[SAMPLES : self._paces] > 0).sum()) if reduced else 0

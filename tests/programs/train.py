@@ -3,7 +3,9 @@
 Argument: a JSON object with `policy`, `samples`, `accum`, `steps`, and optionally `carrier`, `flip` ([step, replica]: a
 bit of that replica's weights is flipped before that step), `poison` (a sample that raises), `nan` (a sample whose loss
 is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a user's own DDP: the restore mode) and
-`views` (with DDP's gradients as views of its buckets), `reduction`, `dropout`, `noise` (drawn by the stream) and `bit`.
+`views` (with DDP's gradients as views of its buckets; the loop keeps its own no_sync() in every second microbatch),
+`ends` ([step, replica]: the script ends there after that step), `reduction`, `dropout`, `noise` (drawn by the stream)
+and `bit`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,14 +66,20 @@ def digest() -> str:
 
 
 note("start", parameters=[p.tolist() for p in model.parameters()])
-stream = Stream(options.get("poison"), options.get("nan"), options.get("noise", 0.0))
+unreadable = options.get("poison") if world.replica == 0 else None
+stream = Stream(unreadable, options.get("nan"), options.get("noise", 0.0))
+microbatches = 0
 while step.index < options["steps"]:
     if options.get("flip") == [step.index + 1, world.replica]:
         with torch.no_grad():
             next(iter(model.parameters())).view(-1).view(torch.int32)[5] ^= 1 << options.get("bit", 0)
     for sample in step.microbatches(stream):
         inputs, target, index = sample
-        step.backward(loss_of(model, (inputs.to(device), target.to(device), index)))
+        if index == options.get("poison"):
+            raise ValueError("this sample cannot be read")
+        microbatches += 1
+        with model.no_sync() if gradients and microbatches % 2 else nullcontext():
+            step.backward(loss_of(model, (inputs.to(device), target.to(device), index)))
         note("slot", step=step.index + 1, index=sample[2])
     note(
         "commit",
@@ -83,5 +92,7 @@ while step.index < options["steps"]:
         replicas=world.replicas,
         incidents=[asdict(incident) for incident in step.incidents],
     )
+    if options.get("ends") == [step.index, world.replica]:
+        sys.exit()
 rewinds = gradients.rewinds if gradients else {}
 note("end", parameters=[p.tolist() for p in model.parameters()], rewinds=rewinds)

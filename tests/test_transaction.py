@@ -1,0 +1,197 @@
+"""What one rank makes of a vote and of a census: the others are scripted, so that each may say what is rare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recover.faults.probe import Probe
+from recover.job.grid import Grid
+from recover.policy import get_policy
+from recover.step.gradients import OwnedGradients
+from recover.step.inside import PLAIN
+from recover.step.ledger import LedgerError
+from recover.step.record import Record
+from recover.step.reduction import OutOfRangeError, make_sum
+from recover.step.transaction import COMPLETE, FRUITLESS, SAMPLES, StateDivergedError, Transaction
+from recover.world.membership import Census
+
+Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
+
+
+class Cross:
+    """The sum with equal others, which brought other samples; or failures."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor | None = None) -> SimpleNamespace:
+        target = source if out is None else out
+        target.copy_(source * len(self._world.replicas))
+        if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
+            for slot in range(self._world.brought):
+                target[SAMPLES + slot] = slot + 1
+        return SimpleNamespace(ok=self._world.carries)
+
+    def drain(self) -> None:
+        pass
+
+
+class World:
+    """Rank 0 of a grid, whose others vote and answer as they are told."""
+
+    def __init__(self, grid: Grid, replies: dict[int, Reply], agreed: Sequence[int | None] = ()) -> None:
+        self.grid, self.rank, self.replica, self.shard, self.epoch = grid, 0, 0, 0, 1
+        self.members: tuple[int, ...] = tuple(range(grid.ranks))
+        self.replies, self.agreed = replies, list(agreed)
+        self.brought, self.carries = grid.replicas, True
+        self.evicted: list[frozenset[int]] = []
+        self.cross, self.probe, self.noticed_at = Cross(self), Probe(0), None
+        self.board = SimpleNamespace(come_to_vote=lambda rank: None)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.grid.replicas_of(self.members)
+
+    def agree(self, word: int) -> int | None:
+        return self.agreed.pop(0) if self.agreed else word
+
+    def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
+        self.evicted.append(evict)
+        mine, before = Record.from_bytes(record), self.members
+        told = {rank: reply(mine) for rank, reply in self.replies.items() if rank in before}
+        dead = {self.grid.replica(rank) for rank, theirs in told.items() if theirs is None}
+        self.members = tuple(r for r in before if r not in evict and self.grid.replica(r) not in dead)
+        self.epoch += 1
+        records = {0: record}
+        for rank in self.members[1:]:
+            theirs = told[rank]
+            records[rank] = theirs.to_bytes() if theirs is not None and theirs.step else b""
+        lost = tuple(sorted(set(before) - set(self.members)))
+        return Census(self.epoch, self.members, lost, records, 1, 0.0)
+
+
+def like_me(replica: int, batch: int = 3, **facts: Any) -> Reply:
+    """The record of another replica that has run its slot, and otherwise says what this rank does."""
+
+    def reply(mine: Record) -> Record:
+        share = get_policy("balanced", batch).layout(range(batch), batch).share(replica)
+        return replace(mine, holding=share.holding(), **facts)
+
+    return reply
+
+
+def died(mine: Record) -> None:
+    return None
+
+
+def begun(world: World, reduction: str = "fast") -> Transaction:
+    """A step of one microbatch per replica, run and posted."""
+    torch.manual_seed(0)
+    model, batch = torch.nn.Linear(2, 2), world.grid.replicas
+    gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
+    transaction = Transaction(world, gradients, get_policy("balanced", batch), batch, PLAIN)  # type: ignore[arg-type]
+    transaction.begin(1, 77)
+    (slot,) = transaction.share.run
+    gradients.expect(transaction.post, transaction.share.run)
+    model(torch.ones(1, 2)).sum().backward()
+    gradients.collect()
+    transaction.finish_slot(slot, slot, 1.0, 1.0)
+    return transaction
+
+
+def test_a_step_commits_as_it_is_only_if_every_survivor_has_the_whole_sum() -> None:
+    for theirs in (True, False):
+        world = World(Grid(3, 1), {1: like_me(1, complete=theirs), 2: died}, agreed=[None])
+        transaction = begun(world)
+        assert not transaction.vote()
+        assert transaction.recover() is theirs
+        assert transaction.incidents[0].complete is theirs
+
+
+def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:
+    for wish in (False, True):
+        world = World(Grid(3, 1), {1: like_me(1, stop=wish), 2: died}, agreed=[None])
+        transaction = begun(world)
+        transaction.vote()
+        assert transaction.recover()
+        assert transaction.stop_agreed is wish
+
+
+def test_what_cannot_be_summed_exactly_is_refused_after_a_repair_too() -> None:
+    world = World(Grid(3, 1), {1: like_me(1, in_range=False), 2: died}, agreed=[None])
+    transaction = begun(world, "reproducible")
+    transaction.vote()
+    with pytest.raises(OutOfRangeError):
+        transaction.recover()
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
+    grid = Grid(3, 3)
+    drifted = grid.replica_size + shard  # a rank of replica 1
+
+    def reply(rank: int) -> Reply:
+        return like_me(grid.replica(rank), **({"fingerprint": 78} if rank == drifted else {}))
+
+    world = World(grid, {rank: reply(rank) for rank in range(1, grid.ranks)}, agreed=[COMPLETE])
+    transaction = begun(world)
+    transaction.vote()
+    assert not transaction.recover()
+    assert world.evicted == [frozenset(), frozenset({3, 4, 5})]
+    assert world.replicas == (0, 2)
+    assert transaction.incidents[0].evicted == (1,)
+
+
+def test_drift_without_a_majority_names_the_shard() -> None:
+    world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[COMPLETE])
+    transaction = begun(world)
+    transaction.vote()
+    with pytest.raises(StateDivergedError, match="shard 0"):
+        transaction.recover()
+
+
+def test_a_replica_whose_script_has_ended_is_evicted() -> None:
+    world = World(Grid(3, 1), {1: like_me(1, step=0), 2: like_me(2)}, agreed=[None])
+    transaction = begun(world)
+    transaction.vote()
+    assert not transaction.recover()
+    assert world.evicted == [frozenset(), frozenset({1})]
+
+
+@pytest.mark.parametrize("brought", [2, 4])
+def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int) -> None:
+    world = World(Grid(3, 1), {})
+    world.brought = brought
+    transaction = begun(world)
+    with pytest.raises(LedgerError, match=f"holds {brought} samples, and 3 were planned"):
+        transaction.vote()
+
+
+def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
+    transaction = begun(World(Grid(3, 1), {}))
+    transaction.gradients.buckets[-1].posted = None
+    with pytest.raises(LedgerError, match="was not handed to the reduction"):
+        transaction.vote()
+
+
+def take(transaction: Transaction) -> None:
+    while not transaction.vote():
+        transaction.recover()
+        transaction.gradients.post_all(transaction.post)
+
+
+def test_repairs_in_which_nobody_is_lost_come_to_an_end() -> None:
+    """In a step, and in the comparison after the last one."""
+    for last in (False, True):
+        world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
+        world.carries = False
+        transaction = begun(world)
+        with pytest.raises(RuntimeError, match="repairs in a row in which nobody was lost"):
+            transaction.confirm(2, 77) if last else take(transaction)
+        assert len(world.evicted) == FRUITLESS + 1
