@@ -141,8 +141,11 @@ def test_what_changes_later_is_looked_at_again() -> None:
     assert not belonging.changed()
     model[1].requires_grad_(False)
     assert belonging.changed()
-    assert belonging.trained != trained
+    assert belonging.changed(), "nobody has followed yet"
+    assert belonging.trained == trained
+    belonging.settle()
     assert not belonging.changed()
+    assert belonging.trained != trained
     model[3] = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="that the model does not have"):
         belonging.changed()
@@ -183,7 +186,7 @@ def test_gradients_that_no_bucket_can_hold_are_refused_at_the_start() -> None:
 
 def test_what_is_frozen_unfrozen_or_unused_moves_as_in_one_process_through_deaths(tmp_path: Path) -> None:
     """A death in the step of a freeze, one in the step of an unfreeze; in the end one replica changes alone."""
-    sections = ["frozen", "double", "complex", "ddp", "stray", "left-overs", "alone", "scaled"]
+    sections = ["frozen", "double", "complex", "ddp", "stray", "left-overs", "unlike", "alone", "scaled"]
     kills = ["3:3:in-reduce", "5:4:forward"]
     outcome = run_world("belonging.py", tmp_path / "run", 5, [sections], kills=kills)
     assert outcome.code == 0, outcome.output
@@ -217,6 +220,7 @@ def test_what_is_frozen_unfrozen_or_unused_moves_as_in_one_process_through_death
         ]
         assert [any(line.startswith(start) for line in said) for start in starts] == [True] * 4, said
         assert len(said) == 4, said
+        assert "replicas have made different models" in outcome.notes(rank, "unlike")[0]["error"]
         assert "bf16 autocast" in outcome.notes(rank, "scaled")[0]["error"]
 
 

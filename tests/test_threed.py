@@ -225,6 +225,33 @@ def test_what_nobody_has_computed_of_a_shared_parameter_counts_as_zero() -> None
     assert posted == [0.0] * 6
 
 
+class Busy:
+    """A partner that has used everything, and gives ones."""
+
+    size = 2
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        sums += 1
+
+
+def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None:
+    shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    replica = SharedReplica(shared)
+    replica._sharing = Sharing(copies=2, partners=Busy())
+    gradients = OwnedGradients([shared, own], bucket_mb=1, replica=replica)
+    gradients.begin()
+    assert gradients.usage.tolist() == [0, 0]
+    gradients.expect(None)
+    gradients.collect()
+    assert gradients.usage.tolist() == [1, 0]
+    gradients.post_all(lambda index, bucket: bucket.result.copy_(bucket.local))
+    gradients.install(1.0, 1.0, gradients.usage)
+    assert shared.grad.tolist() == [1.0] * 3
+    assert own.grad is None
+    gradients.begin()
+    assert gradients.usage.tolist() == [0, 0]
+
+
 def test_a_part_of_a_gradient_must_leave_room_for_the_others() -> None:
     """Fixed-point sums hold B times what is allowed: of two parts, each may have half of it."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))

@@ -7,6 +7,7 @@ that the step sums and the optimizer does not know is never trained. Both would 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from recover.step.gradients import Gradients
 from recover.step.inside import is_marked, replica_of
 from recover.step.parts import local_part
+from recover.step.state_hash import all_equal, on_the_wire
+from recover.world.world import World
 
 SHOWN = 3  # names in a message
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
@@ -43,13 +46,18 @@ class Belonging:
         return bytes(requires for _, requires in self._seen[0])
 
     def changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused."""
-        seen = self._look()
-        if seen == self._seen:
-            return False
-        self._check()
-        before, self._seen = self._seen, seen
-        return before[0] != seen[0]
+        """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused.
+
+        So it stays, and is refused again, until `settle` is called: everybody has followed.
+        """
+        parameters, held = self._look()
+        if (parameters, held) != self._seen:
+            self._check()
+            self._seen = self._seen[0], held
+        return parameters != self._seen[0]
+
+    def settle(self) -> None:
+        self._seen = self._look()
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         names = (name for name, p in self._model.named_parameters() if p is parameter)
@@ -85,6 +93,20 @@ class Belonging:
                     f"{_few('parameter', left_out)} of the model would be trained and are not in gradients=, so they "
                     "would not be summed over replicas; wrap the whole model, and give Step that"
                 )
+
+
+def refuse_different_models(world: World, model: torch.nn.Module) -> None:
+    """Replicas copy each other's values, but not what is to be trained: buckets of different sizes must never meet."""
+    kinds = [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
+    kinds += [(b.shape, b.dtype, False) for b in model.buffers()]
+    sums = torch.tensor(on_the_wire(zlib.crc32(repr(kinds).encode())), dtype=torch.float64)
+    reduced = world.cross.all_reduce(sums).wait()  # if not, somebody has died, and all will be here again
+    total, squares = sums.tolist()
+    if reduced and not all_equal(total, squares, len(world.replicas)):
+        raise ValueError(
+            "replicas have made different models: parameters or buffers of other shapes or types, or others that are "
+            "frozen; make the same on every replica"
+        )
 
 
 def _refuse_wrappers(model: torch.nn.Module, adapter: Gradients | None) -> None:

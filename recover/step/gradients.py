@@ -191,7 +191,7 @@ class OwnedGradients:
         for parameter in self.parameters:  # gradients that came without autograd's hooks
             if parameter.grad is not None:
                 self._take(parameter)
-        if strays := [self._name(p) for p in self._frozen if p.grad is not None]:
+        if strays := [self._name(p) for p in self._frozen if p.requires_grad and p.grad is not None]:
             raise RuntimeError(
                 f"parameter {strays[0]} was frozen when the step began, and has got a gradient in it; call "
                 "requires_grad_() between two steps, the same on all replicas"

@@ -18,7 +18,7 @@ import torch
 
 from recover.policy import Layout, SlotSet, get_policy
 from recover.step import poison
-from recover.step.belonging import Belonging
+from recover.step.belonging import Belonging, refuse_different_models
 from recover.step.damage import damages
 from recover.step.gradients import Gradients, OwnedGradients
 from recover.step.habits import Habits
@@ -52,8 +52,9 @@ class Step:
     """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
 
     world:         from `recover.init()`
-    model:         a module, the same on every replica (parameters and buffers are copied from the first one)
-    optimizer:     any torch optimizer over the model's parameters
+    model:         a module, the same on every replica (parameters and buffers are copied from the first one);
+                   parameters may be frozen and unfrozen between steps, on all replicas alike
+    optimizer:     any torch optimizer over the model's trainable parameters, and no others
     global_batch:  B, microbatches per optimizer step over all replicas
     policy:        `balanced` (default), `static` (the paper's roles and spares) or `adaptive` (the batch shrinks)
     samples:       `exact` (default) or `partitioned`
@@ -89,6 +90,7 @@ class Step:
             raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
         if replica_of(model).size != world.grid.replica_size:
             raise ValueError(
@@ -366,6 +368,7 @@ class Step:
         if self._belonging.changed():
             ending.log(f"step {number}: other parameters are trained than before")
             self._gradients.lay_out(self._model.parameters())
+            self._belonging.settle()
             # Others may not have done the same. Buckets of different sizes must not meet: the first attempt fails for
             # all, and the census shows who differs.
             self._world.cross.break_off()
@@ -422,6 +425,7 @@ class Step:
         while True:
             # Into copies: if the first replica dies halfway, nobody holds a mixture of two.
             received = [tensor.clone() for tensor in tensors]
+            refuse_different_models(self._world, self._model)
             works = [self._world.cross.broadcast(tensor) for tensor in received]
             complete = [work.wait() for work in works]  # each one: the communication thread must come to rest
             if self._world.agree(all(complete)) == 1:

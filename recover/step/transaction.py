@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from recover.carriers.worker import Work
 from recover.faults.locations import IN_FLIGHT
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import ledger, poison, state_hash
@@ -25,7 +26,6 @@ from recover.step.moving import MovingBuffers
 from recover.step.record import Record
 from recover.step.reduction import OutOfRangeError
 from recover.world.membership import Census
-from recover.carriers.worker import Work
 from recover.world.world import World
 
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote

@@ -157,7 +157,7 @@ def complex_numbers(first: int) -> None:
 def own_ddp(first: int) -> None:
     """A user's own DDP leaves alone what nobody uses, and cannot freeze."""
     section("ddp", first, Model, nothing, "ddp", steps=3)
-    refusal("ddp frozen", first + 3, lambda: section("?", first + 3, Model, freeze_in_ddp, "ddp", steps=2))
+    refusal("ddp frozen", lambda: section("?", first + 3, Model, freeze_in_ddp, "ddp", steps=2))
 
 
 def freeze_in_ddp(model: torch.nn.Module, number: int) -> None:
@@ -165,7 +165,7 @@ def freeze_in_ddp(model: torch.nn.Module, number: int) -> None:
         model.module.early.requires_grad_(False)
 
 
-def refusal(name: str, first: int, run: Callable[[], object]) -> None:
+def refusal(name: str, run: Callable[[], object]) -> None:
     try:
         run()
     except (RuntimeError, ValueError) as error:
@@ -178,7 +178,7 @@ def stray(first: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step, stream = recover.Step(world, model, optimizer, BATCH), Stream()
     loss_of(model, stream[0]).backward()
-    refusal("stray", first, lambda: next(step.microbatches(stream)))
+    refusal("stray", lambda: next(step.microbatches(stream)))
     optimizer.zero_grad(set_to_none=False)
     for sample in step.microbatches(stream):
         step.backward(loss_of(model, sample))
@@ -209,6 +209,13 @@ def left_overs(first: int) -> None:
         note("left-overs" if habits else "no left-overs", said=[str(w.message) for w in caught])
 
 
+def unlike(first: int) -> None:
+    """From the start, one replica trains less than the others."""
+    model = Model()
+    model.early.requires_grad_(world.replica != 1)
+    refusal("unlike", lambda: recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), BATCH))
+
+
 def alone(first: int) -> None:
     """One replica freezes what the others train."""
 
@@ -225,7 +232,7 @@ def scaled(first: int) -> None:
     step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), BATCH)
     for sample in step.microbatches(Stream()):
         loss = loss_of(model, sample)
-        refusal("scaled", first, lambda loss=loss: step.backward(scaler.scale(loss) / 1024.0))
+        refusal("scaled", lambda loss=loss: step.backward(scaler.scale(loss) / 1024.0))
         break
 
 
@@ -236,6 +243,7 @@ SECTIONS: dict[str, Callable[..., None]] = {
     "ddp": own_ddp,
     "stray": stray,
     "left-overs": left_overs,
+    "unlike": unlike,
     "alone": alone,
     "scaled": scaled,
 }
