@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy import reference
+from toy import reference, remembered
 from worlds import Outcome, run_world
 
 
@@ -68,6 +68,12 @@ def check(outcome: Outcome, victims: set[int], batch: int, exact: bool = True) -
     torch.testing.assert_close([c["loss"] for c in commits(outcome)], losses, rtol=1e-5 * slack, atol=1e-6)
     end = [torch.tensor(value) for value in outcome.notes(first, "end")[0]["parameters"]]
     torch.testing.assert_close(end, parameters, rtol=1e-6 * slack, atol=1e-6 * slack)
+    count, average = remembered(batches)
+    for rank in outcome.survivors:
+        memory = outcome.notes(rank, "end")[0]["memory"]
+        assert memory == outcome.notes(first, "end")[0]["memory"]
+        assert memory[0] == count
+        torch.testing.assert_close(torch.tensor(memory[1]).double(), average, rtol=1e-6, atol=1e-7)
 
 
 def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:
@@ -182,7 +188,9 @@ def test_what_was_reduced_with_a_drifted_replica_is_not_committed_when_it_dies(t
 
 
 def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 2, [], flip=[3, 1])
+    outcome = train(
+        tmp_path, 2, [], flip=[3, 1], flipped="average"
+    )  # a buffer that moves drifts as weights do
     assert outcome.code == 1
     assert "replicas [0, 1] hold different parameters" in outcome.output
     assert "no majority" in outcome.output

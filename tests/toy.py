@@ -22,7 +22,7 @@ class Stream:
 
 
 class Model(torch.nn.Module):
-    """Some microbatches use all parameters and some do not."""
+    """Some microbatches use all parameters and some do not. It counts them, and remembers what they were like."""
 
     def __init__(self, always: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -31,8 +31,13 @@ class Model(torch.nn.Module):
         self.inner = torch.nn.Linear(16, 64)
         self.sometimes = torch.nn.Linear(64, 64)
         self.outer = torch.nn.Linear(64, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(16))
 
     def forward(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+            self.average.lerp_(inputs.mean(0), 0.1)
         hidden = torch.tanh(self.inner(inputs))
         if self.always or index % 3 == 0:
             hidden = hidden + torch.tanh(self.sometimes(hidden))
@@ -46,6 +51,18 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 def loss_of(model: torch.nn.Module, sample: tuple[torch.Tensor, torch.Tensor, int]) -> torch.Tensor:
     inputs, target, index = sample
     return torch.nn.functional.mse_loss(model(inputs, index), target)
+
+
+MEMORY = ("count", "average")
+
+
+def remembered(batches: list[list[int]]) -> tuple[int, torch.Tensor]:
+    """What the model's memory is after these steps: one move per step, by the mean over its samples."""
+    average, stream = torch.zeros(16, dtype=torch.float64), Stream()
+    for batch in batches:
+        seen = torch.stack([stream[index][0].mean(0) for index in batch]).double().mean(0)
+        average += 0.1 * (seen - average)
+    return sum(map(len, batches)), average
 
 
 def reference(

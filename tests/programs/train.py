@@ -1,11 +1,11 @@
 """A small training run through the public API; every rank writes down what it committed.
 
 Argument: a JSON object with `policy`, `samples`, `accum`, `steps`, and optionally `carrier`, `flip` ([step, replica]: a
-bit of that replica's weights is flipped before that step), `poison` (a sample that raises), `nan` (a sample whose loss
-is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a user's own DDP: the restore mode) and
-`views` (with DDP's gradients as views of its buckets; the loop keeps its own no_sync() in every second microbatch),
-`ends` ([step, replica]: the script ends there after that step), `reduction`, `dropout`, `noise` (drawn by the stream)
-and `bit`.
+bit of that replica's weights, or of its buffer `flipped`, is flipped before that step), `poison` (a sample that
+raises), `nan` (a sample whose loss is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a
+user's own DDP: the restore mode) and `views` (with DDP's gradients as views of its buckets; the loop keeps its own
+no_sync() in every second microbatch), `ends` ([step, replica]: the script ends there after that step), `reduction`,
+`dropout`, `noise` (drawn by the stream) and `bit`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import recover
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy import Model, Stream, loss_of, make_optimizer
+from toy import MEMORY, Model, Stream, loss_of, make_optimizer
 
 options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -51,6 +51,7 @@ step = recover.Step(
     reduction=options.get("reduction", "fast"),
     bucket_mb=0.002,
     gradients=gradients,
+    buffers=[f"module.{name}" if options.get("ddp") else name for name in MEMORY],
 )
 diary = os.open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", os.O_CREAT | os.O_WRONLY)
 
@@ -72,7 +73,8 @@ microbatches = 0
 while step.index < options["steps"]:
     if options.get("flip") == [step.index + 1, world.replica]:
         with torch.no_grad():
-            next(iter(model.parameters())).view(-1).view(torch.int32)[5] ^= 1 << options.get("bit", 0)
+            struck = getattr(model, options["flipped"]) if "flipped" in options else next(model.parameters())
+            struck.view(-1).view(torch.int32)[5] ^= 1 << options.get("bit", 0)
     for sample in step.microbatches(stream):
         inputs, target, index = sample
         if index == options.get("poison"):
@@ -95,4 +97,5 @@ while step.index < options["steps"]:
     if options.get("ends") == [step.index, world.replica]:
         sys.exit()
 rewinds = gradients.rewinds if gradients else {}
-note("end", parameters=[p.tolist() for p in model.parameters()], rewinds=rewinds)
+memory = [buffer.tolist() for buffer in model.buffers()]
+note("end", parameters=[p.tolist() for p in model.parameters()], memory=memory, rewinds=rewinds)
