@@ -63,7 +63,7 @@ def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: P
         "print('went on after', time.monotonic() - start)\n"
     )
     job = Job(tmp_path, script, "-n", "5")
-    assert job.finish() == 0
+    assert job.finish() == 4
     times = [float(line.split()[-1]) for line in job.stdout.splitlines()]
     assert len(times) == 2
     assert max(times) < 3
@@ -75,13 +75,14 @@ def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: P
         assert json.loads(job.rank_file(f"{rank}.end").read_text())["end"] == "raised"
     verdict = job.stderr.splitlines()[-1]
     assert "done on ranks 0, 4; lost: rank 1 raised: ValueError: no such luck; rank 2 raised" in verdict
+    assert "rank 3 raised outside of any step: ZeroDivisionError at" in verdict
     assert job.leftovers() == []
 
 
 def test_a_job_that_raises_everywhere_has_failed(tmp_path: Path) -> None:
     job = Job(tmp_path, "raise RuntimeError('never')", "-n", "2")
-    assert job.finish() == 1
-    assert "no rank finished; ranks 0-1 raised: RuntimeError: never" in job.stderr.splitlines()[-1]
+    assert job.finish() == 4
+    assert "ranks 0-1 raised: RuntimeError: never" in job.stderr.splitlines()[-1]
     assert job.leftovers() == []
 
 
@@ -268,9 +269,9 @@ def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
 
 def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) -> None:
     job = Job(tmp_path, "raise ValueError('first')", "-n", "2")
-    assert job.finish() == 1
+    assert job.finish() == 4
     job = Job(tmp_path, RANK + "if rank == 0: raise ValueError('second')", "-n", "2")
-    assert job.finish() == 0
+    assert job.finish() == 4
     assert "lost: rank 0 raised: ValueError: second" in job.stderr
     log = job.rank_file("0.log").read_text()
     assert "first" in log

@@ -182,7 +182,8 @@ def pretend_checkpoint(place: Path, *words: str) -> Path:
     path = place / "old" / "checkpoints" / "step-4"
     path.mkdir(parents=True)
     shape = asdict(shape_of(plan.config, plan.stream.vocab))
-    (path / checkpoint.FACTS).write_text(json.dumps({"config": plan.config.model_dump(), "model": shape}))
+    facts = {"format": checkpoint.FORMAT, "config": plan.config.model_dump(), "model": shape, "files": {}}
+    (path / checkpoint.FACTS).write_text(json.dumps(facts))
     return place / "old"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,31 @@ def test_tensorboard_after_a_change_of_hands_shows_every_step_once(tmp_path: Pat
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
+
+
+def test_a_service_that_raises_costs_neither_a_replica_nor_the_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When it is opened, in the middle, and at the end; said once."""
+    kept = [line(step, seconds=1.0, tokens=8) for step in range(1, 5)]
+    config = parse({"log.wandb": "project"})
+    for broken in ("init", "log", "finish"):
+
+        def fail(*_: object, broken: str = broken, **__: object) -> None:
+            raise SystemExit(f"{broken} fails")
+
+        service = {"log": lambda *_, **__: None, "finish": lambda: None, broken: fail}
+        run = SimpleNamespace(**service)
+        opened = fail if broken == "init" else lambda run=run, **_: run
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=opened))
+        sinks = Sinks(config, tmp_path / broken)
+        for known in range(1, 5):
+            sinks.log(kept[:known])
+        sinks.close()
+        said = capsys.readouterr().out
+        assert said.count("Weights & Biases gets no more curves") == 1
+        assert f"{broken} fails" in said
+        assert list((tmp_path / broken / "tensorboard").iterdir())
 
 
 def test_the_data_digest_is_that_of_the_sorted_indices() -> None:

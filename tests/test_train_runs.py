@@ -149,14 +149,16 @@ def test_a_death_over_a_checkpoint_leaves_the_one_before_and_others_go_on_from_i
     ]
     calm = train(tmp_path / "calm", *words, "replicas=1", "accum=12")
     kills = ["4:0:checkpoint", "8:1:vote", "8:2:vote"]
-    lost = train(tmp_path / "run", *words, kills=kills)
+    lost = train(
+        tmp_path / "run", *words, "pace=0.1", kills=kills
+    )  # time to write one before the next is due
     assert lost.code == 1, lost.output
     assert lost.checkpoints == ["step-2", "step-5", "step-6"]  # 4 was under way; its successor made up for it
     check_lines(lost, steps=7, batch=12)
     assert f"--resume {lost.run_dir}` goes on from step 7" in lost.output
 
     again = train(
-        lost.run_dir, "replicas=2", "checkpoint.keep=1", resume=lost.run_dir, kills=["8:0:backward"]
+        lost.run_dir, "replicas=2", "checkpoint.keep=1", "pace=0", resume=lost.run_dir, kills=["8:0:backward"]
     )
     assert again.code == 0, again.output
     check_lines(again, steps=9, batch=12)

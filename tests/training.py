@@ -77,6 +77,12 @@ class Trained:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("*"))
 
+    def facts(self, checkpoint: str) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        text = (self.run_dir / "checkpoints" / checkpoint / "trainer.json").read_text()
+        facts: dict[str, Any] = json.loads(text)
+        return facts
+
     def samples(self, rank: int) -> dict[int, list[int]]:
         """What a rank has contributed, by step, from its log."""
         log = self.run_dir / "ranks" / f"{rank}.log"

@@ -16,7 +16,9 @@ Handler = Callable[[object], None]  # gets the detail of the place that was reac
 
 
 class ScheduledFault(RuntimeError):
-    """The exception of the action `exit`."""
+    """The exception of the action `exit`: it stands for a lost machine, wherever it strikes."""
+
+    is_scheduled = True
 
 
 class Probe:

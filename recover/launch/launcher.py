@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recover.liveness.board import Board
 
 DEFAULT_TIMEOUT = 1800.0
+RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
 _GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it was seen to hang
@@ -52,8 +53,8 @@ def launch(
     faults: Sequence[str] | None = None,
 ) -> int:
     """Run `script` on `ranks` ranks and return 0 (the survivors finished), 1 (it failed), 2 (it could not be
-    started as asked), or 128 + the signal that ended it. `hang_limit` and `faults` that are not given are read from
-    the environment."""
+    started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended it. `hang_limit` and
+    `faults` that are not given are read from the environment."""
     script = Path(script)
     lock = None
     try:
@@ -85,7 +86,7 @@ def launch(
                 start_new_session=True,  # Ctrl-C comes to us, and we end the job
             )
             hangs = HangWatchdog(limit)
-            job = _Job(ranks, directory, session, process, Relay(process), hangs)
+            job = _Job(ranks, replica_size, directory, session, process, Relay(process), hangs)
             failure = job.watch(timeout, caught)
         if caught:
             _say(f"ended by {signal.Signals(caught[0]).name}")
@@ -159,6 +160,7 @@ def _signals(session: Session) -> Iterator[list[int]]:
 @dataclass
 class _Job:
     ranks: int
+    replica_size: int
     run_dir: Path
     session: Session
     process: subprocess.Popen[bytes]
@@ -194,6 +196,8 @@ class _Job:
             running = {rank for rank in verdict.silent if pids[rank] or not verdict.has_started(rank)}
             self.ended, ended = ended, set(range(self.ranks)) - running
             self._show_crashes(verdict, ended)
+            if repeated := verdict.repeated(self.replica_size):
+                return repeated
             self._fence_stopped(board, verdict, now)
             if running:
                 last_running = now
@@ -218,13 +222,15 @@ class _Job:
                 path.unlink()
         if not failure and not verdict.done:
             failure = "no rank finished"
+        repeated = verdict.repeated(self.replica_size)
         logs = f"(logs in {verdict.directory})"
         if failure:
-            _say(f"failed, {failure}; {verdict.losses()} {logs}")
-            return 1
+            _say(f"failed, {repeated or failure}; {verdict.losses()} {logs}")
+            return RAISED if repeated else 1
         if verdict.lost:
-            _say(f"done on {name_ranks(verdict.done)}; lost: {verdict.losses()} {logs}")
-        return 0
+            unmade = f"; but {verdict.unmade()}" if verdict.raised else ""
+            _say(f"done on {name_ranks(verdict.done)}; lost: {verdict.losses()}{unmade} {logs}")
+        return RAISED if verdict.raised else 0
 
     def _mpirun_left(self) -> str:
         code = self.process.returncode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from recover.world.ending import End
 
@@ -15,7 +16,14 @@ class Verdict:
 
     def __init__(self, run_dir: Path, ranks: int, unfinished: Collection[int] = ()) -> None:
         self.directory = run_dir / "ranks"
-        ends = {rank: self._read(rank) for rank in range(ranks)}
+        markers = {rank: self._read(rank) for rank in range(ranks)}
+        ends = {rank: _in_words(marker) for rank, marker in markers.items()}
+        # Those that raised outside of any step, and what: no other rank makes good what they left undone.
+        self.raised = {
+            rank: f"{marker['kind']} at {marker['place'] or 'the end'}"
+            for rank, marker in markers.items()
+            if marker and marker["end"] == End.RAISED and not marker["ordinary"]
+        }
         self.done = [rank for rank, end in ends.items() if end == End.DONE]
         self.silent = [rank for rank, end in ends.items() if end is None]
         self.crashed = [r for r in self.silent if "Fatal Python error" in self.stack(r)]
@@ -30,6 +38,28 @@ class Verdict:
             groups.setdefault(how, []).append(rank)
         return "; ".join(f"{name_ranks(ranks)} {how}" for how, ranks in groups.items())
 
+    def repeated(self, replica_size: int) -> str:
+        """The exception that two replicas raised at the same place outside of any step, as a sentence; or ""."""
+        replicas: dict[str, set[int]] = {}
+        for rank, what in self.raised.items():
+            replicas.setdefault(what, set()).add(rank // replica_size)
+        for what, who in replicas.items():
+            if len(who) > 1:
+                names = ", ".join(map(str, sorted(who)))
+                return (
+                    f"replicas {names} raised the same outside of any step, and the next would, too: {what}"
+                )
+        return ""
+
+    def unmade(self) -> str:
+        """`rank 0 raised outside of any step: OSError at script.py:12, in save`; "" if nobody did."""
+        groups: dict[str, list[int]] = {}
+        for rank, what in self.raised.items():
+            groups.setdefault(what, []).append(rank)
+        return "; ".join(
+            f"{name_ranks(ranks)} raised outside of any step: {what}" for what, ranks in groups.items()
+        )
+
     def has_started(self, rank: int) -> bool:
         """The first thing that a rank does is to make the file for its stack."""
         return (self.directory / f"{rank}.stack").exists()
@@ -39,12 +69,18 @@ class Verdict:
         path = self.directory / f"{rank}.stack"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _read(self, rank: int) -> str | None:
+    def _read(self, rank: int) -> dict[str, Any] | None:
         try:
-            marker = json.loads((self.directory / f"{rank}.end").read_text())
+            marker: dict[str, Any] = json.loads((self.directory / f"{rank}.end").read_text())
         except FileNotFoundError:
             return None
-        return f"{marker['end']}: {marker['detail']}" if marker["detail"] else str(marker["end"])
+        return marker
+
+
+def _in_words(marker: dict[str, Any] | None) -> str | None:
+    if marker is None:
+        return None
+    return f"{marker['end']}: {marker['detail']}" if marker["detail"] else str(marker["end"])
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -35,6 +35,14 @@ def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = 
     return total % 2**64
 
 
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state, in the order of its parameters."""
+    states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    return [
+        value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)
+    ]
+
+
 def on_the_wire(value: int) -> tuple[float, float]:
     """What goes into the reduced sum."""
     small = value % MODULUS

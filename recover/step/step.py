@@ -30,7 +30,7 @@ from recover.step.position import check_position
 from recover.step.randomness import Randomness
 from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
-from recover.step.state_hash import fingerprint
+from recover.step.state_hash import fingerprint, optimizer_tensors
 from recover.step.stragglers import Stragglers
 from recover.step.transaction import LOSS, WEIGHT, Transaction
 from recover.step.weights import weighted, weights_of
@@ -143,6 +143,7 @@ class Step:
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
+        self._compares_optimizers = False  # whether the next vote does
         self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
@@ -231,15 +232,25 @@ class Step:
         """Ask all replicas to stop after the same step: `stop_agreed` tells when. May be called by a signal handler."""
         self._transaction.stop_requested = True
 
+    def compare_optimizers(self) -> None:
+        """Let the next vote compare the state of the optimizers, too, and not the parameters alone: a checkpoint has
+        just been made of it. To be called by all replicas after the same step."""
+        self._compares_optimizers = True
+
     def confirm(self) -> tuple[tuple[int, ...], float]:
-        """After the last step: all replicas hold the same parameters, or those that differ are gone.
+        """After the last step: all replicas hold the same parameters and the same optimizer state, or those that
+        differ are gone.
 
         During training every vote tells of the update before it; this tells of the last one. Returns the ranks that
         were lost over it, and the seconds of their repairs.
         """
+        self.compare_optimizers()
         number = self.index + 1
         replica_of(self._model).rest()
-        return self._transaction.confirm(number, self._fingerprint(number))
+        ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
+        lost = self._transaction.confirm(number, self._fingerprint(number))
+        ending.in_step(False)
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
@@ -375,6 +386,8 @@ class Step:
 
     def _fingerprint(self, number: int) -> int:
         tensors = [*self._model.parameters(), *self._moving.tensors()]
+        if self._compares_optimizers:
+            tensors += optimizer_tensors(self._optimizer)
         return fingerprint(tensors, number, self._belonging.trained)
 
     def _commit(self, number: int) -> None:
@@ -409,6 +422,7 @@ class Step:
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
         self.index = number
+        self._compares_optimizers = False
         self._world.board.touch(self._world.rank)
         self._world.probe("advance")
 

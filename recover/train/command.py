@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.launch.launcher import launch
+from recover.launch.launcher import RAISED, launch
 from recover.train import checkpoint
 from recover.train.plan import Plan, make_plan
 from recover.train.progress import Screen
@@ -26,7 +26,8 @@ def train(
     resume: Path | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas)."""
+    """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
+    4 (a rank raised outside of any step)."""
     try:
         plan = make_plan(words, run_dir, kills, resume, elsewhere=dry_run)
     except (ValueError, OSError) as error:
@@ -55,7 +56,10 @@ def run(plan: Plan) -> int:
             ranks.join(LOOK)
             screen.update()
     stop.unlink(missing_ok=True)
-    return 2 if code == [2] else _verdict(plan, code == [0])
+    if code == [2]:
+        return 2
+    said = _verdict(plan, code in ([0], [RAISED]))
+    return RAISED if code == [RAISED] else said
 
 
 def _launch(plan: Plan) -> int:

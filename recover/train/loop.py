@@ -5,7 +5,6 @@ Arguments: the configuration as JSON, and the checkpoint to go on from ("" for n
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -28,18 +27,19 @@ from recover.job.process import rank_on_host
 from recover.policy import RestoreMode
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
+from recover.step.transaction import StateDivergedError
 from recover.train import checkpoint
+from recover.train.checkpoint import CheckpointError, Found
 from recover.train.config import Config
 from recover.train.inside import Inside, make_inside
 from recover.train.journal import Journal, settle
 from recover.train.lines import incident_line, parameters_digest, step_line, summary, write_json
+from recover.train.saver import Saver
 from recover.train.shape import shape_of
 from recover.train.sinks import Sinks
+from recover.train.tensors import Tensors
 from recover.world import ending
 from recover.world.world import World
-
-# Checkpoints are written by one process, as they should be; torch says so in a thread of its own.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 LOWEST_LR = 0.1  # of the highest: where the cosine ends
 
@@ -69,8 +69,8 @@ def main(config: Config, resume: Path | None) -> None:
     model = inside.model
     optimizer = make_optimizer(config, model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(config, done))
-    tensors = checkpoint.Tensors(model, optimizer, world.grid.replica_size)
-    saved = load_checkpoint(resume, tensors) if resume else None
+    tensors = Tensors(model, optimizer, world.grid.replica_size)
+    saved = load_checkpoint(resume, tensors, inside, world) if resume else None
     step = recover.Step(
         world,
         model,
@@ -94,12 +94,13 @@ def main(config: Config, resume: Path | None) -> None:
     resumed_at = step.index
     sinks = Sinks(config, run_dir)
     journal = Journal(run_dir, world, sinks)
-    saver = checkpoint.Saver(
+    saver = Saver(
         run_dir,
         config.checkpoint.every,
         config.checkpoint.keep,
-        world.shard == 0,
-        world.grid.replica_size == 1,
+        world.replica,
+        first=world.shard == 0,
+        alone=world.grid.replica_size == 1,
     )
     kills = parse_faults(world.job.faults)
 
@@ -142,15 +143,27 @@ def main(config: Config, resume: Path | None) -> None:
             (run_dir / "config.yaml").write_text(config.to_yaml())
             for lines in (journal.steps, journal.incidents):
                 lines.cut_after(resumed_at)
+            saver.start()
+
+    def save_last() -> None:
+        """The last state, too, counts only when all have been compared after it was taken."""
+        wanted = config.checkpoint.every or step.index < config.steps
+        writer = None
+        while writer != world.replicas[0]:  # again, if it was the writer that was lost over it
+            writer = world.replicas[0]
+            if wanted and world.replica == writer and together(saver.lacks(step.index)):
+                save()
+            differing, seconds = step.confirm()
+            if differing:
+                lost(differing, seconds)
+            saver.found_equal(step.index + 1, world.replicas)
 
     def close() -> None:
         """The writer may die before its last line, or over it: then its successor does all of this again."""
+        save_last()
         journal.write()
         if world.replica == world.replicas[0]:
-            # The writer's replica: a checkpoint and a digest take all of its ranks.
-            early = step.index < config.steps
-            if (config.checkpoint.every or early) and together(saver.newest() != step.index):
-                save()
+            # The writer's replica: a digest takes all of its ranks.
             saver.finish()
             digest = parameters_digest(inside.parameters())
             if journal.writing:
@@ -185,19 +198,15 @@ def main(config: Config, resume: Path | None) -> None:
         exact = config.samples == "exact"
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         journal.commit(line, [incident_line(incident, kills, exact) for incident in step.incidents])
-        if journal.writing and any(incident.evicted for incident in step.incidents):
-            saver.distrust(step.index - 1)
-        if world.replica == world.replicas[0] and config.checkpoint.every and together(saver.due(step.index)):
-            save()
-            if world.probe.expects("checkpoint"):
-                time.sleep(IN_FLIGHT)
+        saver.found_equal(step.index, world.replicas)
+        if saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
+            step.compare_optimizers()
+            if world.replica == world.replicas[0] and together(saver.due(step.index)):
+                save()
+                if world.probe.expects("checkpoint"):
+                    time.sleep(IN_FLIGHT)
         if config.checkpoint.every and step.index % config.checkpoint.every == 0:
             world.probe("checkpoint")
-    differing, seconds = step.confirm()
-    if differing:
-        lost(differing, seconds)
-        if journal.writing:
-            saver.distrust(step.index)
     settle(world, close, lost)
 
 
@@ -270,10 +279,31 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends) or "none"
 
 
-def load_checkpoint(path: Path, tensors: checkpoint.Tensors) -> dict[str, Any]:
-    tensors.load(path)
-    facts: dict[str, Any] = json.loads((path / checkpoint.FACTS).read_text())
+def load_checkpoint(path: Path, tensors: Tensors, inside: Inside, world: World) -> dict[str, Any]:
+    """Into whatever this rank holds of model and optimizer. The parameters must be those that were saved."""
+    found = Found(path, int(path.name.rpartition("-")[2]))
+    facts = found.facts()
+    tensors.load(path, facts["files"])
+    digest = parameters_digest(
+        inside.parameters()
+    )  # all ranks of a replica take part; the first one has them all
+    if world.shard == 0 and digest != facts["parameters_digest"]:
+        raise CheckpointError(
+            f"{path} is damaged: its parameters_digest is {facts['parameters_digest']}, and what was loaded from it "
+            f"has {digest}; {found.mend()}"
+        )
     return facts
+
+
+def name_the_way_on(error: StateDivergedError) -> None:
+    """The step knows that nobody can tell which parameters are right; we know which were."""
+    run_dir = Path(recover.init().job.run_dir or "")
+    found = checkpoint.latest(run_dir)
+    error.add_note(
+        f"The last good checkpoint is {found.path}; `recover train --resume {run_dir}` goes on from it."
+        if found
+        else "There is no checkpoint to go on from."
+    )
 
 
 def stop_after_this_step(number: int, step: recover.Step) -> None:
@@ -284,7 +314,8 @@ def stop_after_this_step(number: int, step: recover.Step) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        Config.model_validate_json(sys.argv[1]),
-        Path(sys.argv[2]) if sys.argv[2] else None,
-    )
+    try:
+        main(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2] else None)
+    except StateDivergedError as error:
+        name_the_way_on(error)
+        raise

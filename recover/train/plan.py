@@ -93,6 +93,8 @@ def make_plan(
         )
     if found:
         _check_resume(config, found, stream)
+        if not elsewhere:
+            found.verify()
     if config.model.endswith(".json") or config.checkpoint.every or config.parallel == "3d":
         try:
             _check_model_and_room(config, stream, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,72 +13,83 @@ from recover.world import ending
 AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
 CURVES = ("loss", "heldout_loss", "grad_norm", "lr", "microbatches", "replicas", "seconds")
 
+Values = dict[str, Any]
+Log = Callable[[Values, int], object]
+Close = Callable[[], object]
+
 
 class Sinks:
-    """Opened by the rank that writes, when it first does; a successor opens its own."""
+    """Opened by the rank that writes, when it first does; a successor opens its own.
+
+    One that raises, at whatever moment, costs neither a replica nor the other one: it is left out from then on.
+    """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config, self._run_dir = config, run_dir
-        self._off = not config.log.tensorboard and not config.log.wandb
+        self._run_dir = run_dir
+        self._project = config.log.wandb
+        self._openers: dict[str, Callable[[int], tuple[Log, Close]]] = {}
+        if config.log.tensorboard:
+            self._openers["TensorBoard"] = self._open_tensorboard
+        if self._project:
+            self._openers["Weights & Biases"] = self._open_wandb
+        self._open: dict[str, tuple[Log, Close]] = {}
         self._logged: int | None = None
-        self._events: Any = None
-        self._wandb: Any = None
 
     def log(self, kept: Collection[Mapping[str, Any]]) -> None:
         """Log the steps that have not been logged yet."""
-        if self._off:
-            return
-        try:
-            self._log_new(kept)
-        except Exception as error:  # a service that fails must not cost a replica, and then its successor
-            self._off = True
-            text = f"no more curves are logged ({type(error).__name__}: {error}); steps.jsonl has them"
-            ending.log(text)
-            print(f"recover: {text}", flush=True)
-
-    def _log_new(self, kept: Collection[Mapping[str, Any]]) -> None:
         if self._logged is None:
             recent = list(kept)[-AGAIN:]
             if not recent:
                 return
-            self._open(first=recent[0]["step"])
             self._logged = recent[0]["step"] - 1
+            for name in self._openers:
+                self._try(name, self._start, name, recent[0]["step"])
         for line in kept:
             if line["step"] > self._logged:
                 self._logged = line["step"]
-                self._log(line)
+                for name, (log, _) in list(self._open.items()):
+                    self._try(name, log, _values(line), line["step"])
 
     def close(self) -> None:
+        for name, (_, close) in list(self._open.items()):
+            self._try(name, close)
+
+    def _start(self, name: str, first: int) -> None:
+        self._open[name] = self._openers[name](first)
+
+    def _try(self, name: str, act: Callable[..., object], *arguments: object) -> None:
         try:
-            if self._events is not None:
-                self._events.close()
-            if self._wandb is not None:
-                self._wandb.finish()
-        except Exception as error:
-            ending.log(f"the curves could not be closed: {error}")
+            act(*arguments)
+        except (Exception, SystemExit) as error:  # it must not cost a replica, and then its successor
+            self._open.pop(name, None)
+            text = f"{name} gets no more curves ({type(error).__name__}: {error}); steps.jsonl has them"
+            ending.log(text)
+            print(f"recover: {text}", flush=True)
 
-    def _open(self, first: int) -> None:
-        if self._config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    def _open_tensorboard(self, first: int) -> tuple[Log, Close]:
+        from torch.utils.tensorboard import SummaryWriter
 
-            # What a dead writer has logged from `first` on is superseded.
-            self._events = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=first)
-        if self._config.log.wandb:
-            import wandb
+        # What a dead writer has logged from `first` on is superseded.
+        events = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=first)
 
-            os.environ.setdefault("WANDB_SILENT", "true")
-            name = self._run_dir.name
-            self._wandb = wandb.init(
-                project=self._config.log.wandb, name=name, id=name, resume="allow", dir=str(self._run_dir)
-            )
-
-    def _log(self, line: Mapping[str, Any]) -> None:
-        values = {name: line[name] for name in CURVES if line.get(name) is not None}
-        if line["seconds"] > 0:
-            values["tokens_per_second"] = line["tokens"] / line["seconds"]
-        if self._events is not None:
+        def log(values: Values, step: int) -> None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, line["step"])
-            self._events.flush()
-        if self._wandb is not None:
-            self._wandb.log(values, step=line["step"])
+                events.add_scalar(name, value, step)
+            events.flush()
+
+        return log, events.close
+
+    def _open_wandb(self, first: int) -> tuple[Log, Close]:
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        name = self._run_dir.name
+        run = wandb.init(project=self._project, name=name, id=name, resume="allow", dir=str(self._run_dir))
+        return lambda values, step: run.log(values, step=step), run.finish
+
+
+def _values(line: Mapping[str, Any]) -> Values:
+    values = {name: line[name] for name in CURVES if line.get(name) is not None}
+    if line["seconds"] > 0:
+        values["tokens_per_second"] = line["tokens"] / line["seconds"]
+    return values

@@ -5,7 +5,8 @@ callbacks, marker, exit 0 without MPI_Finalize, which can hang after a failure) 
 and kills itself. The launcher's verdict is read from the markers:
 
     <run dir>/ranks/<rank>.log     time-stamped lines, tracebacks included
-    <run dir>/ranks/<rank>.end     JSON: end, detail, time; absent if the rank was killed from outside
+    <run dir>/ranks/<rank>.end     JSON: end, detail, time, and of an exception kind, place and whether it is ordinary;
+                                   absent if the rank was killed from outside
     <run dir>/ranks/<rank>.stack   stacks of all threads, on SIGUSR2 and on a crash in native code
 """
 
@@ -18,10 +19,11 @@ import os
 import select
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -52,6 +54,12 @@ _callbacks: list[Callable[[], object]] = []
 _doubts: list[Callable[[BaseException], object]] = []
 _stack_file: IO[str] | None = None  # faulthandler writes to its descriptor: keep it open
 _exit_code: object = None  # what the script gave to sys.exit
+_inside = False  # a step, or one that was left before it was complete
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
@@ -83,25 +91,36 @@ def _append(text: str) -> None:
         os.close(fd)
 
 
-def record(how: End | str, detail: str = "", rank: int | None = None) -> None:
+def in_step(inside: bool) -> None:
+    """This rank enters a step, or has completed it. Whoever raises in the middle of one does not complete it."""
+    global _inside
+    _inside = inside
+
+
+def record(
+    how: End | str, detail: str = "", rank: int | None = None, more: Mapping[str, object] | None = None
+) -> None:
     """Write this rank's marker, or that of one that cannot speak for itself; it appears whole or not at all."""
     path = rank_file("end", rank)
     if path is None:
         return
     draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
-    draft.write_text(json.dumps({"end": str(End(how)), "detail": detail, "time": _now()}) + "\n")
+    marker = {"end": str(End(how)), "detail": detail, "time": _now(), **(more or {})}
+    draft.write_text(json.dumps(marker) + "\n")
     draft.replace(path)
 
 
-def die(how: End | str, text: str, detail: str | None = None) -> NoReturn:
+def die(
+    how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
+) -> NoReturn:
     """Say why, in the log, the marker and on stderr, then SIGKILL this process. Safe from any thread.
 
-    The marker holds `detail`, one line for the launcher's verdict: the last one of `text` if not given.
+    The marker holds `detail`, one line for the launcher's verdict (the last one of `text` if not given), and `more`.
     """
     _take_last_word()
     for step in (
         lambda: log(f"{how}: {text}"),
-        lambda: record(how, text.strip().rpartition("\n")[2] if detail is None else detail),
+        lambda: record(how, text.strip().rpartition("\n")[2] if detail is None else detail, more=more),
         lambda: _write_stderr(text),
     ):
         try:
@@ -134,13 +153,38 @@ def die_of(error: BaseException, trace: TracebackType | None = None, where: str 
             doubt(error)
         except Exception:
             pass  # whatever goes wrong on the way, this rank dies
-    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    trace = trace or error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, trace))
     if isinstance(error, SystemExit):
         detail = f"the script ended with exit code {error.code!r}"
         text += detail
     else:
         detail = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-    die(End.RAISED, where + text, detail)
+    more = {"kind": type(error).__name__, "place": place_of(trace), "ordinary": _is_ordinary(error)}
+    die(End.RAISED, where + text, detail, more)
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Where the user's own code was: the innermost frame that is neither a library's nor ours; else ours; else any."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(trace)
+    ]
+    ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
+    users = [frame for frame in frames if frame not in ours and not frame[0].startswith((*_LIBRARIES, "<"))]
+    for among in (users, ours, frames):
+        if among:
+            file, line, function = among[-1]
+            return f"{file}:{line}, in {function}"
+    return ""
+
+
+def _is_ordinary(error: BaseException) -> bool:
+    """Whether the job need not answer for it: a loss inside of a step is made good, and a scheduled one was asked for.
+
+    Other threads are never inside of a step.
+    """
+    in_step = _inside and threading.current_thread() is threading.main_thread()
+    return in_step or isinstance(error, KeyboardInterrupt) or getattr(error, "is_scheduled", False)
 
 
 def succeed() -> NoReturn:
@@ -193,7 +237,8 @@ def _at_exit() -> None:
     if not is_rank():
         return
     if _exit_code not in (None, 0):
-        die(End.RAISED, f"the script called sys.exit({_exit_code!r})")
+        more = {"kind": "SystemExit", "place": "", "ordinary": _inside}
+        die(End.RAISED, f"the script called sys.exit({_exit_code!r})", more=more)
     succeed()
 
 

@@ -117,9 +117,11 @@ class World:
         """Inside, this rank owes the others its part of a step: there is a limit to how long it may do nothing."""
         started, epoch = time.monotonic(), self.epoch
         self.board.in_step(self.rank, number)
+        ending.in_step(True)
         try:
             yield
             self._stepped = number
+            ending.in_step(False)
             if (
                 self.epoch == epoch
             ):  # one that somebody was lost in, or waited for in vain, says nothing of the next

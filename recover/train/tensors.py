@@ -1,0 +1,232 @@
+"""Model and optimizer on disk: each rank of a replica writes its parts of them into one safetensors file.
+
+Parts have the names of the whole model and say where they lie in the whole tensor, so they are read back by slices
+into whatever grid comes after. What is no tensor is JSON, in the header of the file. Nothing in a file can run code:
+pickle is never used, and only files that the checkpoint lists are opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from recover.replica import plain_name
+from recover.train.checkpoint import CheckpointError, file_digest
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor: a block of it, or all."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # where the block begins in it
+    tensor: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Part:
+        tensor = tensor.detach()
+        chunks = getattr(tensor, "__create_chunk_list__", None)  # a DTensor's word on what is here
+        if chunks is None:
+            return Part(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        offsets = tuple(chunks()[0].offsets)
+        return Part(tuple(tensor.shape), offsets, tensor.to_local())  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of a rank's parts, which training does not change any more."""
+
+    parts: dict[str, Part]
+    values: dict[str, Any]
+    parameters: list[str]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What all ranks of the replica have written together."""
+
+    files: dict[str, str]  # and the SHA-256 of each
+    parameters: list[str]  # the names of all parameters
+
+
+class Tensors:
+    """Model and optimizer of one rank of a replica."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica_size: int) -> None:
+        from recover.replica.group import TIMEOUT
+
+        self._model, self._optimizer = model, optimizer
+        # A group of its own: it is used by the saving thread while the replica computes.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if replica_size > 1 else None
+
+    def snapshot(self) -> Snapshot:
+        """Copy what this rank holds."""
+        tensors, values = self._state()
+        return Snapshot(
+            {name: _copy(Part.of(tensor)) for name, tensor in tensors.items()},
+            values,
+            [f"model.{plain_name(name)}" for name, _ in self._model.named_parameters()],
+        )
+
+    def write(self, directory: Path, snapshot: Snapshot) -> Written:
+        """Write this rank's file. All ranks of the replica call it; it fails on all of them, or on none."""
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        path = directory / f"part-{rank}.safetensors"
+        held = self._tell({name: part.offsets for name, part in snapshot.parts.items()})
+        mine = {
+            name: part
+            for name, part in snapshot.parts.items()  # what several hold is written by the first of them
+            if part.tensor.numel() and not any(parts.get(name) == part.offsets for parts in held[:rank])
+        }
+        digest = failure = ""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _write(path, mine, snapshot.values)
+            digest = file_digest(path)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        told = self._tell((path.name, digest, failure, snapshot.parameters))
+        if failures := [failure for _, _, failure, _ in told if failure]:
+            raise CheckpointError(failures[0])
+        names = {name for *_, parameters in told for name in parameters}
+        return Written({name: digest for name, digest, *_ in told}, sorted(names))
+
+    def load(self, directory: Path, files: Iterable[str]) -> None:
+        """Fill model and optimizer with what was written, by whatever grid."""
+        tensors, values = self._state()
+        with Stored(directory, files) as stored:
+            for name, tensor in tensors.items():
+                stored.fill(name, Part.of(tensor))
+            for name, value in values.items():
+                values[name] = stored.value(name, value)
+        both: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+        for name, value in {**tensors, **values}.items():
+            kind, _, rest = name.partition(".")
+            both[kind][rest] = value
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=both["model"],
+            optim_state_dict=both["optimizer"],
+            options=_options(),
+        )
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's tensors, and what else the optimizer holds, under the names of the whole model."""
+        weights, moments = get_state_dict(self._model, self._optimizer, options=_options())
+        state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
+        state |= {f"optimizer.{name}": value for name, value in moments.items()}
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+    def _tell(self, word: Any) -> list[Any]:
+        """What each rank of the replica says."""
+        if self._group is None:
+            return [word]
+        words: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(words, word, group=self._group)
+        return words
+
+
+class Stored:
+    """The files of a checkpoint, read by slices."""
+
+    def __init__(self, directory: Path, files: Iterable[str]) -> None:
+        self._directory = directory
+        self._parts: dict[str, list[tuple[Any, tuple[int, ...]]]] = {}  # file and offsets
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._values: dict[str, Any] = {}
+        for name in files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{directory} lists a file outside of itself: {name!r}; do not use it")
+            try:
+                file = safe_open(str(directory / name), framework="pt")
+                header = file.metadata()
+                self._values |= json.loads(header["values"])
+                for tensor, (shape, offsets) in json.loads(header["parts"]).items():
+                    self._parts.setdefault(tensor, []).append((file, tuple(offsets)))
+                    self._shapes[tensor] = tuple(shape)
+            except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{directory / name} cannot be read: {error}") from None
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.clear()  # unmaps the files
+
+    def fill(self, name: str, part: Part) -> None:
+        """Put together what lies inside this part."""
+        if name not in self._parts:
+            raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another model")
+        if self._shapes[name] != part.shape:
+            raise CheckpointError(
+                f"{name} is {list(self._shapes[name])} in {self._directory}, and {list(part.shape)} in the model; "
+                "give the model that it was made with"
+            )
+        missing = part.tensor.numel()
+        for file, offsets in self._parts[name]:
+            block = file.get_slice(name)
+            starts = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
+            ends = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(
+                    offsets, block.get_shape(), part.offsets, part.tensor.shape, strict=True
+                )
+            ]
+            if any(start >= end for start, end in zip(starts, ends, strict=True)):
+                continue
+            there = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offsets, strict=True))
+            here = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part.offsets, strict=True))
+            found = block[there] if there else file.get_tensor(name)
+            if found.dtype != part.tensor.dtype:
+                raise CheckpointError(
+                    f"{name} is {found.dtype} in {self._directory} and {part.tensor.dtype} here"
+                )
+            part.tensor[here].copy_(found)
+            missing -= found.numel()
+        if missing:
+            raise CheckpointError(f"{self._directory} lacks {missing} numbers of {name}; it is not whole")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor put together from all of its parts."""
+        (file, _), *_ = self._parts[name]
+        shape = self._shapes[name]
+        first = file.get_slice(name)[(slice(0, 1),) * len(shape)] if shape else file.get_tensor(name)
+        tensor = torch.empty(shape, dtype=first.dtype)
+        self.fill(name, Part(shape, (0,) * len(shape), tensor))
+        return tensor
+
+    def value(self, name: str, current: Any) -> Any:
+        """A value that is no tensor; JSON knows no tuples."""
+        if name not in self._values:
+            raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another optimizer")
+        value = self._values[name]
+        return tuple(value) if isinstance(current, tuple) else value
+
+
+def _copy(part: Part) -> Part:
+    return Part(part.shape, part.offsets, part.tensor.to("cpu", copy=True).contiguous())
+
+
+def _write(path: Path, parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
+    where = {name: (part.shape, part.offsets) for name, part in parts.items()}
+    header = {"parts": json.dumps(where), "values": json.dumps(values)}
+    save_file({name: part.tensor for name, part in parts.items()}, path, metadata=header)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _options() -> StateDictOptions:
+    """By parameter, not by group: a rank of a pipeline has only some of a group's parameters."""
+    return StateDictOptions(flatten_optimizer_state_dict=True)

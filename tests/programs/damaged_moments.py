@@ -1,0 +1,27 @@
+"""The trainer; on its first replica a bit of the optimizer flips just before the checkpoint of step 3 is taken.
+
+The lowest bit of a moment: the next step's parameters do not show it.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recover.train import saver, tensors
+
+save = saver.Saver.save
+
+
+def damage_and_save(self: saver.Saver, step: int, what: tensors.Tensors, facts: dict[str, Any]) -> None:
+    if step == 3:
+        state = next(iter(what._optimizer.state.values()))
+        state["exp_avg"].view(-1).view(torch.int32)[0] ^= 1
+    save(self, step, what, facts)
+
+
+saver.Saver.save = damage_and_save  # type: ignore[method-assign]
+runpy.run_path(str(Path(saver.__file__).with_name("loop.py")), run_name="__main__")
