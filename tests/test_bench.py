@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recover.bench import measure as measuring
 from recover.bench import suite
 from recover.bench.costs import Costs, Restarting, rerun_steps
 from recover.bench.events import Events, read_events
-from recover.bench.measure import BenchmarkError, measured, sources, write
+from recover.bench.measure import BenchmarkError, begin, measured, sources, write
 from recover.bench.metrics import (
     advantage,
     failures,
@@ -283,6 +286,7 @@ def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tm
     }
     known = tmp_path / "multi-ddp.json"
     assert recall("multi", scene, known) is None
+    begin(known)
     write(known, {"multi": duel})
     found = recall("multi", scene, known)
     assert found is not None
@@ -342,6 +346,7 @@ def test_all_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytes
 
     def measure(name: str, path: Path) -> None:
         called.append(name)
+        begin(path)
         if name == "second" and called.count(name) == 1:
             raise BenchmarkError("a rank was lost")
         write(path, {"nothing": 1})
@@ -362,3 +367,36 @@ def test_every_part_has_a_call_and_a_place_on_the_page() -> None:
     for long in (False, True):
         for name in suite.parts(long):
             assert name.partition("-")[0] in TEXTS
+
+
+@pytest.mark.parametrize(
+    ("name", "long"), [(name, long) for long in (False, True) for name in suite.parts(long)], ids=str
+)
+def test_no_benchmark_measures_what_it_could_not_write_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, long: bool
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("something was started")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(BenchmarkError, match="cannot be written"):
+        suite.parts(long)[name](tmp_path / "file" / f"{name}.json")
+    monkeypatch.setattr(measuring, "machine", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        suite.parts(long)[name](tmp_path / f"{name}.json")
+    assert not (tmp_path / f"{name}.json").exists()
+
+
+def test_figures_without_any_package_metadata_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(measuring, "version", version)
+    suite.bench_collectives([1], [0.01], 2, tmp_path / "new" / "collectives.json")
+    found = json.loads((tmp_path / "new" / "collectives.json").read_text())
+    assert found["machine"]["torch"] == found["machine"]["recover"] == "not installed"
+    assert found["collectives_ms"]["1"]
+    assert "torch not installed" in " ".join(capfd.readouterr().out.split())

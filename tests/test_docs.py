@@ -45,3 +45,9 @@ def test_every_link_in_the_docs_resolves(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name}: {link} leads nowhere"
         assert not anchor or anchor in anchors(target), f"{page.name}: {path or page.name} has no #{anchor}"
+
+
+def test_the_index_lists_every_document() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    listed = {link for link in LINK.findall(index) if link.endswith(".md")}
+    assert listed == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}

@@ -1,5 +1,6 @@
 """`recover plan`: what it tells people and programs, and how it refuses what it cannot do."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import recover
 from recover.cli import app
+from recover.policy import DEFAULT_POLICY
+from recover.train.config import Config
 
 
 def plan(*args: str) -> Any:
@@ -20,7 +24,8 @@ def events(*args: str) -> list[dict[str, Any]]:
     return json.loads(result.stdout)["events"]
 
 
-JOB = ("--replicas", "32", "--accum", "8")
+JOB = ("--replicas", "32", "--accum", "8", "--policy", "static")  # the paper's, with roles and spares
+BARE = JOB[:4]
 
 
 def test_json_of_one_loss_is_exactly_as_documented() -> None:
@@ -61,7 +66,7 @@ def test_losses_follow_each_other() -> None:
 def test_a_number_takes_that_many_at_the_same_moment_majors_first() -> None:
     (event,) = events("--replicas", "4", "--accum", "3", "--lose", "3")
     assert (event["lost"], event["survivors"]) == (["major"] * 3, 1)
-    _, event = events("--replicas", "7", "--accum", "1", "--lose", "1", "--lose", "5")
+    _, event = events("--replicas", "7", "--accum", "1", "--policy", "static", "--lose", "1", "--lose", "5")
     assert event["lost"] == ["major"] * 3 + ["minor", "major-spare"]
     assert event["committed_microbatches"] == 7
 
@@ -79,9 +84,8 @@ def test_a_loss_inside_an_extra_round_belongs_to_the_step_of_the_loss_before_it(
 def test_of_several_in_a_role_the_one_with_most_in_hand_dies() -> None:
     # At five, 7x2 has four majors at 3 and a minor at 2. When a major dies, the minor and two majors run one
     # more and are its majors, with 3, 4 and 4 in hand. The loss of a 4 leaves 4 to be run by three.
-    event = events("--replicas", "7", "--accum", "2", "--lose", "2", "--lose", "1", "--lose", "major@extra1")[
-        -1
-    ]
+    losses = ("--lose", "2", "--lose", "1", "--lose", "major@extra1")
+    event = events("--replicas", "7", "--accum", "2", "--policy", "static", *losses)[-1]
     assert event["extra"] == {"rounds": 2, "full": 1, "boundary_minors": 2}
 
 
@@ -100,13 +104,13 @@ def test_a_major_spare_that_does_not_fit_is_left_out() -> None:
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
 def test_every_loss_down_to_one_survivor_commits_the_batch(policy: str, tmp_path: Path) -> None:
-    all_events = events(*JOB, "--until", "1", "--policy", policy, "--png", str(tmp_path / "plan.png"))
+    all_events = events(*BARE, "--until", "1", "--policy", policy, "--png", str(tmp_path / "plan.png"))
     assert [event["survivors"] for event in all_events] == list(range(31, 0, -1))
     assert {event["committed_microbatches"] for event in all_events} == {256}
 
 
 def test_the_adaptive_policy_is_shown_to_lose_the_batch() -> None:
-    first, second = events(*JOB, "--policy", "adaptive", "--lose", "1", "--lose", "3")
+    first, second = events(*BARE, "--policy", "adaptive", "--lose", "1", "--lose", "3")
     assert (first["committed_microbatches"], second["committed_microbatches"]) == (248, 224)
     assert second["next"]["accum"] == 8
 
@@ -128,9 +132,34 @@ def test_the_table_tells_the_story_and_ends_with_the_totals() -> None:
     assert "2 replicas lost, 1 extra round, 9 microbatches of spare work" in result.stdout
 
 
+@pytest.mark.parametrize("losses", [[], ["--lose", "1", "--lose", "major"]])
+def test_the_plan_is_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:
+    """By default the trainer's policy; of a job given as to `recover train`, its own, with its batch."""
+    default = plan(*BARE, *losses, "--json").stdout
+    assert default == plan(*BARE, "--policy", Config().policy, *losses, "--json").stdout
+    assert default == plan("replicas=32", "accum=8", *losses, "--json").stdout
+    static = plan(*JOB, *losses, "--json").stdout
+    assert losses == [] or default != static
+    config = tmp_path / "job.yaml"
+    config.write_text("policy: static\nsamples: partitioned\nreplicas: 32\naccum: 4\n")
+    assert plan(str(config), "accum=8", *losses, "--json").stdout == static
+    assert plan(str(config), "accum=8", *losses, "--policy", "balanced", "--json").stdout == default
+    uneven = plan("replicas=3", "global_batch=10", *losses, "--json")
+    assert json.loads(uneven.stdout)["global_batch"] == 10
+    assert {event["committed_microbatches"] for event in json.loads(uneven.stdout)["events"]} <= {10}
+
+
+def test_step_trainer_and_plan_have_one_default() -> None:
+    step = inspect.signature(recover.Step.__init__).parameters["policy"].default
+    assert step == Config().policy == DEFAULT_POLICY
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        ([], ["what job?", "recover train"]),
+        (["replicas=4", "--accum", "8"], ["--accum", "replicas=8 accum=4"]),
+        (["replicas=four"], ["replicas='four'", "whole number"]),
         (["--replicas", "0", "--accum", "8"], ["0 replicas", "at least 1"]),
         (["--replicas", "4", "--accum", "0"], ["accumulation of 0", "at least 1"]),
         ([*JOB, "--lose", "33"], ["'33'", "33 of 32", "31 at most"]),
@@ -145,7 +174,7 @@ def test_the_table_tells_the_story_and_ends_with_the_totals() -> None:
         ([*JOB, "--lose", "1", "--lose", "major@noon"], ["'noon'", "extra1"]),
         ([*JOB, "--lose", "1", "--lose", "1@extra1,1@extra2"], ["two moments"]),
         ([*JOB, "--until", "0"], ["until 0", "1 to 32"]),
-        ([*JOB, "--policy", "greedy"], ["'greedy'", "static, balanced or adaptive"]),
+        ([*BARE, "--policy", "greedy"], ["'greedy'", "static, balanced or adaptive"]),
         ([*JOB, "--lose", "1", "--png", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
     ],
 )

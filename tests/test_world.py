@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 from worlds import PROGRAMS, run_world
 
 from recover.job.grid import Grid
+from recover.launch import meeting_place
+from recover.launch.meeting_place import make_meeting_place
+from recover.liveness.board import Board
 
 
 @pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])
@@ -90,29 +94,113 @@ def test_a_world_without_fault_tolerance_is_refused_with_the_mend() -> None:
     assert "--with-ft ulfm" in result.stderr
 
 
+ULFM = ("--with-ft", "ulfm", "--mca", "coll", "^han", "--mca", "coll_ftagree_era_topology", "2")
+
+
 def test_a_sites_own_mpirun_will_do(tmp_path: Path) -> None:
     script = (
         "import recover, os, signal\n"
         "world = recover.init()\n"
+        "assert world.agree(1) == 1\n"
+        "left = [name for name in os.listdir('/dev/shm') if f'-{os.getppid()}-' in name]\n"
+        "assert left == [], f'{left} would stay behind if all ranks were killed now'\n"
         "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "assert world.agree(1) is None\n"
         "print('left', world.repair().members, flush=True)\n"
     )
-    words = [
-        "--with-ft",
-        "ulfm",
-        "--mca",
-        "coll",
-        "^han",
-        "--mca",
-        "coll_ftagree_era_topology",
-        "2",
-        "-np",
-        "3",
-    ]
-    result = _mpirun(*words, script=script)
+    result = _mpirun(*ULFM, "-np", "3", script=script)
     assert result.stdout.count("left (0, 2)") == 2, result.stderr
-    assert not list(Path("/dev/shm").glob("recover-*-*prterun*"))
+
+
+def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_loopback(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import os, socket, torch, recover\n"
+        f"os.environ['RECOVER_RUN_DIR'] = {str(tmp_path)!r}\n"
+        "from recover.replica.group import init_replica_world\n"
+        "from recover.carriers.gloo import _sockets\n"
+        "world = recover.init(replica_size=2)\n"
+        "init_replica_world(world)\n"
+        "mates = torch.tensor([world.rank])\n"
+        "torch.distributed.all_reduce(mates)\n"
+        "sockets = [socket.socket(fileno=os.dup(each)) for each in _sockets()]\n"
+        "open_to = [each.getsockname()[0] for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)\n"
+        "    and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]\n"
+        "print(world.replica, mates.item(), os.environ['GLOO_SOCKET_IFNAME'], set(open_to), flush=True)\n"
+    )
+    result = _mpirun(*ULFM, "--mca", "btl", "self,sm", "-np", "4", script=script)
+    assert (
+        sorted(result.stdout.splitlines()) == ["0 1 lo {'127.0.0.1'}"] * 2 + ["1 5 lo {'127.0.0.1'}"] * 2
+    ), result.stderr
+
+
+@pytest.mark.soak
+def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -> None:
+    for job in range(10):
+        run_dir = tmp_path / str(job)
+        script = f"import recover, os; os.environ['RECOVER_RUN_DIR'] = {str(run_dir)!r}; recover.init()"
+        result = _mpirun(*ULFM, "-np", "4", script=script)
+        ends = [json.loads((run_dir / "ranks" / f"{rank}.end").read_text())["end"] for rank in range(4)]
+        assert ends == ["done"] * 4, result.stderr
+
+
+WHERE = "from recover.launch.meeting_place import make_meeting_place; print(make_meeting_place())"
+
+
+def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp_path: Path) -> None:
+    """Also behind a wrapper, and where both have the same namespace, as a process id that is used again gives it."""
+    rank = f"'{sys.executable}' -c '{WHERE}'"
+    launcher = f'export PMIX_NAMESPACE="prterun@1"; {rank} & sh -c "{rank}; true"; wait'
+    places = [
+        subprocess.check_output(["bash", "-c", launcher], text=True, env={**os.environ}).split()
+        for _ in range(2)
+    ]
+    for pair in places:
+        assert len(pair) == 2
+        assert len(set(pair)) == 1
+        found = Path(pair[0])
+        assert found.stat().st_mode & 0o777 == 0o700
+        found.rmdir()
+    assert places[0] != places[1]
+
+
+@pytest.mark.parametrize("planted", ["link", "file", "open directory"])
+def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(meeting_place, "MEMORY", tmp_path)
+    place = make_meeting_place()
+    place.rmdir()
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    if planted == "link":
+        place.symlink_to(target)
+    elif planted == "file":
+        place.touch(0o600)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"somebody else has put it there; remove it"):
+        make_meeting_place()
+
+
+def test_a_board_follows_no_link_and_forgets_what_another_process_has_counted(tmp_path: Path) -> None:
+    victim = tmp_path / "thesis.txt"
+    victim.write_text("words")
+    (tmp_path / "link").symlink_to(victim)
+    with pytest.raises(PermissionError, match="is a link"):
+        Board(tmp_path / "link", 2)
+    assert victim.read_text() == "words"
+    stale = Board(tmp_path / "board", 2)
+    stale._table[:] = 5000
+    board = Board(tmp_path / "board", 2)
+    board.claim(1)
+    assert (board.finished(1), board.entered(1), board.arrived(1), board.joined(1)) == (0, 0, 0, False)
+    assert board.pid(1) == os.getpid()
+    board.enter(1, 7)
+    board.claim(1)  # the launcher's bootstrap has done so before recover.init()
+    assert board.entered(1) == 7
 
 
 def test_a_grid_that_does_not_divide_is_refused_with_the_mend() -> None:
@@ -130,3 +218,10 @@ def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> Non
     outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
     assert outcome.code == 0, outcome.output
     assert "one per member" in outcome.output
+
+
+def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
+    outcome = run_world("strangers.py", tmp_path / "run", 3)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("members (0, 1) offers 5") == 2, outcome.output
+    assert outcome.ends == {0: "done", 1: "done"}, outcome.output

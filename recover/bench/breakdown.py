@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recover.bench.measure import place, screen, write
+from recover.bench.measure import begin, place, write
 from recover.bench.metrics import recoveries, restarting, restarts, warm_steps
 from recover.bench.runs import run_baseline, run_ours, scratch
 from recover.bench.scene import Scene
@@ -17,7 +17,7 @@ from recover.bench.tables import rows_of, show
 
 def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None) -> dict[str, Any]:
     """A failure in step 1.5N, N steps between checkpoints: the paper's stamps, on both sides."""
-    console = screen()
+    console = begin(output)
     rows: list[dict[str, Any]] = []
     theirs_all = []
     for every in intervals:

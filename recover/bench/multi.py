@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.bench.costs import Restarting
-from recover.bench.measure import measured, place, screen, write
+from recover.bench.measure import begin, measured, place, screen, write
 from recover.bench.metrics import (
     advantage,
     interval_throughput,
@@ -38,6 +38,7 @@ def bench_multi(
 
     `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
     """
+    begin(output)
     found = recall("breakdown", scene, known)
     costs = Restarting(**found["costs"]) if found else calibrate(scene)
     tell(costs)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from recover.bench.events import read_events
-from recover.bench.measure import PACKAGE, PROGRAMS, place, screen, write
+from recover.bench.measure import PACKAGE, PROGRAMS, begin, place, write
 from recover.bench.metrics import failures, step_seconds
 from recover.bench.runs import configure, run_ours, scratch
 from recover.bench.scene import VOCAB, Scene
@@ -42,7 +42,7 @@ class Absent(Exception):
 
 def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]:
     """From SIGKILL inside the gradient reduction to the next committed step: ours, and torchft where it installs."""
-    console = screen()
+    console = begin(output)
     console.print("ours ...", style="dim")
     with scratch() as directory:
         systems: dict[str, Any] = {"ours": judge(run_ours(SCENE, directory))}

@@ -9,7 +9,7 @@ from typing import Any
 
 from recover.bench.breakdown import bench_breakdown
 from recover.bench.collectives import bench_collectives, bench_repair
-from recover.bench.measure import measured, screen
+from recover.bench.measure import begin, measured
 from recover.bench.multi import bench_multi
 from recover.bench.page import build
 from recover.bench.peers import bench_peers
@@ -58,9 +58,9 @@ def parts(long: bool) -> dict[str, Part]:
 
 def bench_all(output: Path, fresh: bool, long: bool) -> int:
     """The number of parts that could not be measured."""
-    console = screen()
     if long:
         output /= "long"
+    console = begin(output / "figures.md")
     all_parts = parts(long)
     lost = []
     for number, (name, measure) in enumerate(all_parts.items(), start=1):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.bench.costs import PAPER, Costs, Restarting, rerun_steps
-from recover.bench.measure import place, screen, write
+from recover.bench.measure import begin, place, screen, write
 from recover.bench.multi import calibrate, duel, kill_steps, recall, show_duel, tell
 from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
@@ -23,6 +23,7 @@ def bench_sweep(
 
     `known` is a file of `recover bench multi` on the same scene; what it holds is not measured again.
     """
+    begin(output)
     base = recall("multi", scene, known)
     if base is None:
         calibration = calibrate(scene)

@@ -106,7 +106,7 @@ def _flat(results: dict[str, Any], above: str = "") -> Rows:
     """Names and numbers, however deep."""
     rows: Rows = [] if above else [["", ""]]
     for key, value in results.items():
-        if key in ("machine", "commit", "sources", "measured_at"):
+        if key in ("machine", "commit", "sources", "measured_at", "command"):
             continue
         if isinstance(value, dict) and "median" in value:
             rows.append(

@@ -8,10 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from recover.bench.measure import launched, place, summary, write
+from recover.bench.measure import begin, launched, place, summary, write
 
 RECOVERY_LAUNCHES = 5
 
@@ -23,7 +22,7 @@ def bench_overhead(
 
     Stock torch is DDP, or with several ranks to a replica HSDP: `fully_shard` on a mesh of replicas x shards.
     """
-    console = Console()
+    console = begin(output)
     peer = "stock DDP" if shard == 1 else "stock HSDP"
     launch: dict[str, Any] = {"ranks": replicas * shard, "replica_size": shard, "timeout": 600}
     arguments = [model, str(seq_len), str(accum), str(turns)]
@@ -88,7 +87,7 @@ def bench_overhead(
 
 def bench_recovery(replicas: int, output: Path | None) -> None:
     """From SIGKILL inside a reduction to the commit of that step, less the time of the microbatches run again."""
-    console = Console()
+    console = begin(output)
     samples: list[float] = []
     steps: list[float] = []
     discarded = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.bench.measure import BenchmarkError, place, screen, write
+from recover.bench.measure import BenchmarkError, begin, place, write
 from recover.bench.metrics import step_seconds
 from recover.bench.runs import run_baseline, scratch
 from recover.bench.scene import Scene
@@ -24,7 +24,7 @@ RUNS = {  # name, policy, whether replicas are killed
 
 def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
     """Stock torch, and three runs of `recover train`, from one seed; in two a replica dies every so many steps."""
-    console = screen()
+    console = begin(output)
     victims = scene.victims()
     scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
     if scene.kills[-1][0] > scene.steps:

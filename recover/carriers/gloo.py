@@ -1,17 +1,23 @@
-"""The `gloo` carrier: torch's gloo over sockets that belong to the epoch, with a store hosted by a survivor.
+"""The `gloo` carrier: torch's gloo over sockets that belong to the epoch.
 
 It makes no MPI communicator, so nothing can crash in one. Its weakness is that a waiter whose own peers live
 never hears of a death elsewhere, and that gloo's own abort does not wake it. So the group's sockets are known here: a
 waiter is freed by shutting down duplicates of them. (Closing gloo's own descriptors would crash it.)
+
+Peers find each other by the census, which members alone take part in: there is no store that listens. Gloo's own
+listener takes whoever names a small number for a peer, so every connection must show a token before it is used.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +31,7 @@ from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
 from recover.job.process import on_one_host
 
-CONNECT_TIMEOUT = timedelta(seconds=20)
+PATIENCE = 10.0  # seconds; all members make the group at the same moment, and if one is late they try again
 # A slow replica is not a dead one: whoever waits is freed by the watcher, not by gloo's clock.
 OPERATION_TIMEOUT = timedelta(hours=12)
 
@@ -43,63 +49,91 @@ class GlooCarriers(DataCarriers):
 class GlooCarrier(DataCarrier):
     def __init__(self, rank: int, grid: Grid, worker: Worker, members: tuple[int, ...]) -> None:
         super().__init__(worker, grid.peers(rank, members), rank)
-        self._address = _own_address()
         self._before = _sockets()
-        self._device = dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
+        self._device = dist.ProcessGroupGloo.create_device(hostname=_own_address(), lazy_init=False)
         self._listener = _listening_port(self._before)
-        self._store: dist.TCPStore | None = None
+        self._token = secrets.token_hex(16)
+        self._meeting = _Meeting()
         self._group: Any = None
+        self._error: Exception | None = None
+        # On a thread of its own: if a peer dies just now, it is left behind to run into its error in peace.
+        self._maker = threading.Thread(target=self._make, name="recover-gloo-connect", daemon=True)
         self._lines: list[socket.socket] = []
         self._lock = threading.Lock()
         self._freed = False
 
     def offer(self) -> bytes:
-        if self.index == 0:
-            self._store = dist.TCPStore(
-                self._address, 0, None, is_master=True, timeout=CONNECT_TIMEOUT, wait_for_workers=False
-            )
-        port = self._store.port if self._store else 0
-        return json.dumps([self._address, port, self._listener]).encode()
+        self._maker.start()
+        words = self._meeting.own_words(self._maker)
+        if words is None:
+            raise CarrierError(f"gloo: {self._error}")
+        return json.dumps([self._listener, self._token, words]).encode()
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        addresses = {rank: json.loads(offers[rank]) for rank in self.peers}
-        ports = {port for _, _, port in addresses.values()}
-        errors: list[Exception] = []
+        try:
+            listeners, tokens, words = zip(*(json.loads(offers[rank]) for rank in self.peers), strict=True)
+        except ValueError:
+            self.free()
+            raise CarrierError("a member could not offer a carrier") from None
+        self._meeting.open(words)
+        self._await(alarmed, listeners)
+        self._collect(set(listeners))
+        if len(self._lines) < self.size - 1:  # there may be more: of strangers, who find no peer to talk to
+            found = len(self._lines)
+            self.free()
+            raise CarrierError(f"gloo has {found} connections, {self.size - 1} were expected")
+        # Only members have seen the tokens. Together they are the secret that each connection is asked for.
+        secret = "".join(tokens).encode()
+        self._maker = threading.Thread(
+            target=self._introduce, args=[secret], name="recover-gloo-introduce", daemon=True
+        )
+        self._maker.start()
+        self._await(alarmed, listeners)
 
-        def make() -> None:
-            try:
-                host, port, _ = addresses[self.peers[0]]
-                store = self._store or dist.TCPStore(
-                    host, port, None, is_master=False, timeout=CONNECT_TIMEOUT, wait_for_workers=False
-                )
-                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = OPERATION_TIMEOUT
-                options._devices = [self._device]
-                group = dist.ProcessGroupGloo(
-                    dist.PrefixStore("cross", store), self.index, self.size, options
-                )
-                self._store, self._group = store, group
-            except Exception as error:
-                errors.append(error)
-
-        # On a thread of its own: if a peer dies just now, it is left behind to run into its error in peace.
-        maker = threading.Thread(target=make, name="recover-gloo-connect", daemon=True)
-        maker.start()
-        while maker.is_alive():
-            maker.join(0.001)
-            if maker.is_alive() and alarmed():
-                self._collect(ports)
+    def _await(self, alarmed: Callable[[], bool], listeners: Sequence[int]) -> None:
+        """Until the thread has done its part. Raises CarrierError if it could not, or somebody has died."""
+        deadline = time.monotonic() + PATIENCE
+        while self._maker.is_alive():
+            self._maker.join(0.001)
+            late = time.monotonic() > deadline
+            if self._maker.is_alive() and (late or alarmed()):
+                self._collect(set(listeners))
                 self.free()
-                raise CarrierError("a member died while the group was made")
-        if errors:
+                why = f"it took longer than {PATIENCE:g} s" if late else "a member died while it was made"
+                raise CarrierError(f"gloo: the group was given up, {why}")
+        if self._error:
             self.free()
-            raise CarrierError(f"gloo: {errors[0]}")
-        self._collect(ports)
-        if len(self._lines) != self.size - 1:
-            self.free()
-            raise CarrierError(f"gloo has {len(self._lines)} connections, {self.size - 1} were expected")
+            raise CarrierError(f"gloo: {self._error}")
+
+    def _make(self) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = OPERATION_TIMEOUT
+        options._devices = [self._device]
+        try:
+            self._group = dist.ProcessGroupGloo(self._meeting, self.index, self.size, options)
+        except Exception as error:
+            self._error = error
+
+    def _introduce(self, secret: bytes) -> None:
+        """Show every peer what only a member can know, and see the same of it."""
+        others = [peer for peer in range(self.size) if peer != self.index]
+        shown = {
+            peer: torch.frombuffer(_proof(secret, self.index, peer), dtype=torch.uint8) for peer in others
+        }
+        seen = {peer: torch.zeros_like(mine) for peer, mine in shown.items()}
+        self._introduced = shown, seen  # as long as the group may write to them
+        try:
+            works = [self._group.send([shown[peer]], peer, 0) for peer in others]
+            works += [self._group.recv([seen[peer]], peer, 0) for peer in others]
+            for work in works:
+                work.wait()
+            for peer in others:
+                if not hmac.compare_digest(bytes(seen[peer].tolist()), _proof(secret, peer, self.index)):
+                    raise CarrierError(f"who is connected in the place of rank {self.peers[peer]} is not it")
+        except Exception as error:
+            self._error = error
 
     def _collect(self, ports: set[int]) -> None:
         """Duplicates of the sockets that connect this rank to its peers: by shutting them down it is freed."""
@@ -126,6 +160,7 @@ class GlooCarrier(DataCarrier):
             self._lines = lines
 
     def free(self) -> None:
+        self._meeting.cancel()
         with self._lock:
             self._freed = True
             for line in self._lines:
@@ -161,6 +196,60 @@ class GlooCarrier(DataCarrier):
         except RuntimeError as error:
             self.free()
             raise CarrierError(f"gloo: {error}") from None
+
+
+class _Meeting(dist.Store):
+    """What gloo takes for a store: its address is left here, and the census brings those of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._words: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._asked = self._open = self._cancelled = False
+
+    def own_words(self, maker: threading.Thread) -> dict[str, str] | None:
+        """All that gloo has left here when it first asks for others; None if `maker` ends before that."""
+        with self._changed:
+            while not self._asked:
+                if not maker.is_alive():
+                    return None
+                self._changed.wait(0.01)
+            return {key: word.hex() for key, word in self._words.items()}
+
+    def open(self, words: Sequence[Mapping[str, str]]) -> None:
+        """The words of all members are there."""
+        with self._changed:
+            for theirs in words:
+                self._words.update({key: bytes.fromhex(word) for key, word in theirs.items()})
+            self._open = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Whoever waits gets an error."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._words[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._words[key]
+
+    def wait(self, keys: Sequence[str], *_: object) -> None:
+        with self._changed:
+            self._asked = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._open or self._cancelled)
+            if missing := [key for key in keys if key not in self._words]:
+                raise RuntimeError(f"no member has offered {', '.join(missing)}")
+
+
+def _proof(secret: bytes, sender: int, receiver: int) -> bytearray:
+    """What `sender` shows to `receiver`: of no use to anybody else, and at no other time."""
+    return bytearray(hmac.digest(secret, f"{sender} to {receiver}".encode(), "sha256"))
 
 
 def _own_address() -> str:

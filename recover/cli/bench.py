@@ -28,7 +28,7 @@ def bench_collectives(
 
     with refusals("recover bench collectives"):
         numbers = [int(n) for n in ranks.split(",")], [float(size) for size in megabytes.split(",")]
-    measure(*numbers, rounds, json)
+    _measure(measure, *numbers, rounds, json)
 
 
 @app.command("overhead")
@@ -54,7 +54,7 @@ def bench_overhead(
         sizes = inside(words or [])
         if sizes.keys() - {"shard"}:
             raise ValueError("it takes parallel=ddp or parallel=hsdp shard=2; 3D is not measured")
-    measure(model, replicas, sizes.get("shard", 1), seq_len, accum, turns, json)
+    _measure(measure, model, replicas, sizes.get("shard", 1), seq_len, accum, turns, json)
 
 
 @app.command("recovery")
@@ -62,7 +62,7 @@ def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json
     """From SIGKILL in the middle of a reduction to the commit of that very step."""
     from recover.bench.training import bench_recovery as measure
 
-    measure(replicas, json)
+    _measure(measure, replicas, json)
 
 
 @app.command("repair")
@@ -72,7 +72,7 @@ def bench_repair(
     """From SIGKILL to a repaired world with a working carrier."""
     from recover.bench.collectives import bench_repair as measure
 
-    measure(ranks, json)
+    _measure(measure, ranks, json)
 
 
 def _scene(words: list[str] | None, **given: Any) -> Any:
@@ -204,6 +204,22 @@ def bench_peers(
     from recover.bench.peers import bench_peers as measure
 
     _measure(measure, venv, json)
+
+
+@app.command("publish")
+def bench_publish(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN.json | DIRECTORY]...", help="Files of benchmarks.  [default: runs/bench]"
+        ),
+    ] = None,
+) -> None:
+    """Put figures into docs/figures.json, and into every document that quotes them."""
+    from recover.bench.figures import publish
+
+    with refusals("recover bench publish"):
+        typer.echo(f"published: {', '.join(publish(runs or [Path('runs/bench')])) or 'nothing'}")
 
 
 @app.command("all")

@@ -6,15 +6,14 @@ this host, and the faults that are to strike.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
 from recover.job.grid import Grid
-from recover.job.spec import JobSpec, told
+from recover.job.spec import told
+from recover.launch.meeting_place import make_meeting_place
 from recover.liveness.board import Board
 from recover.world import ending
 from recover.world.world import World
@@ -42,12 +41,14 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     ending.install_hooks(standalone=True)
     start_mpi()
     grid = Grid.of(job.ranks, job.replica_size)
-    board = Board(_board_path(job), job.ranks)
-    if job.session is None:  # nobody else cleans up; runs after the closing agreement
-        ending.on_success(lambda: shutil.rmtree(_board_path(job).parent, ignore_errors=True))
+    place = Path(job.session) if job.session else make_meeting_place()
+    board = Board(place / "board", job.ranks)
     fabric = OpenMPIFabric(board)
     board.claim(fabric.rank)
     _current = World(job, grid, fabric, board)
+    if job.session is None:
+        # All ranks have agreed on something, so all of this host have the board, and nobody needs its name any more.
+        shutil.rmtree(place, ignore_errors=True)
     return _current
 
 
@@ -62,13 +63,3 @@ def _refuse_another(world: World, replica_size: int | None, carrier: str | None)
                 f"recover.init({name}={asked!r}) was called in a world with {name}={there!r}; "
                 "give it in the first call, or leave it out"
             )
-
-
-def _board_path(job: JobSpec) -> Path:
-    """In the launcher's session; without one, in shared memory under the job's own name."""
-    session = job.session
-    if session is None:
-        base = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-        session = str(base / f"recover-{os.environ.get('PMIX_NAMESPACE', 'job')}".replace("@", "-"))
-    Path(session).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Path(session, "board")

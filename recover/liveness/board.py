@@ -7,6 +7,7 @@ that an agreement has forgotten.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -26,7 +27,14 @@ class Board:
 
     def __init__(self, path: Path, size: int) -> None:
         nbytes = size * _COLUMNS * 8
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise PermissionError(
+                f"{path} is a link, and no rank of this job has made it; remove it"
+            ) from None
         try:
             if os.fstat(fd).st_size < nbytes:
                 os.ftruncate(fd, nbytes)  # idempotent: whoever comes first makes room, filled with zeros
@@ -38,14 +46,17 @@ class Board:
 
     def claim(self, rank: int) -> None:
         """Write this process's pid into its row: from here on the launcher can ask it for its stack."""
-        self._table[rank, STARTED] = _start_time(os.getpid())
-        self._table[rank, PID] = os.getpid()
+        me = os.getpid(), start_time(os.getpid())
+        if (self._table[rank, PID], self._table[rank, STARTED]) != me:
+            self._table[rank] = 0  # whatever a process before has counted says nothing of this one
+        self._table[rank, STARTED] = me[1]
+        self._table[rank, PID] = me[0]
 
     def pid(self, rank: int) -> int:
         """The pid of a rank on this host while it lives, otherwise 0."""
         pid = int(self._table[rank, PID])
         # A pid is used again by strangers once its process is gone; the time of its start is not.
-        return pid if pid and _start_time(pid) == self._table[rank, STARTED] else 0
+        return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
 
     def kill(self, rank: int) -> None:
         """SIGKILL a rank of this host, if it still lives."""
@@ -137,7 +148,7 @@ class Board:
         return self._table[:, :HEARTBEAT].tobytes()
 
 
-def _start_time(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
     try:
         with open(f"/proc/{pid}/stat") as stat:

@@ -5,6 +5,8 @@ Pure functions on integers and slot sets; nothing here knows of tensors, process
 
 from __future__ import annotations
 
+from typing import Final
+
 from recover.policy.adaptive import AdaptiveWorldPolicy
 from recover.policy.balanced import BalancedWorldPolicy
 from recover.policy.base import Policy
@@ -15,6 +17,7 @@ from recover.policy.slots import SlotSet
 from recover.policy.static import StaticWorldPolicy
 
 __all__ = [
+    "DEFAULT_POLICY",
     "AdaptiveWorldPolicy",
     "BalancedWorldPolicy",
     "FailureEvent",
@@ -29,6 +32,8 @@ __all__ = [
     "StaticWorldPolicy",
     "get_policy",
 ]
+
+DEFAULT_POLICY: Final = "balanced"  # of the step, the trainer and the plan
 
 
 def get_policy(name: str, initial_replicas: int) -> Policy:

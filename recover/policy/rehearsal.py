@@ -45,17 +45,23 @@ class Rehearsal:
 
 
 def rehearse(
-    policy: Policy, replicas: int, accum: int, losses: Iterable[Loss], until: int | None = None
+    policy: Policy,
+    replicas: int,
+    accum: int,
+    losses: Iterable[Loss],
+    until: int | None = None,
+    global_batch: int | None = None,
 ) -> Rehearsal:
     """Each loss hits a step of its own, after all have run what they were dealt, unless it says otherwise.
 
-    With `until`, the losses are followed by single ones until so many replicas are left.
+    With `until`, the losses are followed by single ones until so many replicas are left. `global_batch` is for a job
+    whose replicas do not all begin with the same share.
     """
     if replicas < 1:
         raise ValueError(f"{replicas} replicas cannot run a job; give at least 1")
     if accum < 1:
         raise ValueError(f"an accumulation of {accum} runs nothing; give at least 1 microbatch per replica")
-    global_batch = replicas * accum
+    global_batch = global_batch or replicas * accum
     start = policy.layout(range(replicas), global_batch)
     outcomes: list[Outcome] = []
     for loss in losses:

@@ -37,16 +37,19 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
     if world.grid.replica_size > 1:
         # On one host in the session, which is removed with the job; over several, in the run directory they share.
         job = told()
-        directory = (job.session if on_one_host() else job.run_dir) if job else None
+        directory = ((job.session if on_one_host() else None) or job.run_dir) if job else None
         if directory is None:
             raise RuntimeError(
                 "a replica of several ranks needs a directory that its ranks share to find each other; "
                 "start the script with `recover run`, or set RECOVER_RUN_DIR"
             )
-        path = Path(
-            directory, f"replica-{world.replica}-{os.environ.get('PMIX_NAMESPACE', '')}".replace("/", "-")
-        )
+        # The token: a job never finds what an earlier one has left.
+        path = Path(directory, f"replica-{world.replica}-{world.token}")
         store = dist.FileStore(str(path), world.grid.replica_size)
+        if on_one_host():
+            os.environ.setdefault(
+                "GLOO_SOCKET_IFNAME", "lo"
+            )  # nobody outside has business with these sockets
     dist.init_process_group(
         backend, store=store, rank=world.shard, world_size=world.grid.replica_size, timeout=TIMEOUT
     )

@@ -21,6 +21,7 @@ def tell(
     policy: str,
     replicas: int,
     accum: int,
+    global_batch: int | None,
     losses: list[str],
     until: int | None,
     *,
@@ -29,7 +30,12 @@ def tell(
 ) -> None:
     """What the command does: rehearse, print, and draw where a whole range or a picture was asked for."""
     story = rehearse(
-        get_policy(policy, replicas), replicas, accum, [Loss.parse(text) for text in losses], until
+        get_policy(policy, replicas),
+        replicas,
+        accum,
+        [Loss.parse(text) for text in losses],
+        until,
+        global_batch,
     )
     if until is not None or png is not None:
         png = png or Path("plan.png")
@@ -89,8 +95,7 @@ def to_table(rehearsal: Rehearsal) -> Table:
 
     start = rehearsal.start
     table = Table(
-        title=f"{len(start.shares)} replicas x {start.accum} = {rehearsal.global_batch} microbatches a step, "
-        f"policy {rehearsal.policy}",
+        title=f"{len(start.shares)} replicas, {rehearsal.global_batch} microbatches a step, policy {rehearsal.policy}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from recover.policy import Layout, SlotSet, get_policy
+from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.step import poison
 from recover.step.belonging import Belonging, refuse_different_models
 from recover.step.damage import damages
@@ -76,7 +76,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         global_batch: int,
         *,
-        policy: str = "balanced",
+        policy: str = DEFAULT_POLICY,
         samples: SampleMode = "exact",
         clip: float | None = None,
         scheduler: Any = None,

@@ -7,7 +7,7 @@ string of 3e-4 and a truth value of `no`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic import model_validator as validator
 from pydantic_core import ErrorDetails
+
+from recover.policy import DEFAULT_POLICY
 
 MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with the sequence length each is made for
 SEQ_LEN = 128  # of a model from a file, unless it is said
@@ -105,7 +107,7 @@ class Config(Group):
         default=False, description="forget activations inside blocks and compute them again in backward"
     )
     policy: Literal["balanced", "static", "adaptive"] = Field(
-        default="balanced", description="how work is shared out: docs/policy.md"
+        default=DEFAULT_POLICY, description="how work is shared out: docs/policy.md"
     )
     samples: Literal["exact", "partitioned"] = Field(
         default="exact", description="exact: the dead's samples are run by others; partitioned: they drop out"
@@ -275,6 +277,14 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree or {}, dict):
         raise ConfigError(f"config {path} is not a list of `key: value` lines")
     return dict(flatten(tree or {}))
+
+
+def read(words: Sequence[str]) -> dict[str, Any]:
+    """`[CONFIG.yaml] [KEY=VALUE]...` as dotted keys; what comes later wins."""
+    given: dict[str, Any] = {}
+    if words and "=" not in words[0]:
+        given, words = read_file(Path(words[0])), words[1:]
+    return given | read_words(words)
 
 
 def read_words(words: Iterable[str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def tell(plan: Plan) -> Iterator[str]:
         )
         yield f"          {alive:>4} alive: {roles} = {layout.committed}"
     if config.replicas > SHOWN:
-        yield f"          and so on; `recover plan --replicas {config.replicas} --accum {config.accum}` shows more"
+        yield "          and so on; `recover plan` with the same keys shows more"
     for kill in plan.kills:
         yield f"kill      {kill}"
     yield f"run dir   {plan.run_dir}"

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from recover.data import Stream, check_corpus, open_stream
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
 from recover.train import checkpoint
-from recover.train.config import Config, ConfigError, flatten, parse, read_file, read_words
+from recover.train.config import Config, ConfigError, flatten, parse, read
 
 # What a checkpoint is bound to: with another one of these, going on would be another run.
 FIXED = (
@@ -56,10 +55,7 @@ def make_plan(
     A plan that is only looked at may be for a machine `elsewhere`, with another corpus and another disk.
     """
     found = _find(resume) if resume else None
-    given: dict[str, Any] = {}
-    if words and "=" not in words[0]:
-        given, words = read_file(Path(words[0])), words[1:]
-    given |= read_words(words)
+    given = read(words)
     if found:
         before = dict(flatten(found.facts()["config"]))
         del before["accum"]  # follows from B and the number of replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,10 @@ class World:
         self._waiting = 0  # how many calls deep this rank is in a wait for others
         self._hangs = HangWatchdog(job.hang_limit)
         self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
-        self.last_census = self.repair(b"")  # start-up is the first pass of the repair loop
+        # Start-up is the first pass of the repair loop.
+        self.last_census = self.repair(secrets.token_bytes(16))
+        # A word that members alone know, different in every job.
+        self.token = job.token or self.last_census.records[self.members[0]].hex()
         ending.on_success(self._close)
         ending.on_raise(self._look_for_a_dead_mate)
 

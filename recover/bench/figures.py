@@ -1,0 +1,256 @@
+"""One source for every figure: `docs/figures.json`, written by benchmarks, and quoted by the documents.
+
+A document quotes a value between two comments, and a whole table between two others:
+
+    <!--fig overhead.ratio-->1.01x<!--/fig-->
+    <!--table collectives--> ... <!--/table-->
+
+`recover bench publish` puts the figures of runs into the file, and into every document that quotes them. A test holds
+the documents against the file, so that neither changes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.bench.headlines import Content, headlines
+from recover.bench.measure import PACKAGE
+
+ROOT = PACKAGE.parent
+FILE = Path("docs", "figures.json")
+ORIGIN = ("command", "machine", "commit", "sources", "measured_at")
+ORDER = (
+    "trajectory",
+    "breakdown",
+    "multi",
+    "sweep",
+    "peers",
+    "overhead",
+    "recovery",
+    "repair",
+    "collectives",
+)
+KINDS = ("", "ddp", "hsdp", "3d")
+QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
+TABLE = re.compile(r"(<!--table ([\w-]+)-->\n)(.*?)(<!--/table-->)", re.DOTALL)
+
+Figures = dict[str, dict[str, Any]]  # by the names of the benchmarks' files
+
+
+def publish(runs: Sequence[Path], root: Path = ROOT) -> list[str]:
+    """The names of what was published. A figure that a document quotes and no run has any more is refused."""
+    file = root / FILE
+    if not file.exists():
+        raise ValueError(f"there is no {file}; figures are published in a checkout of the sources")
+    figures = read(root)
+    paths = [path for run in runs for path in (sorted(run.glob("*.json")) if run.is_dir() else [run])]
+    for path in paths:
+        figures[path.stem] = figure(path.stem, json.loads(path.read_text()))
+    figures = {name: figures[name] for name in sorted(figures, key=_rank)}
+    texts = {page: page.read_text() for page in pages(root)}
+    filled = {page: fill(text, figures) for page, text in texts.items()}  # all, before one is written
+    file.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    for page, text in filled.items():
+        if text != texts[page]:
+            page.write_text(text)
+    return [path.stem for path in paths]
+
+
+def read(root: Path = ROOT) -> Figures:
+    found: Figures = json.loads((root / FILE).read_text())
+    return found
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+
+
+def fill(text: str, figures: Figures) -> str:
+    """The document with every figure as the file has it. Raises ValueError for one that the file does not have."""
+
+    def value(found: re.Match[str]) -> str:
+        name, _, key = found[2].rpartition(".")
+        try:
+            told = origin(figures) if found[2] == "origin" else figures[name]["values"][key]
+        except KeyError:
+            raise ValueError(
+                f"a document quotes {found[2]}, which {FILE} does not have; publish a run with it"
+            ) from None
+        return f"{found[1]}{told}{found[4]}"
+
+    def table(found: re.Match[str]) -> str:
+        rows = (
+            [
+                ["what", "measured", "in the paper"],
+                *(line for each in figures.values() for line in each["lines"]),
+            ]
+            if found[2] == "headlines"
+            else figures[found[2]]["rows"]
+        )
+        return found[1] + _markdown(rows) + found[4]
+
+    return TABLE.sub(table, QUOTED.sub(value, text))
+
+
+def figure(name: str, content: Content) -> dict[str, Any]:
+    """What is kept of a benchmark's file."""
+    part = name.partition("-")[0]
+    if part not in ORDER or not all(key in content for key in ORIGIN):
+        raise ValueError(
+            f"{name} is not a benchmark's file; they are called {', '.join(ORDER)}, and say where they come from"
+        )
+    results = content.get(part, content)
+    return {
+        **{key: content[key] for key in ORIGIN},
+        "values": {key: str(told) for key, told in TELLERS[part](results).items()},
+        "lines": [list(line) for line in headlines({name: content})],
+        "rows": _milliseconds(results) if part == "collectives" else [],
+    }
+
+
+def origin(figures: Figures) -> str:
+    """Where all of them were measured."""
+    places = (each["machine"] for each in figures.values())
+    told = (
+        f"{place['cores']} cores ({place['processor']}, {place['architecture']}), torch {place['torch']}, "
+        f"Open MPI {place['openmpi']}"
+        for place in places
+    )
+    return "; ".join(dict.fromkeys(told))
+
+
+def _rank(name: str) -> tuple[int, int]:
+    part, _, kind = name.partition("-")
+    return ORDER.index(part), KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "No table has been published yet; `recover bench publish` writes it here.\n"
+    head, *others = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *others]) + "\n"
+
+
+def _setting(scene: Content) -> str:
+    size = scene["replica_size"]
+    return f"{scene['replicas']} replicas" + (f" of {size} ranks" if size > 1 else "")
+
+
+def _overhead(results: Content) -> dict[str, Any]:
+    ratio, exact, more = (
+        results["ratio"],
+        results["reproducible_against_fast"],
+        results["extra_bytes_per_parameter"],
+    )
+    inside = f" of {results['shard']} ranks" if results["shard"] > 1 else ""
+    return {
+        "setting": f"{results['replicas']} replicas{inside}, {results['parameters'] / 1e6:.0f}M parameters",
+        "ratio": f"{ratio['value']:.2f}x",
+        "interval": f"{ratio['low']:.2f} to {ratio['high']:.2f}",
+        "memory": "no more memory" if more < 0.05 else f"{more:.1f} bytes per parameter more",
+        "reproducible": f"{exact['value']:.2f}x",
+    }
+
+
+def _recovery(results: Content) -> dict[str, Any]:
+    took = results["recovery_ms"]
+    return {
+        "setting": f"{results['replicas']} replicas",
+        "median": f"{took['median']:.0f} ms",
+        "middle": f"{took['low']:.0f} to {took['high']:.0f}",
+        "discarded": results["discarded"],
+    }
+
+
+def _repair(content: Content) -> dict[str, Any]:
+    took = {carrier: f"{facts['median']:.0f} ms" for carrier, facts in content["repair_ms"].items()}
+    return {"setting": f"{content['ranks']} ranks", **took}
+
+
+def _collectives(content: Content) -> dict[str, Any]:
+    return {
+        f"{ranks}-{float(size):g}": f"{ways['stock gloo']['median'] / ways['mpi carrier']['median']:.1f}x"
+        for ranks, sizes in content["collectives_ms"].items()
+        for size, ways in sizes.items()
+    }
+
+
+def _milliseconds(content: Content) -> list[list[str]]:
+    """Medians, by ranks and size."""
+    times = content["collectives_ms"]
+    names = list(next(iter(next(iter(times.values())).values())))
+    return [["ranks", "MB", *names]] + [
+        [ranks, f"{float(size):g}", *(f"{ways[name]['median']:.1f}" for name in names)]
+        for ranks, sizes in times.items()
+        for size, ways in sizes.items()
+    ]
+
+
+def _trajectory(results: Content) -> dict[str, Any]:
+    runs = results["runs"]
+    return {
+        "apart": f"{runs['ours']['largest_distance']:.0e}".replace("e-0", "e-"),
+        "shrinking": f"{runs['adaptive']['largest_distance']:.2g}",
+        "living": f"{runs['ours']['effective_throughput'] / runs['stock']['effective_throughput']:.2f}x",
+        "start": f"{runs['ours']['per_provisioned_rank'] / runs['stock']['per_provisioned_rank']:.2f}x",
+    }
+
+
+def _breakdown(results: Content) -> dict[str, Any]:
+    rows = results["rows"]
+    ours, last = [row["ours_cost"] for row in rows], rows[-1]
+    best = min(rows, key=lambda row: row["baseline_cost"])
+    return {
+        "setting": _setting(results["scene"]),
+        "step": f"{sum(row['step_seconds'] for row in rows) / len(rows):.2f} s",
+        "ours": f"{min(ours):.2f} to {max(ours):.2f} s",
+        "best": f"{best['baseline_cost']:.1f} s",
+        "best-every": best["N"],
+        "last": f"{last['baseline_cost']:.1f} s",
+        "last-every": last["N"],
+    }
+
+
+def _multi(results: Content) -> dict[str, Any]:
+    return {
+        "every": results["interval"],
+        "living": f"{min(each['ratios'][-1] for each in results['baselines']):.2f}",
+        "more": f"{min(each['advantage']['more'] for each in results['baselines']):+.0%}",
+    }
+
+
+def _sweep(results: Content) -> dict[str, Any]:
+    return {
+        f"per-hour-{curve['alive']}": "any"
+        if curve["crossing_wall"] is None
+        else f"{curve['crossing_wall']:.0%}"
+        for curve in results["curves"]
+    }
+
+
+def _peers(results: Content) -> dict[str, Any]:
+    batch = results["scene"]["global_batch"]
+    values: dict[str, Any] = {"step": f"{results['scene']['pace']:g} s"}
+    for key, name in (("ours", "ours"), ("torchft", "torchft Manager.allreduce")):
+        facts = results["systems"].get(name, {"seconds": "not measured"})
+        seconds = facts["seconds"]
+        values[key] = f"{seconds:.2f} s" if isinstance(seconds, float) else seconds
+        values[f"{key}-batch"] = f"{facts.get('microbatches', '?')} of {batch}"
+    return values
+
+
+TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
+    "trajectory": _trajectory,
+    "breakdown": _breakdown,
+    "multi": _multi,
+    "sweep": _sweep,
+    "peers": _peers,
+    "overhead": _overhead,
+    "recovery": _recovery,
+    "repair": _repair,
+    "collectives": _collectives,
+}
