@@ -15,7 +15,14 @@ from typing import Any
 from recover.carriers.contract import CarrierError
 from recover.fabrics.simulated import SimulatedCarriers, SimulatedFabric, Simulation
 from recover.job.grid import Grid
-from recover.world.membership import Census, ExcludedError, Membership
+from recover.world.membership import (
+    FAILURES,
+    WORD_BITS,
+    Census,
+    ExcludedError,
+    Membership,
+    NoCarrierError,
+)
 
 STEPS = 3
 SLOTS = 6
@@ -50,8 +57,13 @@ class Rank:
                 self.note(self.world.repair(json.dumps({"step": STEPS}).encode()))
             self.fabric.linger(5.0)
         except ExcludedError:
+            self.simulation.leaving.add(self.fabric.rank)
+            while self.simulation.reluctant and self.simulation.staying:
+                self.fabric.pause(1.0)  # stuck on its way out: the others must not go on before it is dead
             self.simulation.kill(self.fabric.rank, "excluded")
             return "excluded"
+        except NoCarrierError:
+            return "no carrier"
         return "done"
 
     def step(self, step: int) -> None:
@@ -104,6 +116,10 @@ class Rank:
         self.fabric.wait("meeting its mates", lambda: all(arrivals.get(mate, 0) >= mine for mate in mates))
 
     def note(self, census: Census) -> None:
+        living = set(range(self.grid.ranks)) - self.simulation.gone
+        assert living <= set(census.members), (
+            f"{living - set(census.members)} are left out, and may still act"
+        )
         facts = (census.members, census.lost, tuple(sorted(census.records.items())))
         self.diary.censuses[census.epoch] = facts
 
@@ -112,9 +128,22 @@ def check(simulation: Simulation, diaries: list[Diary]) -> None:
     """The laws. Deaths may cost their own replica and nothing else; survivors hold one view and one sum."""
     grid, outcome = simulation.grid, simulation.finished
     culprits = {r for r, why in simulation.dead.items() if why in ("killed", "fenced")}
-    spoiled = {grid.replica(rank) for rank in culprits}
+    # Whoever fails in so many rounds may be left out, and need not: there may be fewer repairs than that.
+    sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
+    spoiled = {grid.replica(rank) for rank in culprits | sick}
     for rank, why in simulation.dead.items():
         assert why in ("killed", "fenced") or grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
+    if "no carrier" in outcome.values():
+        # All give up, or none: and only if nobody can make a carrier, or no majority can build one.
+        given_up = {rank for rank, how in outcome.items() if how == "no carrier"}
+        assert given_up == set(outcome), f"some gave up and some did not: {outcome}"
+        left = set(grid.replicas_of(given_up))
+        cannot, fails = (
+            left & set(grid.replicas_of(r for r in sick if simulation.sick[r][2] is can_be_made))
+            for can_be_made in (False, True)
+        )
+        assert cannot == left or 2 * len(fails) >= len(left), f"{left} gave up, {cannot} cannot, {fails} fail"
+        return
     survivors = [rank for rank in range(grid.ranks) if outcome.get(rank) == "done"]
     whole = [rank for rank in range(grid.ranks) if grid.replica(rank) not in spoiled]
     assert set(whole) <= set(survivors), f"lost without a cause: {set(whole) - set(survivors)}"
@@ -136,8 +165,20 @@ def check(simulation: Simulation, diaries: list[Diary]) -> None:
             assert len({mark for _, _, mark in total}) == 1, f"step {step} mixes epochs: {total}"
 
 
-def random_schedule(seed: int) -> tuple[Grid, dict[int, int], int]:
-    """A world of 2 to 8 ranks and up to size-1 deaths, some of them in bursts, with now and then a stall."""
+@dataclass(frozen=True)
+class Schedule:
+    grid: Grid
+    kills: dict[int, int]
+    stalls: bool = False
+    sick: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    reluctant: bool = False  # who is left out does not leave by itself
+
+
+def random_schedule(seed: int) -> Schedule:
+    """A world of 2 to 8 ranks and up to size-1 deaths, some of them in bursts, with now and then a stall.
+
+    In one of four some rank's carriers fail: once or twice, or from some repair on for ever.
+    """
     rng = random.Random(seed)
     replica_size = rng.choice((1, 1, 2))
     replicas = rng.randint(2, 8 // replica_size)
@@ -145,15 +186,36 @@ def random_schedule(seed: int) -> tuple[Grid, dict[int, int], int]:
     victims = rng.sample(range(grid.ranks), rng.randint(0, grid.ranks - 1))
     burst = rng.randint(0, 60)
     kills = {v: rng.randint(0, 80) if rng.random() < 0.5 else burst + rng.randint(0, 6) for v in victims}
-    return grid, kills, rng.random() < 0.1
+    stalls = rng.random() < 0.1
+    sick = {}
+    for rank in rng.sample(range(grid.ranks), rng.randint(1, 2)) if rng.random() < 0.25 else ():
+        first = rng.randint(1, 4)
+        sick[rank] = (first, rng.choice((first, first + 1, 10**6)), rng.random() < 0.5)
+    return Schedule(grid, kills, stalls, sick, rng.random() < 0.1)
+
+
+def large_schedule(seed: int) -> Schedule:
+    """More ranks than the words of two agreements have bits, deaths in all of them, most of them at the upper end."""
+    rng = random.Random(f"large/{seed}")
+    replica_size = rng.choice((1, 2))
+    grid = Grid(rng.randint(WORD_BITS + 2, 2 * WORD_BITS + 8) // replica_size + 1, replica_size)
+    above = range(WORD_BITS, grid.ranks)
+    victims = {*rng.sample(above, rng.randint(1, len(above) - 1)), *rng.sample(range(grid.ranks), 2)}
+    spared = rng.randrange(grid.ranks)
+    return Schedule(grid, {victim: rng.randint(0, 60) for victim in victims if victim != spared})
 
 
 def play(
-    seed: int, rank_class: type[Rank] = Rank, on_end: Callable[[Simulation], None] | None = None
+    seed: int,
+    rank_class: type[Rank] = Rank,
+    on_end: Callable[[Simulation], None] | None = None,
+    draw: Callable[[int], Schedule] = random_schedule,
 ) -> None:
     """Run one schedule and check it."""
-    grid, kills, stalls = random_schedule(seed)
-    simulation = Simulation(grid, seed, kills, int(stalls))
+    schedule = draw(seed)
+    grid = schedule.grid
+    simulation = Simulation(grid, seed, schedule.kills, int(schedule.stalls), sick=schedule.sick)
+    simulation.reluctant = schedule.reluctant
     diaries = [Diary() for _ in range(grid.ranks)]
     simulation.run(lambda fabric: rank_class(simulation, fabric, diaries[fabric.rank]).run())
     if on_end:

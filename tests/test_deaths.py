@@ -67,6 +67,12 @@ def test_two_at_once_and_then_all_but_one_at_once(tmp_path: Path, carrier: str) 
     )
 
 
+def test_deaths_among_more_ranks_than_a_word_has_bits(tmp_path: Path) -> None:
+    """32 ranks; two die of those beyond the 27 that one agreement can tell of, and one below."""
+    kills = ["2:30:in-reduce", "3:28:vote", "3:5:bucket"]
+    survive(tmp_path, "mpi", 32, victims={5, 28, 30}, kills=kills, steps=4, megabytes=0.1)
+
+
 def burst_scenario(seed: int) -> tuple[int, int, set[int], list[list[float]]]:
     """6 to 8 ranks, as 1 or 2 per replica; two bursts of 2 to 4 deaths within 15 ms, at random moments."""
     rng = random.Random(seed)

@@ -16,7 +16,7 @@ from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cell
 from recover.chaos.invariants import Left, violations
 from recover.chaos.matrix import POLICY, insert, matrix, plan_launches, table
 from recover.faults import LOCATIONS, parse_faults
-from recover.faults.schedule import impossible
+from recover.faults.schedule import impossible, survivors
 from recover.train.config import parse
 
 SUBSTRATES = {
@@ -116,9 +116,9 @@ def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) -> None:
-    result = chaos(tmp_path, "--seed", "23", "--runs", "1", "--output", str(tmp_path / "kept"))
+    result = chaos(tmp_path, "--seed", "25", "--runs", "1", "--output", str(tmp_path / "kept"))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "seed 23: 3 replicas, 2 faults" in result.stdout
+    assert "seed 25: 3 replicas, 2 faults" in result.stdout
     assert "chaos: 1 runs, 2 faults, 0 with a violation" in result.stdout
     assert list((tmp_path / "kept").iterdir()) == []
 
@@ -153,6 +153,13 @@ def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
     faults = [fault for schedule in schedules for fault in schedule]
     assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint"}
     assert {"kill", "exit", "stop", "corrupt:weights"} < {fault.action for fault in faults}
+    assert {"hold", "stall", "sample"} < {fault.kind for fault in faults}
+    for (
+        schedule
+    ) in schedules:  # who is stalled is half of those that live, or more; who is fenced may be spared
+        stalled = [fault.replica for fault in schedule if fault.kind == "stall"]
+        assert len(stalled) in (0, 4)
+        assert survivors(schedule, 5) > any(fault.kind == "sample" for fault in schedule)
     assert any(fault.after for fault in faults)
     assert all(list(impossible(schedule, 5, 1, 12)) == [] for schedule in schedules)
 
@@ -189,6 +196,14 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     told(pretend(tmp_path / "loss", losses=(3.0, 2.5)), "other losses")
     bystander = pretend(tmp_path / "bystander", dead=2)
     told(bystander, "replicas [2] were lost, and nothing was scheduled")
+    (bystander.run_dir / "ranks" / "2.end").write_text('{"end": "fenced"}')
+    told(bystander, "replicas [2] were killed by their peers, and nothing was wrong with them")
+    slow = (*faults, *parse_faults(["2:0:forward=sample:9"]))
+    note = bystander.run_dir / "ranks" / "2.slot"
+    for step, innocent in ((2, False), (1, True)):  # it was computing that sample, or another one
+        note.write_text(json.dumps({"step": step, "suspects": [[0, 6]], "why": ""}))
+        laws = violations(bystander, config.model_copy(update={"hang_limit": 5.0}), slow, calm)
+        assert any("killed by their peers" in law for law in laws) == innocent
     told(bystander, "replicas [1] were not lost as scheduled")
     torn = pretend(tmp_path / "torn")
     (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-1])

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
-from simulated_run import Diary, Rank, play
+from simulated_run import Diary, Rank, Schedule, large_schedule, play, random_schedule
 
-from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
+from recover.fabrics.simulated import (
+    HangError,
+    SimulatedCarrier,
+    SimulatedCarriers,
+    SimulatedFabric,
+    Simulation,
+)
 from recover.job.grid import Grid
-from recover.world.membership import ExcludedError, Membership, Phase
+from recover.world.membership import (
+    FAILURES,
+    FRUITLESS,
+    WORD_BITS,
+    ExcludedError,
+    Membership,
+    NoCarrierError,
+    Phase,
+)
 
 
-def explore(seeds: range, rank_class: type[Rank] = Rank) -> Counter[str]:
+def explore(seeds: range, draw: Callable[[int], Schedule] = random_schedule) -> Counter[str]:
+    """How ranks died, and how many had carriers that fail for ever and were left out for it."""
     deaths: Counter[str] = Counter()
+
+    def count(simulation: Simulation) -> None:
+        deaths.update(simulation.dead.values())
+        deaths[f"of {simulation.grid.ranks // WORD_BITS} words"] += (
+            max(simulation.dead, default=0) >= WORD_BITS
+        )
+        deaths.update(["sick" for rank in simulation.sick if simulation.dead.get(rank) == "excluded"])
+        deaths["gave up"] += "no carrier" in simulation.finished.values()
+
     for seed in seeds:
         try:
-            play(seed, rank_class, on_end=lambda simulation: deaths.update(simulation.dead.values()))
+            play(seed, on_end=count, draw=draw)
         except (AssertionError, HangError) as violation:
             pytest.fail(f"schedule {seed}: {type(violation).__name__}: {violation}")
     return deaths
@@ -35,7 +60,95 @@ def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
     deaths = explore(range(2500))
     # The schedules must really contain what they claim to explore.
     assert deaths["killed"] > 2500
-    assert min(deaths[how] for how in ("orphan", "excluded", "fenced")) > 50, deaths
+    assert min(deaths[how] for how in ("orphan", "excluded", "fenced", "sick")) > 50, deaths
+    assert deaths["gave up"] > 10, deaths
+
+
+def test_deaths_among_more_ranks_than_a_word_has_bits_are_seen_like_all_others() -> None:
+    deaths = explore(range(5), large_schedule)
+    assert deaths["of 1 words"] > 0, deaths
+    assert deaths["of 2 words"] > 0, deaths
+
+
+def repaired(simulation: Simulation) -> dict[int, str]:
+    """One repair; what each rank made of it."""
+
+    def run(fabric: SimulatedFabric) -> str:
+        carriers = SimulatedCarriers(simulation, fabric)
+        world = Membership(fabric, simulation.grid, carriers, lambda location, detail: None)
+        try:
+            members = world.repair(b"").members
+            fabric.linger(5.0)
+            return f"members {list(members)}"
+        except ExcludedError as excluded:
+            simulation.kill(fabric.rank, str(excluded))
+            return ""
+        except NoCarrierError as error:
+            return str(error)
+
+    return {**simulation.run(run), **simulation.dead}
+
+
+def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -> None:
+    told = repaired(Simulation(Grid(3, 2), 1, sick={3: (1, 10**6, False)}))
+    assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
+    assert "was excluded by the others, for it failed in 3 rounds of a repair" in told[3]
+    assert "no carrier could be made: OSError: no socket is left" in told[3]
+    assert "lost a mate of its replica" in told[2]
+    told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # it says so itself: half may say so
+    assert told[1] == "members [1]"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_fails_for_less_than_the_limit_is_kept(seed: int) -> None:
+    for can_be_made in (False, True):
+        told = repaired(Simulation(Grid(3), seed, sick={1: (1, FAILURES - 1, can_be_made)}))
+        assert told == dict.fromkeys(range(3), "members [0, 1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("sick", "cause"),
+    [
+        (
+            dict.fromkeys(range(4), (1, 10**6, False)),
+            "no carrier could be made: OSError: no socket is left",
+        ),
+        (
+            dict.fromkeys((0, 1), (1, 10**6, True)),
+            "the carrier failed here: CarrierError: the trial sum took",
+        ),
+    ],
+)
+def test_without_a_majority_that_can_build_all_give_up_and_name_the_cause_of_each(
+    sick: dict[int, tuple[int, int, bool]], cause: str
+) -> None:
+    told = repaired(Simulation(Grid(4), 1, sick=sick))
+    assert len(told) == 4
+    for text in told.values():
+        assert "the world cannot be repaired: nobody died" in text
+        assert all(f"rank {rank}: {cause}" in text for rank in sick), text
+
+
+def test_rounds_that_come_to_nothing_are_bounded_whatever_they_fail_by() -> None:
+    """Each round another one fails, so nobody ever fails often enough to be left out."""
+    simulation = Simulation(Grid(5), 1)
+
+    class Fickle(SimulatedCarriers):
+        def make(self, members: tuple[int, ...]) -> SimulatedCarrier:
+            self._simulation.sick = {self._made % 5: (1, 10**6, False)}
+            return super().make(members)
+
+    rounds: Counter[int] = Counter()
+
+    def run(fabric: SimulatedFabric) -> str:
+        world = Membership(fabric, simulation.grid, Fickle(simulation, fabric), lambda location, detail: None)
+        world._report = lambda text: rounds.update([fabric.rank] * ("once more" in text))
+        with pytest.raises(NoCarrierError, match=f"{FRUITLESS} rounds came to nothing"):
+            world.repair(b"")
+        return "ended"
+
+    assert simulation.run(run) == dict.fromkeys(range(5), "ended")
+    assert rounds == dict.fromkeys(range(5), FRUITLESS)
 
 
 @pytest.mark.soak

@@ -200,7 +200,7 @@ def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path:
     """Whether it raises where it is read (on replica 0, which has it first) or in the loop, where it is computed."""
     outcome = train(tmp_path, 4, [], poison=17)
     assert outcome.code == 1
-    assert "slot 1 of step 3 (sample 17) raised on replicas" in outcome.output
+    assert "slot 1 of step 3 (sample 17) has cost replicas" in outcome.output
     assert "ValueError: this sample cannot be read" in outcome.output
     raised = [rank for rank, end in outcome.ends.items() if end == "raised"]
     assert len(raised) == 4  # two by the sample, two because they were told

@@ -41,10 +41,12 @@ def run_world(
     replica_size: int = 1,
     kills: Sequence[str] = (),
     hang_after: float = 60,
+    hang_limit: float | None = None,
 ) -> Outcome:
     """Start a program of `tests/programs`; a hang is ended by the launcher, which prints every rank's stack."""
     command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks)]
     command += ["--replica-size", str(replica_size), "--run-dir", str(run_dir), "--timeout", str(hang_after)]
+    command += ["--hang-limit", str(hang_limit)] if hang_limit else []
     words = [word if isinstance(word, str) else json.dumps(word) for word in arguments]
     result = subprocess.run(
         [*command, str(PROGRAMS / program), *words],

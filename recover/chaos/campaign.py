@@ -12,14 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover.chaos.invariants import Left, violations
 from recover.faults import LOCATIONS, Fault
 from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
-from recover.faults.schedule import write_schedule
+from recover.faults.schedule import survivors, write_schedule
 from recover.train.config import Config
 from recover.train.plan import make_plan
 
@@ -29,10 +29,13 @@ ACTIONS = {
     "stop": 1.0,
     "pause:0.3": 1.0,
     "pause:1": 1.0,
+    "hold:6": 1.0,  # longer than the hang limit
     "corrupt:weights": 1.0,
 }
 BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
 HANG_LIMIT = 5.0  # seconds: short, so that many stopped ranks can be waited for
+STALLED = 1.6  # times the hang limit: so long all replicas but one wait for their data in some runs
+SLOW_SAMPLE = 1.5  # the same, for a sample that takes so long on every replica
 PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
 TIMES = 10.0
 
@@ -134,6 +137,24 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
         return draw_by_clock(
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
+    faults = _draw(config, seed, count)
+    return faults + tuple(_hold_up(config, rng, faults))
+
+
+def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> Iterator[Fault]:
+    """In some runs: storage that stalls for all replicas but one, or a sample that takes long wherever it is read."""
+    what, step, number = rng.random(), rng.randint(1, config.steps), rng.randrange(config.replicas)
+    limit = config.hang_limit or HANG_LIMIT
+    drifts = any(fault.action == "corrupt:weights" for fault in faults)
+    if what < 0.1:
+        for replica in set(range(config.replicas)) - {number}:
+            yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
+    elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:
+        # It may cost a replica: somebody must be left, and a majority that tells a corrupt one.
+        yield Fault(step, number, "forward", action=f"sample:{SLOW_SAMPLE * limit:g}")
+
+
+def _draw(config: Config, seed: int, count: int) -> tuple[Fault, ...]:
     locations = dict.fromkeys(LOCATIONS, 1.0) if config.checkpoint.every == 1 else EVEN
     return draw_schedule(
         config.replicas,

@@ -33,9 +33,12 @@ class Left:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
 
-    def ranks_done(self) -> int:
-        ends = [json.loads(path.read_text())["end"] for path in (self.run_dir / "ranks").glob("*.end")]
-        return ends.count("done")
+    def ranks_that(self, ended: str) -> list[int]:
+        """The ranks whose marker says that they ended so."""
+        ends = {
+            int(path.stem): json.loads(path.read_text()) for path in (self.run_dir / "ranks").glob("*.end")
+        }
+        return [rank for rank, marker in sorted(ends.items()) if marker["end"] == ended]
 
 
 def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None) -> Iterator[str]:
@@ -93,14 +96,28 @@ def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]
     """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
     lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
     mortal = {fault.replica for fault in faults if fault.lethal}
+    mortal |= set(_lost_over_a_slow_sample(run, config, faults))
     doomed = {fault.replica for fault in faults if must_strike(fault, config.steps)}
+    if innocent := {rank // config.replica_size for rank in run.ranks_that("fenced")} & lost - mortal:
+        yield f"replicas {sorted(innocent)} were killed by their peers, and nothing was wrong with them"
     if bystanders := lost - mortal:
         yield f"replicas {sorted(bystanders)} were lost, and nothing was scheduled to happen to them"
     if unharmed := doomed - lost:
         yield f"replicas {sorted(unharmed)} were not lost as scheduled"
-    done, left = run.ranks_done(), (config.replicas - len(lost)) * config.replica_size
+    done, left = len(run.ranks_that("done")), (config.replicas - len(lost)) * config.replica_size
     if done != left:
         yield f"{done} ranks have finished; {left} should have"
+
+
+def _lost_over_a_slow_sample(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[int]:
+    """A sample that takes longer than the limit may cost the first replica that is given it, and no other."""
+    notes = {int(path.stem): json.loads(path.read_text()) for path in (run.run_dir / "ranks").glob("*.slot")}
+    for fault in faults:
+        if fault.kind == "sample" and config.hang_limit and fault.amount > config.hang_limit:
+            blamed = sorted(
+                rank // config.replica_size for rank, note in notes.items() if note["step"] == fault.step
+            )
+            yield from blamed[:1]
 
 
 def must_strike(fault: Fault, steps: int) -> bool:

@@ -5,7 +5,7 @@ a seed, who runs next and who dies. It is as unkind as the real thing was measur
 deaths lags; an agreement that meets an unacknowledged death fails everywhere and drops its word; it may succeed
 although somebody has not heard of a death, and count in one who has died since; it may forget to tell one rank; if
 all who held its result have died, the others may decide it anew; a reduction hit by a death succeeds on some and
-fails on others; messages of the dying may be lost.
+fails on others; messages of the dying may be lost; the carriers of a rank may fail, for a while or for ever.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class _Agreement:
 
 
 class Simulation:
-    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies."""
+    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies.
+
+    `sick`: from which to which try a rank's carrier fails, and whether it can be made then, or only not be built.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Simulation:
         kills: Mapping[int, int] | None = None,
         stalls: int = 0,
         limit: int = 200_000,
+        sick: Mapping[int, tuple[int, int, bool]] | None = None,
     ) -> None:
         self.grid = grid
         self.rng = random.Random(seed)
@@ -64,6 +68,9 @@ class Simulation:
         self._kills = dict(kills or {})
         self._stalls = stalls
         self._limit = limit
+        self.sick = dict(sick or {})
+        self.reluctant = False  # for programs: who is left out does not leave by itself ...
+        self.leaving: set[int] = set()  # ... but stays as long as there are others
         self._notices: list[tuple[float, int, int]] = []  # (when, whom, who died)
         self._scheduler = greenlet.getcurrent()
 
@@ -113,6 +120,10 @@ class Simulation:
         for fabric in self.fabrics:
             late = self.rng.choice((0.0, 0.0005, 0.002, 0.01, 0.03)) * self.rng.random()
             self._notices.append((self.clock + late, fabric.rank, rank))
+
+    @property
+    def staying(self) -> set[int]:
+        return {fabric.rank for fabric in self.fabrics if fabric.alive} - self.leaving
 
     @property
     def gone(self) -> set[int]:
@@ -313,10 +324,17 @@ class SimulatedCarriers:
 
     def __init__(self, simulation: Simulation, fabric: SimulatedFabric) -> None:
         self._simulation, self._fabric = simulation, fabric
+        self._made = 0
 
     def make(self, members: tuple[int, ...]) -> SimulatedCarrier:
+        self._made += 1
+        first, last, can_be_made = self._simulation.sick.get(self._fabric.rank, (0, -1, True))
+        is_sick = first <= self._made <= last
+        if is_sick and not can_be_made:
+            raise OSError("no socket is left")
         peers = self._simulation.grid.peers(self._fabric.rank, members)
-        return SimulatedCarrier(self._simulation, self._fabric, (self._fabric.holds, peers), members, peers)
+        key = (self._fabric.holds, peers)
+        return SimulatedCarrier(self._simulation, self._fabric, key, members, peers, is_sick)
 
 
 class SimulatedCarrier:
@@ -327,8 +345,9 @@ class SimulatedCarrier:
         key: object,
         members: tuple[int, ...],
         peers: tuple[int, ...],
+        is_sick: bool,
     ) -> None:
-        self._simulation, self._fabric, self._key = simulation, fabric, key
+        self._simulation, self._fabric, self._key, self._is_sick = simulation, fabric, key, is_sick
         self.members, self.peers = frozenset(members), frozenset(peers)
         self._operations = 0
 
@@ -345,6 +364,8 @@ class SimulatedCarrier:
             raise CarrierError("the constructor failed somewhere")
         if self.reduce(frozenset({("try", self._fabric.rank)})) != {("try", rank) for rank in self.peers}:
             raise CarrierError("the trial sum is wrong")
+        if self._is_sick:
+            raise CarrierError("the trial sum took for ever")
 
     def free(self) -> None:
         self._simulation.revoked.add(self._key)

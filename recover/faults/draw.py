@@ -12,6 +12,7 @@ from recover.faults.schedule import ScheduleError
 
 EVEN: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
+BETWEEN_STEPS = ("hold",)  # inside a step, one that takes longer than the hang limit is rightly fenced
 MOMENT = 0.01  # seconds: what the times of a schedule are written in
 
 
@@ -104,7 +105,7 @@ def _faults(
             return  # a rate has no promise to keep: the last replica lives on
         if action in IN_GRADIENT:
             fault = replace(fault, location="bucket")
-        elif action == "corrupt:weights":  # here it is found before it can enter a sum
+        elif fault.kind in BETWEEN_STEPS or action == "corrupt:weights":
             fault = replace(fault, location="advance")
         elif fault.location in IN_RECOVERY:
             if last and _calls_for_work(last) and (last.step, victim) not in struck:

@@ -19,6 +19,9 @@ ACTIONS: dict[str, str] = {
     "stop": "SIGSTOP, for ever",
     "pause:S": "stopped for S seconds, then it goes on",
     "slow:F": "from there on every microbatch takes F times as long",
+    "stall:S": "it waits for S seconds, as for data that does not come",
+    "hold:S": "a call holds Python's lock for S seconds, so not even its heartbeat is heard",
+    "sample:S": "the first sample that it is given in this step takes S seconds, whoever is given it afterwards",
     "corrupt:weights": "a bit of its parameters is flipped",
     "corrupt:gradient": "a bit of its local gradient is flipped, before it is reduced",
     "nan": "a NaN gets into its local gradient, before it is reduced",
@@ -26,6 +29,13 @@ ACTIONS: dict[str, str] = {
 LETHAL = ("kill", "exit", "stop", "corrupt:weights")  # the replica is lost: the last one by eviction
 BY_CLOCK = ("kill", "stop", "pause")  # signals strike anywhere; the others need a place
 IN_GRADIENT = ("corrupt:gradient", "nan")
+WITH_AMOUNT = {  # what the number of an action is
+    "pause": "seconds, as pause:1.5",
+    "slow": "a factor above 1, as slow:3",
+    "stall": "seconds, as stall:5",
+    "hold": "seconds, as hold:5",
+    "sample": "seconds, as sample:5",
+}
 
 _SHAPE = re.compile(
     r"(?P<when>\d+|\d+(\.\d+)?s):(?P<replica>\d+)(\.(?P<local>\d+))?"
@@ -52,11 +62,11 @@ class Fault:
     def kind(self) -> str:
         """The action without its number: `pause`, not `pause:1.5`."""
         head = self.action.partition(":")[0]
-        return head if head in ("pause", "slow") else self.action
+        return head if head in WITH_AMOUNT else self.action
 
     @property
     def amount(self) -> float:
-        """The number of an action that has one: seconds of a pause, factor of a slowness."""
+        """The number of an action that has one: seconds, or the factor of a slowness."""
         return float(self.action.partition(":")[2])
 
     @property
@@ -97,6 +107,10 @@ def parse_fault(text: str) -> Fault:
             f"fault {text!r}: {action!r} strikes a gradient that is about to be reduced; "
             f"write {match['when']}:{replica}:bucket={action}"
         )
+    if action.startswith("sample:") and match["location"] != "forward":
+        raise ValueError(
+            f"fault {text!r}: a sample is slow where it is handed out; write {match['when']}:{replica}:forward={action}"
+        )
     return Fault(int(match["when"]), replica, match["location"], local, match["detail"], action)
 
 
@@ -121,7 +135,7 @@ def _check_location(text: str, location: str, detail: str | None) -> None:
 
 def _check_action(text: str, action: str) -> None:
     name, _, amount = action.partition(":")
-    if name not in ("pause", "slow"):
+    if name not in WITH_AMOUNT:
         if action not in ACTIONS:
             raise ValueError(f"fault {text!r}: there is no action {action!r}; {_near(action, ACTIONS)}")
         return
@@ -131,8 +145,7 @@ def _check_action(text: str, action: str) -> None:
         number = 0.0
     least = 1.0 if name == "slow" else 0.0
     if not least < number < float("inf"):
-        what = "a factor above 1, as slow:3" if name == "slow" else "seconds, as pause:1.5"
-        raise ValueError(f"fault {text!r}: {name} takes {what}; found {amount!r}")
+        raise ValueError(f"fault {text!r}: {name} takes {WITH_AMOUNT[name]}; found {amount!r}")
 
 
 def _near(word: str, known: Iterable[str]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from recover.faults.fault import Fault
 from recover.faults.locations import LOCATIONS
@@ -34,7 +35,15 @@ class Probe:
         faults: Iterable[Fault] = (),
         fire: Callable[[Fault], None] | None = None,
     ) -> None:
-        self._mine = [fault for fault in faults if (fault.replica, fault.local) == (replica, local)]
+        faults = tuple(faults)
+        self._samples = [
+            fault for fault in faults if fault.kind == "sample"
+        ]  # they strike whoever is given them
+        self._mine = [
+            fault
+            for fault in faults
+            if (fault.replica, fault.local) == (replica, local) and fault.kind != "sample"
+        ]
         self._fire = fire
         self._handlers: dict[str, Handler] = {}
         self._step = 0
@@ -66,6 +75,14 @@ class Probe:
         """Whether a call with these arguments would fire: lets the caller arrange what must be in flight."""
         return any(self._matches(fault, location, detail) for fault in self._mine)
 
+    def slow_slots(self, dealt: Mapping[int, Iterable[int]]) -> dict[int, float]:
+        """The slots of this step whose samples are slow, and by how much. `dealt`: the first layout."""
+        slow = {}
+        for fault in self._samples:
+            for slot in list(dealt.get(fault.replica, ()))[:1] if fault.step == self.step else ():
+                slow[slot] = fault.amount
+        return slow
+
     def _matches(self, fault: Fault, location: str, detail: object) -> bool:
         assert location in LOCATIONS, location
         return (
@@ -92,6 +109,10 @@ class Probe:
             raise ScheduledFault(f"scheduled: {fault}")
         elif fault.kind == "pause":
             _pause(fault.amount)
+        elif fault.kind == "stall":
+            time.sleep(fault.amount)
+        elif fault.kind == "hold":
+            _hold(fault.amount)
         elif fault.kind == "slow":
             self.slowness = fault.amount
         elif fault.action in self._handlers:
@@ -104,6 +125,13 @@ def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
     if number == signal.SIGKILL:
         time.sleep(60)  # the signal is on its way; nothing after this line may happen
+
+
+def _hold(seconds: float) -> None:
+    """As a long call of an extension that does not give the lock back."""
+    until, library = time.monotonic() + seconds, ctypes.PyDLL(None)  # unlike CDLL it keeps the lock
+    while (left := until - time.monotonic()) > 0:
+        library.usleep(int(left * 1e6))  # a signal may end it early
 
 
 def _pause(seconds: float) -> None:

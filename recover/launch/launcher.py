@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recover.job.grid import Grid
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import preflight
 from recover.launch.preflight import Refusal
@@ -85,7 +86,7 @@ def launch(
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C comes to us, and we end the job
             )
-            hangs = HangWatchdog(limit)
+            hangs = HangWatchdog(Grid.of(ranks, replica_size), limit)
             job = _Job(ranks, replica_size, directory, session, process, Relay(process), hangs)
             failure = job.watch(timeout, caught)
         if caught:
@@ -189,7 +190,7 @@ class _Job:
                 continue
             look = now + _LOOK
             pids = [board.pid(rank) for rank in range(self.ranks)]
-            state = (board.snapshot(), os.stat(self.run_dir / "ranks").st_mtime_ns)
+            state = (board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns)
             if state != seen:
                 seen, progress = state, now
             verdict = Verdict(self.run_dir, self.ranks)

@@ -11,15 +11,23 @@ import errno
 import mmap
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from recover.world.watchdog import Sign
+from recover.liveness.signs import Sign, Suspects
 
-PID, STARTED, JOINED, ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(10)
+# Who it is, and what it has accomplished for good: the launcher's progress.
+PID, STARTED, JOINED, ACCOMPLISHED = range(4)
+# Where it is: what the other ranks go by.
+ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
+# What it computes just now: the first slot (from 1 on; 0: none), which slots after it, as bits, and how far the
+# numbers of their samples lie above theirs.
+SLOT, SLOTS, OFFSET = range(11, 14)
 ENDED = -1  # in the column of steps: the script has ended
 _COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
+_SHOWN = 62  # slots that fit into the bits
 
 
 class Board:
@@ -57,6 +65,11 @@ class Board:
         pid = int(self._table[rank, PID])
         # A pid is used again by strangers once its process is gone; the time of its start is not.
         return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
+
+    def _state(self, row: Sequence[int]) -> str:
+        """The kernel's letter for the process of a row while it lives, otherwise nothing."""
+        state, started = _look_up(row[PID])
+        return state if row[PID] and started == row[STARTED] else ""
 
     def kill(self, rank: int) -> None:
         """SIGKILL a rank of this host, if it still lives."""
@@ -96,8 +109,26 @@ class Board:
         self._table[rank, FINISHED] = agreement
 
     def touch(self, rank: int) -> None:
-        """Something was accomplished; any change counts as progress."""
+        """This rank has done something: nobody may take it for stuck."""
         self._table[rank, ACTIVITY] += 1
+
+    def accomplish(self, rank: int) -> None:
+        """Something was done that need not be done again: a job that does nothing of the kind makes no progress."""
+        self._table[rank, ACCOMPLISHED] += 1
+
+    def compute(self, rank: int, suspects: Sequence[tuple[int, int]]) -> None:
+        """This rank computes these slots (and samples) now, as far as they can be shown; none of them: it is done."""
+        row = self._table[rank]
+        row[SLOT] = 0
+        if suspects:
+            first, sample = suspects[0]
+            row[OFFSET] = sample - first
+            row[SLOTS] = sum(
+                1 << slot - first
+                for slot, theirs in suspects
+                if theirs - slot == sample - first and 0 <= slot - first < _SHOWN
+            )
+            row[SLOT] = first + 1
 
     def come_to_vote(self, rank: int) -> None:
         """This rank has done its part, and waits for the others."""
@@ -120,18 +151,28 @@ class Board:
         self._table[rank, HEARTBEAT] += 1
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:
-        """What the other ranks of this host show of themselves, as far as they have joined the world and live."""
+        """What the ranks of this host show of themselves, as far as they have joined the world and live."""
         rows = self._table.tolist()
-        mine = rows[me]
+        mine, here = rows[me][STEP], (rows[me][VOTES], rows[me][ENTERED])
+        states = {rank: self._state(row) for rank, row in enumerate(rows) if row[HEARTBEAT]}
+        # Those behind me may themselves wait for the last of them.
+        behind = [
+            (row[VOTES], row[ENTERED])
+            for rank, row in enumerate(rows)
+            if states.get(rank) and row[STEP] == mine
+        ]
+        last = min(behind, default=here)
         return {
             rank: Sign(
                 heartbeat=row[HEARTBEAT],
                 progress=tuple(row[ENTERED:HEARTBEAT]),
-                late=0 < row[STEP] == mine[STEP]
-                and (row[VOTES], row[ENTERED]) < (mine[VOTES], mine[ENTERED]),
+                late=0 < row[STEP] == mine and (row[VOTES], row[ENTERED]) == last < here,
+                stopped=states[rank] in "Tt",
+                step=row[STEP],
+                suspects=_suspects(row),
             )
             for rank, row in enumerate(rows)
-            if rank != me and row[HEARTBEAT] and self.pid(rank)
+            if states.get(rank)
         }
 
     def finished(self, rank: int) -> int:
@@ -143,16 +184,28 @@ class Board:
             return False
         return any(self._table[rank, FINISHED] >= agreement and self.pid(rank) for rank in range(self.size))
 
-    def snapshot(self) -> bytes:
-        """All counters of what was done; two equal snapshots mean that nothing happened in between."""
-        return self._table[:, :HEARTBEAT].tobytes()
+    def accomplished(self) -> bytes:
+        """What all ranks have accomplished; two equal answers mean that nothing came of what was done in between."""
+        return self._table[:, : ACCOMPLISHED + 1].tobytes()
+
+
+def _suspects(row: Sequence[int]) -> Suspects:
+    first, bits, offset = row[SLOT] - 1, row[SLOTS], row[OFFSET]
+    if first < 0:
+        return ()
+    return tuple((first + i, first + i + offset) for i in range(bits.bit_length()) if bits >> i & 1)
 
 
 def start_time(pid: int) -> int:
     """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
+    return _look_up(pid)[1]
+
+
+def _look_up(pid: int) -> tuple[str, int]:
+    """The kernel's letter for the state of a process, and its start time; "" and 0 if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             fields = stat.read().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
+        return "", 0
+    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

@@ -140,6 +140,8 @@ class Step:
         )
         self._paces = Stragglers()
         self._handed_out = 0.0  # when the microbatch under way was
+        self._slow: dict[int, float] = {}  # slots whose samples are slow on purpose, and by how many seconds
+        self._ran: set[int] = set()  # slots of the step under way, however often it was begun
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
@@ -201,7 +203,7 @@ class Step:
         if self._world.probe.slowness > 1:
             time.sleep((self._world.probe.slowness - 1) * (time.perf_counter() - self._handed_out))
         self._transaction.computed(time.perf_counter() - self._handed_out, len(self._pending))
-        self._world.board.touch(self._world.rank)
+        self._show_progress()
         self._pending, self._suspects = [], []
 
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
@@ -305,6 +307,8 @@ class Step:
         with self._world.step(number), self._randomness.apart():
             try:
                 transaction.begin(number, self._fingerprint(number))
+                dealt = {share.replica: share.run for share in self.layout.shares}
+                self._slow = self._world.probe.slow_slots(dealt)
                 while True:
                     started = time.perf_counter()
                     pieces = cut(list(transaction.share.run))
@@ -361,10 +365,14 @@ class Step:
         self._pending = []
         for slot in slots:
             self._suspects = [(slot, self._samples.index(number, slot))]
+            self._world.board.compute(self._world.rank, self._suspects)
+            if slot in self._slow:
+                time.sleep(self._slow[slot])
             self._randomness.read(number, slot)
             batches.append(stream[self._suspects[0][1]])
             self._pending += self._suspects
         self._suspects = self._pending
+        self._world.board.compute(self._world.rank, self._suspects)
         self._moving.hand_out()
         expected = SlotSet((slot, slot + 1) for slot in slots)
         self._gradients.expect(self._transaction.post if post else None, expected)
@@ -423,8 +431,18 @@ class Step:
             self._habits.step_scheduler(self._scheduler)
         self.index = number
         self._compares_optimizers = False
-        self._world.board.touch(self._world.rank)
+        self._ran.clear()
+        self._world.board.accomplish(self._world.rank)
         self._world.probe("advance")
+
+    def _show_progress(self) -> None:
+        """To the watchers, and, the first time that these slots are run in this step, to the launcher."""
+        world, slots = self._world, {slot for slot, _ in self._pending}
+        world.board.touch(world.rank)
+        world.board.compute(world.rank, ())
+        if slots - self._ran:
+            world.board.accomplish(world.rank)
+        self._ran |= slots
 
     def _name_stragglers(self, number: int) -> None:
         before, self.stragglers = self.stragglers, self._paces.committed(self._transaction.paces)

@@ -20,12 +20,14 @@ class CrossGroup:
     the caller goes to the vote.
     """
 
-    def __init__(self, carrier: DataCarrier, worker: Worker) -> None:
+    def __init__(
+        self, carrier: DataCarrier, worker: Worker, reduced: Callable[[], None] = lambda: None
+    ) -> None:
         self.size = carrier.size
         self.index = carrier.index
         self.peers = carrier.peers
         self.error: Exception | None = None
-        self._carrier, self._worker = carrier, worker
+        self._carrier, self._worker, self._reduced = carrier, worker, reduced
 
     def all_reduce(self, source: Any, out: Any = None) -> Work:
         """Sum over the group: in place, or into `out` with the source left as it was.
@@ -97,6 +99,7 @@ class CrossGroup:
             self.error = self.error or error
             self._carrier.free()
             raise
+        self._reduced()
 
 
 class _Staged:

@@ -2,7 +2,8 @@
 
 No communicator is made here. Membership is agreed on the original one: acknowledge the known deaths, agree on
 the bitmap of who is alive, take the census by messages among those, build the carrier of the new epoch, and
-agree that all of it worked; if not, again. Start-up is the first pass of this loop.
+agree that all of it worked; if not, again. Start-up is the first pass of this loop. A member whose carrier cannot be
+made or built says so in the census; one that fails again and again, while nobody dies, is left out by the others.
 
 Every decision that leads a rank into or out of a collective phase comes from an agreement, never from what the
 rank knows by itself: two survivors may know different things, but they are never in different phases.
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-from recover.carriers.contract import Carrier, CarrierError, Carriers
+from recover.carriers.contract import Carrier, Carriers
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.fabrics.base import Fabric, FabricError, Transfer
 from recover.job.grid import Grid
@@ -25,6 +26,9 @@ TAG_BITS = 4
 WORD_BITS = FABRIC_BITS - TAG_BITS
 POLL = 0.0002  # seconds between two looks at a message under way
 CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are all in the census
+FAILURES = 3  # of one member, over the same members: then the others go on without it
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between such rounds
+FRUITLESS = 8  # rounds over the same members, whatever they failed by
 FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
 
 
@@ -49,10 +53,38 @@ C = TypeVar("C", bound=Carrier)
 class ExcludedError(Exception):
     """The survivors have agreed to go on without this rank, which must not act any more."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool) -> None:
+    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool, trouble: str = "") -> None:
         self.orphan = orphan
         why = "lost a mate of its replica" if orphan else "was excluded by the others"
+        if trouble and not orphan:
+            why += f", for it failed in {FAILURES} rounds of a repair ({trouble})"
         super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
+
+
+class NoCarrierError(RuntimeError):
+    """Nobody dies, and still the repair comes to nothing; too many are at fault to go on without them."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a member says of itself in the census."""
+
+    offer: bytes
+    record: bytes
+    can_build: bool = True
+    own: int = 0  # how often it could not even make a carrier, over these members
+    built: int = 0  # how often its carrier was made, and failed when it was built
+    trouble: str = ""  # what it failed by last
+
+    def to_bytes(self, rank: int) -> bytes:
+        head = struct.pack("<q?qq", rank, self.can_build, self.own, self.built)
+        return _pack([head, self.offer, self.record, self.trouble.encode()])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> tuple[int, _Row]:
+        head, offer, record, trouble = _unpack(packed)
+        rank, can_build, own, built = struct.unpack("<q?qq", head)
+        return rank, cls(offer, record, can_build, own, built, trouble.decode())
 
 
 @dataclass(frozen=True)
@@ -86,6 +118,7 @@ class Membership(Generic[C]):
         self._carriers = carriers
         self._probe = probe
         self._report = report
+        self._trouble = ""  # what this rank's carriers failed by, in the repair under way
         self._round = 0  # counts agreed bitmaps, so it is the same everywhere; tells old messages from new
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
@@ -111,29 +144,46 @@ class Membership(Generic[C]):
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
 
         Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
-        live; they, and those who lost a mate, get `ExcludedError`.
+        live; they, those who lost a mate, and those whose carriers fail again and again, get `ExcludedError`.
         """
         started, before, rounds = self.fabric.now(), self.members, 0
+        last, mine, fruitless = tuple[int, ...](), _Row(b"", record), 0
         while True:
             rounds += 1
+            self._trouble = mine.trouble
             self._probe("repair", "members")
             members = self._agree_on_members(evict)
             if members is None:
                 continue
-            carrier, offer = self._prepare(members)
+            if members != last:
+                last, mine, fruitless = members, _Row(b"", record), 0
+            fruitless += 1
+            carrier, mine = self._prepare(members, mine)
             self._probe("repair", "census")
-            rows = self._take_census(members, offer, record) if carrier else None
+            rows = self._take_census(members, mine)
             if not self._agree(Phase.CENSUS, rows is not None):
                 self._give_up(carrier, "the census was not completed everywhere")
+                self._think_again(members, fruitless, rows or {self.fabric.rank: mine})
                 continue
-            assert carrier is not None
             assert rows is not None
+            if sick := self._sick(rows):
+                self._give_up(carrier, f"ranks {sorted(sick)} failed again and again, and are left out")
+                evict |= sick
+                continue
+            if carrier is None or not all(row.can_build for row in rows.values()):
+                self._give_up(carrier, "a carrier could not be made everywhere")
+                self._think_again(members, fruitless, rows)
+                continue
             self._probe("repair", "carrier")
-            offers = {rank: offer for rank, (offer, _) in rows.items()}
-            built = self._build(carrier, offers, members)
+            offers = {rank: row.offer for rank, row in rows.items()}
+            trouble = self._build(carrier, offers, members)
+            built = not trouble
+            if not built:
+                mine = replace(mine, built=mine.built + 1, trouble=trouble)
             self._probe("repair", "closing")
             if not self._close(built):
                 self._give_up(carrier, "the carrier was not built everywhere")
+                self._think_again(members, fruitless, rows | {self.fabric.rank: mine})
                 continue
             self.epoch += 1
             self.members, self.carrier = members, carrier
@@ -141,7 +191,7 @@ class Membership(Generic[C]):
                 epoch=self.epoch,
                 members=members,
                 lost=tuple(sorted(set(before) - set(members))),
-                records={rank: theirs for rank, (_, theirs) in rows.items()},
+                records={rank: row.record for rank, row in rows.items()},
                 rounds=rounds,
                 seconds=self.fabric.now() - started,
             )
@@ -169,8 +219,44 @@ class Membership(Generic[C]):
         self._round += 1
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
-            raise ExcludedError(self.fabric.rank, members, orphan=self.fabric.rank in alive)
+            raise ExcludedError(self.fabric.rank, members, self.fabric.rank in alive, self._trouble)
         return members
+
+    def _sick(self, rows: Mapping[int, _Row]) -> frozenset[int]:
+        """Who has failed again and again while nobody died. From the census: the same on all members.
+
+        Who says that it cannot make a carrier is as good as dead, however many say so. Where one cannot be built, both
+        ends of a connection fail, and the fault may be neither's: the worst are left out, but never the many.
+        """
+        cannot = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
+        if cannot:
+            if not self.grid.whole(rows.keys() - cannot):
+                self._end(f"no replica could make a carrier in {FAILURES} rounds", rows)
+            return cannot
+        failures = {rank: row.own + row.built for rank, row in rows.items()}
+        worst = max(failures.values())
+        if worst < FAILURES:
+            return frozenset()
+        sick = frozenset(rank for rank, count in failures.items() if count == worst)
+        if 2 * len(self.grid.replicas_of(sick)) >= len(self.grid.replicas_of(rows)):
+            self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
+        return sick
+
+    def _think_again(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, _Row]) -> None:
+        """Another round over the same members: what has failed without a death gets a moment to pass by itself."""
+        if not self._alarmed(members):
+            self.fabric.pause(min(LONGEST_PAUSE, FIRST_PAUSE * 5 ** (fruitless - 1)))
+        if fruitless >= FRUITLESS:
+            self._end(f"{fruitless} rounds came to nothing", rows)
+
+    def _end(self, what: str, rows: Mapping[int, _Row]) -> NoReturn:
+        """All members come here after the same agreement; who leaves before the others hold its result undoes it."""
+        said = [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
+        self.fabric.linger(FENCE_AFTER)
+        raise NoCarrierError(
+            f"the world cannot be repaired: nobody died, and {what}; mend what the ranks say: "
+            f"{'; '.join(said) or 'nothing (their logs may tell)'}"
+        )
 
     def _settle(self) -> None:
         """Wait until notices of deaths have stopped coming, where the carrier cannot stand one while it is built."""
@@ -180,14 +266,12 @@ class Membership(Generic[C]):
             if (failed := self.fabric.failed()) != known:
                 since, known = self.fabric.now(), failed
 
-    def _take_census(
-        self, members: tuple[int, ...], offer: bytes, record: bytes
-    ) -> dict[int, tuple[bytes, bytes]] | None:
+    def _take_census(self, members: tuple[int, ...], mine: _Row) -> dict[int, _Row] | None:
         """Everyone's row to the lowest member, and the whole table back. None if a member died meanwhile."""
         if not self._see_off_the_excluded(members):
             return None
         me, root, tag = self.fabric.rank, members[0], 2 * self._round
-        row = _pack([struct.pack("<q", me), offer, record])
+        row = mine.to_bytes(me)
         try:
             if me != root:
                 self._complete([self.fabric.send(row, root, tag)], members)
@@ -199,26 +283,23 @@ class Membership(Generic[C]):
         except FabricError as error:
             self._report(f"the census failed here: {error}")
             return None
-        rows = {}
-        for packed in _unpack(table):
-            rank, theirs, record_of = _unpack(packed)
-            rows[struct.unpack("<q", rank)[0]] = (theirs, record_of)
-        return rows
+        return dict(map(_Row.from_bytes, _unpack(table)))
 
     def _see_off_the_excluded(self, members: tuple[int, ...]) -> bool:
-        """Wait until all who were left out are dead, so that none of them can act any more, and acknowledge it."""
+        """Wait until all who were left out are dead, so that none of them can act any more, and acknowledge it.
+
+        Whatever else happens meanwhile: the next agreement would wait for one that lives. False if a member has died.
+        """
         gone = frozenset(range(self.grid.ranks)) - frozenset(members)
         deadline = self.fabric.now() + FENCE_AFTER
         while gone - self.fabric.failed():
-            if self._alarmed(members):
-                return False
             if self.fabric.now() > deadline:
                 for rank in gone - self.fabric.failed():
                     self.fabric.fence(rank)
                 deadline += FENCE_AFTER
             self.fabric.pause(0.001)
         self.fabric.acknowledge(only=gone)
-        return True
+        return not self._alarmed(members)
 
     def _complete(self, transfers: Sequence[Transfer], members: tuple[int, ...]) -> list[bytes]:
         """Drive messages to their end; give up as soon as a member is known dead."""
@@ -232,14 +313,20 @@ class Membership(Generic[C]):
             self.fabric.pause(POLL)
         return [transfer.data for transfer in transfers]
 
-    def _prepare(self, members: tuple[int, ...]) -> tuple[C | None, bytes]:
-        """A carrier for these members, not connected yet. None if it could not even be made here."""
+    def _prepare(self, members: tuple[int, ...], mine: _Row) -> tuple[C | None, _Row]:
+        """A carrier for these members, not connected yet, and what to say of it. None if it could not be made here."""
+        carrier = None
         try:
             carrier = self._carriers.make(members)
-            return carrier, carrier.offer()
-        except (CarrierError, OSError, RuntimeError) as error:
-            self._report(f"no carrier could be made: {error}")
-            return None, b""
+            return carrier, replace(mine, offer=carrier.offer(), can_build=True)
+        except (
+            Exception
+        ) as error:  # whatever it is: this rank still takes part, or the others would wait for it
+            trouble = f"no carrier could be made: {type(error).__name__}: {error}"
+            self._report(trouble)
+            if carrier is not None:
+                carrier.free()
+            return None, replace(mine, offer=b"", can_build=False, own=mine.own + 1, trouble=trouble)
 
     def _give_up(self, carrier: C | None, why: str) -> None:
         """This round came to nothing; say so, since a cause that stays would lead to round after round."""
@@ -247,15 +334,17 @@ class Membership(Generic[C]):
         if carrier is not None:
             carrier.free()
 
-    def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> bool:
+    def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> str:
+        """What went wrong, if anything did."""
         try:
             carrier.build(
                 offers, lambda ok: bool(self._agree(Phase.CARRIER, ok)), lambda: self._alarmed(members)
             )
-        except CarrierError as error:
-            self._report(f"the carrier failed here: {error}")
-            return False
-        return True
+        except Exception as error:
+            trouble = f"the carrier failed here: {type(error).__name__}: {error}"
+            self._report(trouble)
+            return trouble
+        return ""
 
     def _close(self, built: bool) -> bool:
         """Whether all of it worked everywhere. Without this, one member may go on where another starts again."""

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
 from recover.liveness.board import Board
-from recover.world import ending
-from recover.world.watchdog import AgreementWatchdog, HangWatchdog
+from recover.liveness.signs import Sign
+from recover.world import ending, notes
+from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
 
 INTERVAL = 0.005  # seconds; most of what a watcher costs is being woken
 LOOK = 0.05  # seconds between looks at the others' signs of life
@@ -90,14 +91,20 @@ class Watcher:
         for rank, why in self._hangs.look(waits, signs, now).items():
             if not self._board.pid(rank):
                 continue  # it is dead, and all will learn of it
+            if rank not in self._fenced:
+                self._fenced.add(rank)
+                self._write_down(rank, why, signs[rank])
             self._board.kill(
                 rank
             )  # again and again: one that sits in the kernel dies when it comes out of it
-            if rank in self._fenced:
-                continue
-            self._fenced.add(rank)
-            ending.log(f"fenced rank {rank}: {why}")
-            try:
-                ending.record(ending.End.FENCED, f"{why}, so rank {self._fabric.rank} killed it", rank)
-            except OSError:
-                pass  # a full disk must not end this rank
+
+    def _write_down(self, rank: int, why: str, sign: Sign) -> None:
+        """Before it dies: the repair that follows must find what it was computing."""
+        where = describe(sign.step, sign.suspects) if sign.step else ""
+        ending.log(f"fenced rank {rank}{where}: {why}")
+        try:
+            if not sign.stopped and sign.suspects:  # no sample sends a signal
+                notes.leave(sign.step, sign.suspects, why, rank)
+            ending.record(ending.End.FENCED, f"{why}{where}, so rank {self._fabric.rank} killed it", rank)
+        except OSError:
+            pass  # a full disk must not end this rank

@@ -15,7 +15,7 @@ from recover.faults.probe import Probe
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.liveness.board import ENDED, Board
-from recover.world import ending
+from recover.world import ending, notes
 from recover.world.cross import CrossGroup
 from recover.world.membership import Census, ExcludedError, Membership, Phase
 from recover.world.watchdog import HangWatchdog
@@ -48,7 +48,8 @@ class World:
         self._given_up: list[Work] = []
         self._stepped = 0  # the last step that this rank went through to its end
         self._waiting = 0  # how many calls deep this rank is in a wait for others
-        self._hangs = HangWatchdog(job.hang_limit)
+        self._has_agreed = self._in_step = False
+        self._hangs = HangWatchdog(grid, job.hang_limit, notes.blamed, ending.log)
         self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
         # Start-up is the first pass of the repair loop.
         self.last_census = self.repair(secrets.token_bytes(16))
@@ -91,6 +92,9 @@ class World:
             self.noticed_at = time.time()
         if agreed is not None:
             self._given_up.clear()
+        self._has_agreed = True
+        if agreed and agreed == word and not self._in_step:
+            self.board.accomplish(self.rank)  # inside a step only its commit is
         return agreed
 
     def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset()) -> Census:
@@ -109,9 +113,8 @@ class World:
                 how = ending.End.ORPHAN if excluded.orphan else ending.End.EXCLUDED
                 ending.die(how, str(excluded))
             assert self._membership.carrier is not None
-            self._cross = CrossGroup(self._membership.carrier, self.worker)
+            self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced)
         self._given_up += self.worker.take_failed()
-        self.board.touch(self.rank)
         self.last_census = census
         self.noticed_at = None
         return census
@@ -120,6 +123,7 @@ class World:
     def step(self, number: int) -> Iterator[None]:
         """Inside, this rank owes the others its part of a step: there is a limit to how long it may do nothing."""
         started, epoch = time.monotonic(), self.epoch
+        self._in_step = True
         self.board.in_step(self.rank, number)
         ending.in_step(True)
         try:
@@ -131,7 +135,14 @@ class World:
             ):  # one that somebody was lost in, or waited for in vain, says nothing of the next
                 self._hangs.committed(time.monotonic() - started)
         finally:
+            self._in_step = False
             self.board.in_step(self.rank, 0)
+            self.board.compute(self.rank, ())
+
+    def _reduced(self) -> None:
+        """An operation of the cross group has ended well. In a loop that never agrees, this is all the progress."""
+        if not self._has_agreed:
+            self.board.accomplish(self.rank)
 
     @contextmanager
     def _waits_here(self) -> Iterator[None]:
@@ -170,7 +181,7 @@ class World:
                     "same steps (`step.stop_agreed` and what else a committed step tells is the same on all)"
                 )
         with self._waits_here():  # one that hangs here is fenced, or it would be left behind
-            self._fabric.linger(LINGER + self._hangs.silent_limit)
+            self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
     def _end(self) -> int | None:
         """One closing agreement. Who waits for this rank inside a step is freed, and comes to it by way of its vote."""

@@ -55,7 +55,7 @@ def note_census(census: Census) -> None:
 
 
 note_census(world.last_census)
-mine = np.full(int(scenario["megabytes"] * 250_000), 2.0**world.replica, np.float32)
+mine = np.full(int(scenario["megabytes"] * 125_000), 2.0**world.replica, np.float64)
 total = np.empty_like(mine)
 for rank, seconds in scenario.get("timers", []):
     if rank == world.rank:
