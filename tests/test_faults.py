@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -270,3 +272,33 @@ def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_dige
     assert digests == {calm.summary["parameters_digest"]}
     saved = [load_file(run.run_dir / "checkpoints/step-5/part-0.safetensors") for run in (calm, rough)]
     assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items())  # the optimizer's, too
+
+
+def test_a_slow_sample_is_slow_for_whoever_is_given_it() -> None:
+    faults = parse_faults(["3:1:forward=sample:5", "3:2:forward=sample:7", "4:9:forward=sample:9"])
+    dealt = {0: [0, 1], 1: [2, 3], 2: []}
+    for replica in range(3):
+        probe = Probe(replica, 0, faults, fire=lambda fault: pytest.fail(str(fault)))
+        for probe.step, slow in ((2, {}), (3, {2: 5.0}), (4, {})):
+            probe("forward")
+            assert probe.slow_slots(dealt) == slow
+
+
+def test_a_stall_waits_and_a_held_lock_stops_the_other_threads_of_its_process() -> None:
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    threading.Thread(target=tick, daemon=True).start()
+    for action, silent in (("stall:0.5", False), ("hold:0.5", True)):
+        probe = Probe(0, 0, parse_faults([f"1:0:forward={action}"]))
+        probe.step = 1
+        began = time.monotonic()
+        probe("forward")
+        ended = time.monotonic()
+        assert ended - began >= 0.5
+        assert (not [at for at in ticks if began + 0.05 < at < ended - 0.05]) == silent, action
+    done.set()

@@ -147,6 +147,40 @@ def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None
     assert "rank 0 raised: ValueError: in the rank" in job.stderr
 
 
+def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_out(tmp_path: Path) -> None:
+    """First reductions and agreements for longer than the timeout, then a repair with a sick rank, then a livelock."""
+    script = """
+        import os, signal, time, numpy, recover
+        from recover.carriers import mpi
+        world = recover.init(carrier="mpi")
+        for _ in range(30):
+            assert world.cross.all_reduce(numpy.ones(4)).wait()
+            time.sleep(0.1)
+        for _ in range(30):
+            assert world.agree(1) == 1
+            time.sleep(0.1)
+        def broken(*_):
+            raise OSError("no descriptors are left")
+        if world.rank == 1:
+            mpi.MpiCarriers.make = broken
+        elif world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert world.agree(1) is None
+        census = world.repair(b"%d" % world.rank)
+        print("members", world.members, sorted(census.records.values()), flush=True)
+        while True:
+            assert world.agree(world.rank) == 0
+            world.repair()
+    """
+    job = Job(tmp_path, script, "-n", "4", "--timeout", "2.5")
+    assert job.finish() == 1, job.stderr
+    assert job.stdout.count("members (0, 3) [b'0', b'3']") == 2
+    assert "no progress for 2.5 s (--timeout)" in job.stderr
+    assert "rank 1 was excluded by the others, for it failed in 3 rounds of a repair" in job.stderr
+    assert "OSError: no descriptors are left" in job.stderr
+    assert job.leftovers() == []
+
+
 def test_a_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
     script = ULFM + (
         "def computing():\n    time.sleep(100)\n"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from worlds import Outcome, run_world
 from recover.job.grid import Grid
 from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
-from recover.liveness.board import PID, STARTED, Board, start_time
+from recover.liveness.board import ACTIVITY, PID, STARTED, Board, start_time
 from recover.liveness.signs import Sign
 from recover.report import build
 from recover.step import poison
+from recover.step.step import Step
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
 from recover.world import notes
 from recover.world.watchdog import (
@@ -302,6 +304,30 @@ def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_p
     assert set(board.signs_of_life(0)) == {0}
 
 
+def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 1)
+    step: Any = SimpleNamespace(_world=SimpleNamespace(board=board, rank=0), _ran=set())
+
+    def shown(*slots: int) -> tuple[bool, bool]:
+        step._pending = [(slot, 40 + slot) for slot in slots]
+        before = board.accomplished(), board._table[0, ACTIVITY]
+        Step._show_progress(step)
+        return board.accomplished() != before[0], board._table[0, ACTIVITY] != before[1]
+
+    assert [shown(3), shown(3), shown(2, 3), shown(2), shown(3)] == [
+        (True, True),
+        (False, True),
+        (True, True),
+        (False, True),
+        (False, True),
+    ]
+    before = board.accomplished()
+    for rite in (board.enter, board.finish, board.arrive):
+        rite(0, 7)
+    board.come_to_vote(0)
+    assert board.accomplished() == before
+
+
 def test_an_agreement_has_forgotten_whoever_waits_for_seconds_although_others_hold_the_result() -> None:
     def given_up_after(held: list[bool], gap: float = LOOK) -> int | None:
         watchdog = AgreementWatchdog()
@@ -365,6 +391,8 @@ def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nob
     assert "its process has been stopped for 2 s" in ends[1]["detail"]
     assert "it runs, but has done nothing for" in ends[3]["detail"]
     assert ends[3]["detail"] in run.output
+    notes_left = [path.name for path in (run_dir / "ranks").glob("*.slot")]
+    assert notes_left == ["3.slot"]  # what a stopped one was computing is not to blame
 
 
 @pytest.mark.soak

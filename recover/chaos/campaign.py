@@ -19,7 +19,7 @@ from pathlib import Path
 from recover.chaos.invariants import Left, violations
 from recover.faults import LOCATIONS, Fault
 from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
-from recover.faults.schedule import survivors, write_schedule
+from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
 from recover.train.plan import make_plan
 
@@ -138,7 +138,8 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
     faults = _draw(config, seed, count)
-    return faults + tuple(_hold_up(config, rng, faults))
+    late = _hold_up(config, rng, faults)
+    return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
 
 
 def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> Iterator[Fault]:
@@ -147,7 +148,7 @@ def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> I
     limit = config.hang_limit or HANG_LIMIT
     drifts = any(fault.action == "corrupt:weights" for fault in faults)
     if what < 0.1:
-        for replica in set(range(config.replicas)) - {number}:
+        for replica in sorted({*range(config.replicas)} - {number}):
             yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
     elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:
         # It may cost a replica: somebody must be left, and a majority that tells a corrupt one.
