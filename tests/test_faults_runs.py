@@ -210,7 +210,7 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-1])
     told(torn, "the last line of steps.jsonl is torn")
     (torn.run_dir / "steps.jsonl").write_text((good.run_dir / "steps.jsonl").read_text()[:-20])
-    told(torn, "steps.jsonl is torn: ")
+    told(torn, "the last line of steps.jsonl is torn")
     (torn.run_dir / "summary.json").unlink()
     told(torn, "summary.json cannot be read: ")
     other = pretend(tmp_path / "other")

@@ -16,6 +16,7 @@ from recover.policy import get_policy
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import PLAIN
 from recover.step.ledger import LedgerError
+from recover.step.moving import MovingBuffers
 from recover.step.record import Record
 from recover.step.reduction import OutOfRangeError, make_sum
 from recover.step.transaction import COMPLETE, FRUITLESS, SAMPLES, StateDivergedError, Transaction
@@ -95,7 +96,8 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
     gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
-    transaction = Transaction(world, gradients, get_policy("balanced", batch), batch, PLAIN)  # type: ignore[arg-type]
+    moving, policy = MovingBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
+    transaction = Transaction(world, gradients, policy, batch, PLAIN, moving)  # type: ignore[arg-type]
     transaction.begin(1, 77)
     (slot,) = transaction.share.run
     gradients.expect(transaction.post, transaction.share.run)

@@ -69,9 +69,10 @@ def _unreadable(run: Left) -> Iterator[str]:
     """What should be there and is not, or only in part."""
     for name in ("steps.jsonl", "incidents.jsonl"):
         found = read(run.run_dir / name)
-        if found.unreadable or found.torn:
-            last = ", and the last one has no end" if found.torn else ""
-            yield f"{name} is torn: {found.unreadable} of its lines cannot be read{last}"
+        if found.unreadable:
+            yield f"{name} is torn: {found.unreadable} of its lines cannot be read"
+        elif found.torn:
+            yield f"the last line of {name} is torn"
     try:
         run.summary  # noqa: B018
     except (OSError, ValueError) as error:

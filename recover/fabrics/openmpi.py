@@ -28,8 +28,8 @@ class NotFaultTolerantError(RuntimeError):
     """What was found cannot survive a death; the message says what to do about it."""
 
 
-def start_mpi() -> None:
-    """Initialise MPI and refuse whatever would break at the first death."""
+def start_mpi() -> int:
+    """Initialise MPI and refuse whatever would break at the first death. Returns the number of ranks."""
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     name = MPI.Get_library_version().splitlines()[0]
@@ -48,6 +48,7 @@ def start_mpi() -> None:
             f"MPI grants thread level {MPI.Query_thread()}, but MPI_THREAD_MULTIPLE is needed; call recover.init() "
             "before anything else initialises MPI"
         )
+    return int(MPI.COMM_WORLD.Get_size())
 
 
 def fault_tolerance_enabled() -> bool:

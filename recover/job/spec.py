@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from recover.job import process
+
 VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
 FILE = "job.json"
 CARRIERS = ("auto", "mpi", "gloo")
@@ -29,7 +31,7 @@ LEAST_HANG_LIMIT = (
 
 @dataclass(frozen=True)
 class JobSpec:
-    ranks: int
+    ranks: int  # 0: MPI will tell
     replica_size: int = 1
     carrier: str = "auto"
     hang_limit: float | None = None
@@ -65,7 +67,7 @@ class JobSpec:
         if not size.isdigit() or int(size) < 1:
             raise ValueError(f"RECOVER_REPLICA_SIZE is {size!r}; give a whole number, 1 or more")
         return cls(
-            ranks=int(environment["OMPI_COMM_WORLD_SIZE"]),
+            ranks=int(environment.get("OMPI_COMM_WORLD_SIZE", "0")),
             replica_size=int(size),
             carrier=environment.get("RECOVER_CARRIER", "auto"),
             hang_limit=read_hang_limit(environment.get("RECOVER_HANG_LIMIT")),
@@ -78,7 +80,7 @@ def told() -> JobSpec | None:
     """What the job of this process was told; None in a process that no launcher has started."""
     if path := os.environ.get(VARIABLE):
         return _read(path)
-    return JobSpec.from_environment(os.environ) if "OMPI_COMM_WORLD_SIZE" in os.environ else None
+    return JobSpec.from_environment(os.environ) if process.rank() is not None else None
 
 
 @functools.cache

@@ -37,9 +37,14 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     if _current is not None:
         _refuse_another(_current, replica_size, carrier)
         return _current
-    job = replace(job, replica_size=replica_size or job.replica_size, carrier=carrier or job.carrier)
     ending.install_hooks(standalone=True)
-    start_mpi()
+    ranks = start_mpi()
+    job = replace(
+        job,
+        ranks=job.ranks or ranks,
+        replica_size=replica_size or job.replica_size,
+        carrier=carrier or job.carrier,
+    )
     grid = Grid.of(job.ranks, job.replica_size)
     place = Path(job.session) if job.session else make_meeting_place()
     board = Board(place / "board", job.ranks)

@@ -47,9 +47,8 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
         path = Path(directory, f"replica-{world.replica}-{world.token}")
         store = dist.FileStore(str(path), world.grid.replica_size)
         if on_one_host():
-            os.environ.setdefault(
-                "GLOO_SOCKET_IFNAME", "lo"
-            )  # nobody outside has business with these sockets
+            # Nobody outside has business with these sockets.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend, store=store, rank=world.shard, world_size=world.grid.replica_size, timeout=TIMEOUT
     )

@@ -97,7 +97,7 @@ class Step:
                 f"a replica has {world.grid.replica_size} ranks, and the model is built for "
                 f"{replica_of(model).size}; build it with recover.hsdp or recover.threed, or use --replica-size 1"
             )
-        self.index = 0  # committed steps
+        self._index = 0
         self.loss = float("nan")
         self.grad_norm = float("nan")
         self.skipped = 0  # committed steps whose gradient was not finite: the optimizer was not called
@@ -152,6 +152,11 @@ class Step:
         for action, suffer in damages(model, self._gradients).items():
             world.probe.handle(action, suffer)
         ending.on_raise(self._leave_note)
+
+    @property
+    def index(self) -> int:
+        """Committed steps. `load_state_dict` sets it: with it goes the sample that comes next."""
+        return self._index
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
@@ -269,7 +274,7 @@ class Step:
         `rebatch`: with another global batch, too. No sample is used twice, and none is left out.
         """
         check_position(state, self.state_dict(), rebatch)
-        self.index, self.skipped = state["index"], state["skipped"]
+        self._index, self.skipped = state["index"], state["skipped"]
         self._samples.load_state_dict(state["samples"])
 
     def _shares(
@@ -429,7 +434,7 @@ class Step:
         self._world.probe("after-update")
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
-        self.index = number
+        self._index = number
         self._compares_optimizers = False
         self._ran.clear()
         self._world.board.accomplish(self._world.rank)

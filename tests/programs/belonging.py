@@ -128,7 +128,8 @@ def section(
         gradients = recover.dropin.DDPGradients(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     step = recover.Step(world, model, optimizer, BATCH, gradients=gradients)
-    step.index = first
+    at = step.state_dict()
+    step.load_state_dict(at | {"index": first, "samples": at["samples"] | {"next": first * BATCH}})
     moved = []
     for number in range(1, steps + 1):
         prepare(model, number)

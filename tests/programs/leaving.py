@@ -28,7 +28,9 @@ warnings.simplefilter("ignore")
 world = recover.init(carrier=sys.argv[1])
 torch.manual_seed(0)
 model, stream = Model(), Stream()
-step = recover.Step(world, model, make_optimizer(model), global_batch=6, bucket_mb=0.002)
+step = recover.Step(
+    world, model, make_optimizer(model), global_batch=6, bucket_mb=0.002, buffers=["count", "average"]
+)
 diary = os.open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", os.O_CREAT | os.O_WRONLY)
 
 

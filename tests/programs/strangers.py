@@ -20,7 +20,7 @@ import recover
 from recover.carriers import gloo
 
 HARMLESS = "silent short store nonsense"
-ROUNDS = (f"{HARMLESS} peer", "loud-peer", "impostor", HARMLESS)  # each of the first three costs a round
+ROUNDS = (f"{HARMLESS} peer", "loud-peer", HARMLESS, "impostor")  # all but the third cost a round
 STRANGER = """
 import os, socket, struct, sys
 kept = []
