@@ -195,14 +195,14 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def large_schedule(seed: int) -> Schedule:
-    """More ranks than the words of two agreements have bits, deaths in all of them, most of them at the upper end."""
+    """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
     rng = random.Random(f"large/{seed}")
     replica_size = rng.choice((1, 2))
-    grid = Grid(rng.randint(WORD_BITS + 2, 2 * WORD_BITS + 8) // replica_size + 1, replica_size)
-    above = range(WORD_BITS, grid.ranks)
-    victims = {*rng.sample(above, rng.randint(1, len(above) - 1)), *rng.sample(range(grid.ranks), 2)}
-    spared = rng.randrange(grid.ranks)
-    return Schedule(grid, {victim: rng.randint(0, 60) for victim in victims if victim != spared})
+    ranks = rng.randint(WORD_BITS + 1, WORD_BITS + 5) if seed % 4 else 2 * WORD_BITS + 2
+    grid = Grid(ranks // replica_size + 1, replica_size)
+    victims = {*rng.sample(range(WORD_BITS, grid.ranks), 2), *rng.sample(range(grid.ranks), 1)}
+    burst = rng.randint(0, 60)
+    return Schedule(grid, {victim: burst + rng.randint(0, 6) for victim in sorted(victims)})
 
 
 def play(

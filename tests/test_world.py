@@ -223,5 +223,6 @@ def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> Non
 def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
     outcome = run_world("strangers.py", tmp_path / "run", 3)
     assert outcome.code == 0, outcome.output
-    assert outcome.output.count("members (0, 1) offers 5") == 2, outcome.output
+    rounds = "['is not it', 'made', 'given up', 'given up', 'made']"  # an impostor, noise, two who play a peer, nobody
+    assert outcome.output.count(f"members (0, 1) {rounds}") == 2, outcome.output
     assert outcome.ends == {0: "done", 1: "done"}, outcome.output

@@ -15,10 +15,7 @@ without synchronisation, or not at all through DDP) is taken from `p.grad`.
 
 # No postponed annotations here: DDP looks at the hook's own.
 
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import torch
@@ -28,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recover.carriers.worker import Work, Worker
 from recover.launch.join import init
 from recover.policy import SlotSet
+from recover.step.accumulation import ignore
 from recover.step.buckets import Bucket
 from recover.step.gradients import NO_SLOTS, Post
 from recover.step.ledger import with_slots
@@ -100,10 +98,9 @@ class DDPGradients:
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
         model.register_comm_hook(self, ddp_comm_hook)
-        model.no_sync = partial(_no_sync, [])  # type: ignore[method-assign]
-        model.broadcast_buffers = (
-            False  # nobody to broadcast to; the step keeps buffers equal between replicas
-        )
+        ignore(model, "no_sync")
+        # Nobody to broadcast to; the step keeps buffers equal between replicas.
+        model.broadcast_buffers = False
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -208,19 +205,6 @@ class DDPGradients:
             if each.bucket.posted is not None:  # otherwise it was never touched, and `p.grad` is right
                 each.bucket.rewind()
                 each.write_gradients(each.bucket.local)
-
-
-@contextmanager
-def _no_sync(said: list[bool]) -> Iterator[None]:
-    """What the model's own no_sync() is replaced by: a death changes which microbatch is the last."""
-    if not said:
-        said.append(True)
-        warnings.warn(
-            "no_sync() does nothing under recover.Step, which lets DDP synchronise in the last microbatch that this "
-            "replica owes to the step; it can be left out",
-            stacklevel=3,
-        )
-    yield
 
 
 def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from recover.replica.hsdp import ShardedReplica
+from recover.step.accumulation import ignore
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import mark
 from recover.step.step import BUCKET_MB
@@ -41,6 +42,7 @@ class FSDPGradients(OwnedGradients):
                     f"this FSDP model spans {dist.get_world_size(module.process_group)} ranks, and a replica has "
                     f"{world.grid.replica_size}; call recover.dropin.init_replica_world(world) before wrapping it"
                 )
+            ignore(module, "no_sync")  # every microbatch leaves its gradient here, to be counted
         assert model.process_group is not None
         super().__init__(model.parameters(), bucket_mb)
         self._through = False

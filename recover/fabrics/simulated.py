@@ -287,7 +287,7 @@ class SimulatedFabric:
             self.pause(0.001)
 
     def fence(self, rank: int) -> None:
-        self._simulation.kill(rank, "fenced")
+        self._simulation.kill(rank, "seen off")
 
     def now(self) -> float:
         return self._simulation.clock

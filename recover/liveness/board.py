@@ -204,8 +204,15 @@ def start_time(pid: int) -> int:
 def _look_up(pid: int) -> tuple[str, int]:
     """The kernel's letter for the state of a process, and its start time; "" and 0 if there is none."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
+        fd = os.open(
+            f"/proc/{pid}/stat", os.O_RDONLY
+        )  # every rank looks at all others: without Python's own layers
     except OSError:
         return "", 0
+    try:
+        fields = os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0  # it ended just now
+    finally:
+        os.close(fd)
     return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

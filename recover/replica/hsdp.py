@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from recover.replica.blocks import blocks_of, recompute_blocks
 from recover.replica.group import init_replica_world
+from recover.step.accumulation import ignore
 from recover.step.inside import Replica, mark
 
 if TYPE_CHECKING:
@@ -87,5 +88,7 @@ def hsdp(
     # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's own divisor, the
     # number of shards, is right, and it never changes. B is the step's.
     gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in gathered:  # every microbatch leaves its gradient in the shards, to be counted
+        ignore(module, "set_requires_gradient_sync")
     mark(model, ShardedReplica(mesh.get_group(), device, gathered))
     return model

@@ -152,6 +152,7 @@ class Step:
         for action, suffer in damages(model, self._gradients).items():
             world.probe.handle(action, suffer)
         ending.on_raise(self._leave_note)
+        ending.on_success(self._end)
 
     @property
     def index(self) -> int:
@@ -336,7 +337,7 @@ class Step:
             except GeneratorExit:
                 self._leave()
                 warnings.warn(
-                    f"step {number} was left before it was complete: nothing was committed", stacklevel=2
+                    f"step {number} was left before it was complete: nothing was committed", stacklevel=4
                 )
                 raise
             except BaseException:
@@ -345,6 +346,11 @@ class Step:
             self._torn = True
             self._commit(number)
             self._torn = False
+
+    def _end(self) -> None:
+        """The script has ended, perhaps with an iterator in its hand."""
+        if self._attempt is not None:
+            self._attempt.close()
 
     def _leave(self) -> None:
         """The step is given up here, by a `break` or an exception. Whoever waits for this replica's sums is freed.

@@ -191,5 +191,5 @@ class World:
             while late := [rank for rank in peers if self.board.on_its_way(rank, mine)]:
                 if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
                     self.cross.break_off("the script has ended on a replica")
-                time.sleep(0.002)
+                time.sleep(0.01)
         return self.agree(1, Phase.END)

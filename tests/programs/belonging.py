@@ -75,8 +75,8 @@ Prepare = Callable[[torch.nn.Module, int], None]
 
 
 def freeze_and_unfreeze(model: torch.nn.Module, number: int) -> None:
-    """Before step `number` of a section."""
-    if number == 1:
+    """Before step `number` of a section; 0 is before there is a Step."""
+    if number == 0:
         model.late.requires_grad_(False)
     if number == 3:
         if world.grid.replica_size > 1 and hasattr(model, "unshard"):
@@ -96,6 +96,7 @@ def plain(
     model: torch.nn.Module, first: int, steps: int, prepare: Prepare, stream: Stream
 ) -> list[torch.Tensor]:
     """What one process makes of the same samples."""
+    prepare(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     for number in range(1, steps + 1):
         prepare(model, number)

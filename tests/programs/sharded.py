@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -85,9 +86,14 @@ stream = Tokens(padded)
 while step.index < options["steps"]:
     if options.get("slow_mate") and step.index == 1 and world.rank == 1:
         time.sleep(options["slow_mate"])
-    for sample in step.microbatches(stream):
+    for number, sample in enumerate(step.microbatches(stream)):
         tokens, targets = rows(world, sample)
-        step.backward(model(tokens, targets), weight=real(targets) if padded else 1.0)
+        # What a loop of one's own would do in all microbatches but the last; here it is any other one.
+        held_back = model.no_sync() if "fsdp1" in options and number % 2 else nullcontext()
+        if "fsdp1" not in options:
+            model.set_requires_gradient_sync(number % 2 == 0)
+        with held_back:
+            step.backward(model(tokens, targets), weight=real(targets) if padded else 1.0)
     shard = b"".join(local_part(p.detach()).numpy().tobytes() for p in model.parameters())
     note(
         "commit",

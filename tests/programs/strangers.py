@@ -1,6 +1,6 @@
 """Strangers at the doors of a group that is being made, and one who has come to a member's place without its token.
 
-A process of its own connects to rank 0's listener before any peer can. Gloo tells peers by small numbers, so a stranger
+A process of its own connects to a rank's listener before any peer can. Gloo tells peers by small numbers, so a stranger
 who guesses one takes a peer's place. `ROUNDS` says who comes when; nobody may be lost by it, and no sum may be wrong.
 """
 
@@ -20,7 +20,7 @@ import recover
 from recover.carriers import gloo
 
 HARMLESS = "silent short store nonsense"
-ROUNDS = (f"{HARMLESS} peer", "loud-peer", HARMLESS, "impostor")  # all but the third cost a round
+ROUNDS = ("impostor", HARMLESS, f"{HARMLESS} peer", "loud-peer")
 STRANGER = """
 import os, socket, struct, sys
 kept = []
@@ -42,24 +42,32 @@ for line in sys.stdin:
 stranger = subprocess.Popen(
     [sys.executable, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
 )
-rank, offers = int(os.environ["OMPI_COMM_WORLD_RANK"]), 0
-offer_of = gloo.GlooCarrier.offer
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+results: list[str] = []  # of each round
+offer_of, connect_of = gloo.GlooCarrier.offer, gloo.GlooCarrier.connect
 
 
 def offer(carrier: Any) -> bytes:
     """The strangers of this round have come when the peers hear of this listener."""
-    global offers
     mine = offer_of(carrier)
-    visit = ROUNDS[offers] if offers < len(ROUNDS) else ""
+    visit = ROUNDS[len(results)] if len(results) < len(ROUNDS) else ""
     if visit == "impostor":
         introduce = carrier._introduce
         carrier._introduce = lambda secret: introduce(b"a guess" if rank == 1 else secret)
-    elif visit and rank == 0:
+    elif visit:
         print(carrier._listener, visit, file=stranger.stdin, flush=True)
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "done\n"
-    offers += 1
+    results.append("made")
     return mine
+
+
+def connect(carrier: Any, *arguments: Any) -> None:
+    try:
+        connect_of(carrier, *arguments)
+    except gloo.CarrierError as error:
+        results[-1] = "is not it" if "is not it" in str(error) else "given up"
+        raise
 
 
 def listening() -> set[str]:
@@ -81,6 +89,7 @@ def check() -> None:
 
 
 gloo.GlooCarrier.offer = offer  # type: ignore[method-assign]
+gloo.GlooCarrier.connect = connect  # type: ignore[method-assign]
 gloo.PATIENCE = 1.5
 world = recover.init(carrier="gloo")
 assert listening() == {f"{struct.unpack('=I', bytes([127, 0, 0, 1]))[0]:08X}"}, listening()
@@ -91,5 +100,5 @@ if world.rank == 2:
 assert world.agree(1) is None
 world.repair()
 check()
-print("members", world.members, "offers", offers, flush=True)
+print("members", world.members, results, flush=True)
 stranger.kill()

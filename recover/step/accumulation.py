@@ -1,0 +1,34 @@
+"""What a loop may keep of its own accumulation of gradients, and what becomes of it under a step."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Ignored:
+    """Stands in for a method that holds gradients back until a later microbatch; as a context it does nothing, too.
+
+    Which microbatch is the last of a replica changes with a death, so only the step can tell.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._said = name, False
+
+    def __call__(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self._name}() does nothing under recover.Step, which decides when gradients are synchronised: after "
+                "a death another microbatch is the last one; it can be left out",
+                stacklevel=2,
+            )
+        return nullcontext()
+
+
+def ignore(module: torch.nn.Module, method: str) -> None:
+    """Let this method of this module do nothing from now on, and say so once."""
+    object.__setattr__(module, method, Ignored(method))
