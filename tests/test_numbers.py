@@ -267,6 +267,8 @@ def test_weights_that_cannot_be_meant_are_refused() -> None:
     assert weights_of(None, None, one, 1, exact=True) == [1.0]
     assert weights_of(None, [2.0, 3.0, 4.0], three, 3, exact=True) == [2.0, 3.0, 4.0]
     assert weights_of(2, None, one, 3, exact=False) == [2.0, 2.0, 2.0]
+    assert weights_of(torch.tensor(5), None, one, 1, exact=True) == [5.0]
+    assert weights_of(torch.tensor([5, 6, 7]), None, three, 3, exact=True) == [5.0, 6.0, 7.0]
     for given, ran_with, loss, count, exact, complaint in (
         ([1.0, 2.0], None, three, 3, False, "2 weights were given for 3"),
         (-1.0, None, one, 1, False, "0 or more"),

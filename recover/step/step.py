@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint, optimizer_tensors
 from recover.step.stragglers import Stragglers
 from recover.step.transaction import LOSS, WEIGHT, Transaction
-from recover.step.weights import weighted, weights_of
+from recover.step.weights import Weight, weighted, weights_of
 from recover.world import ending
 from recover.world.world import World
 
@@ -174,7 +174,7 @@ class Step:
         # A round has several backward passes: its buckets are full only after the last of them.
         yield from self._shares(stream, lambda slots: [slots] if slots else [], overlap=False)
 
-    def backward(self, loss: torch.Tensor, weight: float | Sequence[float] | None = None) -> None:
+    def backward(self, loss: torch.Tensor, weight: Weight = None) -> None:
         """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times in the mean.
 
         The gradient of a step is sum(weight * gradient) / sum(weight), over all microbatches, and in a sharded
@@ -187,7 +187,7 @@ class Step:
             raise RuntimeError(
                 "step.backward was called without a microbatch; call it once for each one handed out"
             )
-        ran_with = replica_of(self._model).weights_of_round()
+        ran_with = self._transaction.replica.weights_of_round()
         weights = weights_of(weight, ran_with, loss, len(self._pending), self._exact_sum)
         if not loss.requires_grad and not self._by_rounds:
             raise ValueError(

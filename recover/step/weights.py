@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+Weight = float | Sequence[float] | torch.Tensor | None
+
 
 def weights_of(
-    given: float | Sequence[float] | None,
+    given: Weight,
     ran_with: list[float] | None,
     loss: torch.Tensor,
     count: int,
@@ -19,6 +21,8 @@ def weights_of(
 
     `ran_with` are those that a pipeline has used for its backward passes already; `exact` sums take whole ones only.
     """
+    if isinstance(given, torch.Tensor):
+        given = given.tolist()
     if given is None:
         weights = ran_with or [1.0] * count
     else:
