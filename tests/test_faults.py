@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,14 +199,17 @@ def test_the_probe_hands_on_what_it_cannot_do_itself() -> None:
     probe = Probe(
         0, 0, parse_faults(["1:0:bucket:2=nan", "1:0:vote=slow:3", "1:0:update=exit", "1:0:bucket=nan"])
     )
-    seen: list[object] = []
     probe.step = 1
     with pytest.raises(RuntimeError, match=r"only a loop on recover\.Step"):
         probe("bucket", 0)
-    probe.handle("nan", seen.append)
+    buckets = [SimpleNamespace(local=torch.zeros(3)) for _ in range(3)]
+    probe.watch(torch.nn.Linear(1, 1), SimpleNamespace(buckets=buckets))
     probe("bucket", 2)
     probe("vote")
-    assert (seen, probe.slowness) == ([2], 3.0)
+    assert [bool(bucket.local.isnan().any()) for bucket in buckets] == [False, False, True]
+    began = time.monotonic()
+    probe.computed(0.05)
+    assert time.monotonic() - began >= 0.1  # three times as long
     with pytest.raises(ScheduledFault, match=r"1:0\.0:update=exit"):
         probe("update")
 
@@ -275,13 +279,17 @@ def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_dige
 
 
 def test_a_slow_sample_is_slow_for_whoever_is_given_it() -> None:
-    faults = parse_faults(["3:1:forward=sample:5", "3:2:forward=sample:7", "4:9:forward=sample:9"])
+    faults = parse_faults(["3:1:forward=sample:0.1", "3:2:forward=sample:7", "4:9:forward=sample:9"])
     dealt = {0: [0, 1], 1: [2, 3], 2: []}
     for replica in range(3):
         probe = Probe(replica, 0, faults, fire=lambda fault: pytest.fail(str(fault)))
-        for probe.step, slow in ((2, {}), (3, {2: 5.0}), (4, {})):
+        for probe.step, slow in ((2, {}), (3, {2: 0.1}), (4, {})):
             probe("forward")
-            assert probe.slow_slots(dealt) == slow
+            probe.dealt(dealt)
+            began = time.monotonic()
+            for slot in range(4):
+                probe.reading(slot)
+            assert (time.monotonic() - began >= 0.1) == bool(slow)
 
 
 def test_a_stall_waits_and_a_held_lock_stops_the_other_threads_of_its_process() -> None:

@@ -7,12 +7,13 @@ from itertools import product
 import pytest
 import torch
 
+from recover.faults.damage import flip
 from recover.step.buckets import Bucket
-from recover.step.damage import flip
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import PLAIN, PlainReplica, mark, replica_of
 from recover.step.reduction import ReproducibleSum
-from recover.step.state_hash import MODULUS, all_equal, fingerprint, on_the_wire
+from recover.step.state_hash import fingerprint
+from recover.step.totals import MODULUS, all_equal, on_the_wire
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from recover.faults.probe import Probe
 from recover.job.grid import Grid
 from recover.policy import get_policy
+from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import PLAIN
 from recover.step.ledger import LedgerError
 from recover.step.moving import MovingBuffers
 from recover.step.record import Record
-from recover.step.reduction import OutOfRangeError, make_sum
-from recover.step.transaction import COMPLETE, FRUITLESS, SAMPLES, StateDivergedError, Transaction
+from recover.step.reduction import make_sum
+from recover.step.totals import SAMPLES
+from recover.step.transaction import COMPLETE, FRUITLESS, Transaction
+from recover.world.hooks import NoHooks
 from recover.world.membership import Census
 
 Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
@@ -31,9 +33,9 @@ class Cross:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def all_reduce(self, source: torch.Tensor, out: torch.Tensor | None = None) -> SimpleNamespace:
+    def all_reduce(self, source: Any, out: Any = None) -> SimpleNamespace:
         target = source if out is None else out
-        target.copy_(source * len(self._world.replicas))
+        target[:] = source * len(self._world.replicas)
         if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
@@ -52,12 +54,16 @@ class World:
         self.replies, self.agreed = replies, list(agreed)
         self.brought, self.carries = grid.replicas, True
         self.evicted: list[frozenset[int]] = []
-        self.cross, self.probe, self.noticed_at = Cross(self), Probe(0), None
+        self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
+        self.notes = SimpleNamespace(read=lambda step: ())
 
     @property
     def replicas(self) -> tuple[int, ...]:
         return self.grid.replicas_of(self.members)
+
+    def linger(self) -> None:
+        pass
 
     def agree(self, word: int) -> int | None:
         return self.agreed.pop(0) if self.agreed else word

@@ -28,7 +28,7 @@ from recover.report import build
 from recover.step import poison
 from recover.step.step import Step
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
-from recover.world import notes
+from recover.world.notes import RunNotes, blamed
 from recover.world.watchdog import (
     FACTOR,
     FORGOTTEN_AFTER,
@@ -461,27 +461,23 @@ def test_a_sample_that_nobody_gets_through_ends_the_run_after_two_replicas(tmp_p
 
 
 def notes_in(run_dir: Path, step: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RECOVER_RUN_DIR", str(run_dir))
-        yield from ((note.rank, note.suspects) for note in notes.read(step))
+    yield from ((note.rank, note.suspects) for note in RunNotes(str(run_dir), 0).read(step))
 
 
-def test_a_slot_that_cost_two_replicas_ends_the_run_however_each_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RECOVER_RUN_DIR", str(tmp_path))
-    grid = Grid(4, 2)
+def test_a_slot_that_cost_two_replicas_ends_the_run_however_each_was_lost(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    notes, grid = RunNotes(str(tmp_path), 0), Grid(4, 2)
     notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=2)
     notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=3)  # of the same replica
     notes.leave(5, [(3, 33)], "it has done nothing for 60 s", rank=0)
-    poison.check(6, grid)
-    assert notes.blamed(6) == {(2, 42), (3, 43)}
+    poison.check(notes, 6, grid)
+    assert blamed(notes, 6) == {(2, 42), (3, 43)}
     notes.leave(6, [(3, 43)], "it raised: ValueError", rank=7)
-    poison.check(5, grid)
+    poison.check(notes, 5, grid)
     with pytest.raises(
         poison.PoisonedSampleError, match=r"slot 3 of step 6 \(sample 43\) has cost replicas 1, 3"
     ):
-        poison.check(6, grid)
+        poison.check(notes, 6, grid)
 
 
 def _wakes(pid: int) -> bool:

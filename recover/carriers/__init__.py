@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from recover.carriers.base import DataCarrier, DataCarriers
 from recover.carriers.worker import Worker
-from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
 from recover.job.spec import CARRIERS
+
+if TYPE_CHECKING:
+    from recover.fabrics.openmpi import OpenMPIFabric
 
 
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:

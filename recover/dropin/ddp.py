@@ -15,7 +15,7 @@ without synchronisation, or not at all through DDP) is taken from `p.grad`.
 
 # No postponed annotations here: DDP looks at the hook's own.
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from recover.launch.join import init
 from recover.policy import SlotSet
 from recover.step.accumulation import ignore
 from recover.step.buckets import Bucket
-from recover.step.gradients import NO_SLOTS, Post
+from recover.step.gradients import NO_SLOTS, Post, squared_norm
 from recover.step.ledger import with_slots
 from recover.step.reduction import FastSum, Sum
 
@@ -107,8 +107,11 @@ class DDPGradients:
         return [each.bucket for each in self._mine]
 
     @property
-    def usage(self) -> torch.Tensor:
-        return torch.tensor([float(parameter in self._used) for parameter in self.parameters])
+    def usage(self) -> list[float]:
+        return [float(parameter in self._used) for parameter in self.parameters]
+
+    def squared_norm(self) -> float:
+        return squared_norm(self.buckets)
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         raise ValueError(
@@ -188,11 +191,11 @@ class DDPGradients:
         else:
             self._rewinding = self._helper.post(self._rewind)
 
-    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
+    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         for each in self._mine:
             self.sum.mean(each.bucket.result, weight, shrink)
             each.write_gradients(each.bucket.result)
-        for parameter, anybody in zip(self.parameters, used.tolist(), strict=True):
+        for parameter, anybody in zip(self.parameters, used, strict=True):
             if not anybody:
                 parameter.grad = None
 

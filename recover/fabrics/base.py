@@ -7,7 +7,7 @@ was measured to be, and the protocol may rely on nothing stronger.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 WORD_BITS = 31  # an agreement carries one non-negative C int
 
@@ -27,9 +27,25 @@ class Transfer(Protocol):
         """What was received, once done."""
 
 
+class Lock(Protocol):
+    """Held by whoever is in a phase of the protocol: nobody else of this process may use the fabric meanwhile."""
+
+    def acquire(self, blocking: bool = True) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: Any) -> object: ...
+
+
 class Fabric(Protocol):
     rank: int
     size: int
+    waiting_in: int | None  # the agreement that this rank is in now, for its watcher
+
+    @property
+    def lock(self) -> Lock: ...
 
     def agree(self, word: int) -> int | None:
         """The bitwise AND of the words of all ranks, the same on every survivor.

@@ -11,23 +11,24 @@ fails on others; messages of the dying may be lost; the carriers of a rank may f
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import greenlet
+import numpy as np
 
-from recover.carriers.contract import CarrierError
 from recover.job.grid import Grid
-from recover.world.watchdog import AgreementWatchdog
+from recover.liveness.board import COLUMNS, PID, Board
 
 TICK = 0.0002  # virtual seconds per scheduling decision
+LOOKS = 0.15  # of the watchers look around between two of them
 
 
 class HangError(Exception):
     """Living ranks wait for something that can never happen."""
 
 
-class _Died(greenlet.GreenletExit):
+class Died(greenlet.GreenletExit):
     """Unwinds the greenlet of a rank that dies."""
 
 
@@ -41,7 +42,8 @@ class _Agreement:
 
 
 class Simulation:
-    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies.
+    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies; `stops`: ... is
+    stopped, for ever.
 
     `sick`: from which to which try a rank's carrier fails, and whether it can be made then, or only not be built.
     """
@@ -52,8 +54,9 @@ class Simulation:
         seed: int,
         kills: Mapping[int, int] | None = None,
         stalls: int = 0,
-        limit: int = 200_000,
+        limit: int = 60_000,
         sick: Mapping[int, tuple[int, int, bool]] | None = None,
+        stops: Mapping[int, int] | None = None,
     ) -> None:
         self.grid = grid
         self.rng = random.Random(seed)
@@ -63,9 +66,12 @@ class Simulation:
         self.finished: dict[int, Any] = {}
         self.mail: dict[tuple[int, int, int], bytes] = {}
         self.agreements: dict[int, _Agreement] = {}
-        self.reductions: dict[object, _Reduction] = {}
+        self.reductions: dict[object, Any] = {}  # parts of operations under way, by whoever brings them
         self.revoked: set[object] = set()
-        self._kills = dict(kills or {})
+        self.board = SimulatedBoard(self)
+        self.watchers: dict[int, Callable[[float], None]] = {}  # by rank: one look around
+        self.stopped: set[int] = set()  # by a signal, as it were: they neither run nor die
+        self._kills, self._stops = dict(kills or {}), dict(stops or {})
         self._stalls = stalls
         self._limit = limit
         self.sick = dict(sick or {})
@@ -78,15 +84,17 @@ class Simulation:
         """Run the program on every rank; what each survivor returned. Raises HangError."""
         for fabric in self.fabrics:
             fabric.task = greenlet.greenlet(self._guard(program, fabric))
-        while any(fabric.alive for fabric in self.fabrics):
+        while self._anybody_can_go_on():
             self._limit -= 1
             if self._limit < 0:
                 raise HangError(f"no end in sight at {self.clock:.3f} s: {self._picture()}")
             self._deliver()
-            self._watch()
-            ready = [f for f in self.fabrics if f.alive and f.ready()]
+            self._watch(LOOKS)
+            ready = self._ready()
             if not ready:
-                self._skip_ahead()
+                self._watch(1.0)
+                if not self._ready():
+                    self._skip_ahead()
                 continue
             self.clock += TICK
             self.rng.choice(ready).task.switch()
@@ -98,7 +106,7 @@ class Simulation:
         def body() -> None:
             try:
                 result = program(fabric)
-            except _Died:
+            except Died:
                 return
             if fabric.alive:
                 self.finished[fabric.rank] = result
@@ -131,12 +139,16 @@ class Simulation:
 
     def count_call(self, rank: int) -> None:
         """Every call may be the last one."""
-        left = self._kills.get(rank)
-        if left is not None:
-            self._kills[rank] = left - 1
-            if left <= 0:
-                self.kill(rank, "killed")
-                raise _Died
+        for schedule, strike in ((self._kills, self._strike_dead), (self._stops, self.stopped.add)):
+            left = schedule.get(rank)
+            if left is not None:
+                schedule[rank] = left - 1
+                if left == 0:
+                    strike(rank)
+
+    def _strike_dead(self, rank: int) -> None:
+        self.kill(rank, "killed")
+        raise Died
 
     def switch(self) -> None:
         self._scheduler.switch()
@@ -184,32 +196,80 @@ class Simulation:
                 if who not in self.fabrics[whom].known:
                     self.fabrics[whom].known.append(who)
 
-    def _watch(self) -> None:
-        """What each rank's watcher thread does: leave if a mate is dead, give up if forgotten."""
-        furthest = max((f.holds for f in self.fabrics if f.alive), default=0)
-        for fabric in self.fabrics:
-            if not fabric.alive:
-                continue
-            held = fabric.waiting_in is not None and furthest >= fabric.waiting_in
-            if fabric.outside_protocol and self.grid.mates(fabric.rank) & set(fabric.known):
-                self.kill(fabric.rank, "orphan")
-            elif fabric.watchdog.forgotten(fabric.waiting_in, held, self.clock):
-                self.kill(fabric.rank, "fenced")
+    def _ready(self) -> list[SimulatedFabric]:
+        return [f for f in self.fabrics if f.alive and f.rank not in self.stopped and f.ready()]
+
+    def _anybody_can_go_on(self) -> bool:
+        """Whether a rank lives whose replica has nobody stopped: of one that is alone nobody would fence it."""
+        held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
+        return any(f.alive and self.grid.replica(f.rank) not in held_up for f in self.fabrics)
+
+    def _watch(self, share: float) -> None:
+        """Every rank that runs has a watcher, which looks around now and then: this share of them just now."""
+        for rank, look in self.watchers.items():
+            if self.fabrics[rank].alive and rank not in self.stopped and self.rng.random() < share:
+                self.board.beat(rank)
+                try:
+                    look(self.clock)
+                except Died:
+                    pass  # it found that its own rank must go
 
     def _skip_ahead(self) -> None:
         """Nobody can run: on to the next moment at which something happens by itself."""
         moments = [when for when, _, _ in self._notices]
         moments += [f.asleep_until for f in self.fabrics if f.alive and f.asleep_until > self.clock]
         forgotten = [f for f in self.fabrics if f.alive and f.waiting_in in self.agreements]
-        moments += [
-            self.clock + 1.0 for f in forgotten if self.agreements[f.waiting_in or 0].forgets == f.rank
-        ]
+        if self.stopped - self.gone or any(
+            self.agreements[f.waiting_in or 0].forgets == f.rank for f in forgotten
+        ):
+            moments.append(self.clock + 0.2)  # some watcher's patience will come to its end
         if not moments:
             raise HangError(f"at {self.clock:.3f} s nobody can go on: {self._picture()}")
         self.clock = max(self.clock + TICK, min(moments))
 
     def _picture(self) -> str:
         return "; ".join(f"{f.rank}: {self.dead.get(f.rank) or f.doing}" for f in self.fabrics)
+
+
+class SimulatedBoard(Board):
+    """The board of one host, with ranks that are no processes."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.size = simulation.grid.ranks
+        self._table = np.zeros((self.size, COLUMNS), np.int64)
+        self._table[:, PID] = 1 + np.arange(self.size)
+        self._simulation = simulation
+
+    def pid(self, rank: int) -> int:
+        return int(self._table[rank, PID]) if self._simulation.fabrics[rank].alive else 0
+
+    def _state(self, row: Sequence[int]) -> str:
+        rank = row[PID] - 1
+        if not self._simulation.fabrics[rank].alive:
+            return ""
+        return "T" if rank in self._simulation.stopped else "S"
+
+    def kill(self, rank: int) -> None:
+        self._simulation.kill(rank, "fenced")
+
+
+class _Lock:
+    """Held by the rank's own task while it is in a phase of the protocol; its watcher finds it so, and keeps out."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return not self._depth
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
 
 class SimulatedFabric:
@@ -221,12 +281,11 @@ class SimulatedFabric:
         self.known: list[int] = []
         self.acknowledged: set[int] = set()
         self.task: Any = None
-        self.watchdog = AgreementWatchdog()
+        self.lock = _Lock()
         self.waiting_in: int | None = None
         self.holds = 0
         self.asleep_until = 0.0
         self.doing = "starting"
-        self.outside_protocol = False  # as while it computes or waits for data: a dead mate makes it leave
         self._simulation = simulation
         self._count = 0
         self._ready: Callable[[], bool] = lambda: True
@@ -244,13 +303,15 @@ class SimulatedFabric:
         self.doing, self._ready = doing, ready
         self._simulation.switch()
         if self.rank in self._simulation.dead:
-            raise _Died
+            raise Died
         self._ready = lambda: True
 
     def agree(self, word: int) -> int | None:
         self.wait("before an agreement")
         self._count += 1
-        number = self.waiting_in = self._count
+        number = self._count
+        self._simulation.board.enter(self.rank, number)
+        self.waiting_in = number
         self._simulation.agreements.setdefault(number, _Agreement()).words[self.rank] = int(word)
 
         def told() -> bool:
@@ -259,6 +320,7 @@ class SimulatedFabric:
 
         self.wait(f"in agreement {number}", told)
         self.waiting_in, self.holds = None, number
+        self._simulation.board.finish(self.rank, number)
         self._simulation.agreements[number].holders.add(self.rank)
         return self._simulation.agreements[number].result
 
@@ -310,81 +372,3 @@ class SimulatedMessage:
             self._key = None
             return True
         return False
-
-
-class _Reduction:
-    def __init__(self) -> None:
-        self.parts: dict[int, frozenset[object]] = {}
-
-
-class SimulatedCarriers:
-    """Carriers whose reductions unite sets, so that a missing, doubled or stale part shows."""
-
-    settle = 0.002
-
-    def __init__(self, simulation: Simulation, fabric: SimulatedFabric) -> None:
-        self._simulation, self._fabric = simulation, fabric
-        self._made = 0
-
-    def make(self, members: tuple[int, ...]) -> SimulatedCarrier:
-        self._made += 1
-        first, last, can_be_made = self._simulation.sick.get(self._fabric.rank, (0, -1, True))
-        is_sick = first <= self._made <= last
-        if is_sick and not can_be_made:
-            raise OSError("no socket is left")
-        peers = self._simulation.grid.peers(self._fabric.rank, members)
-        key = (self._fabric.holds, peers)
-        return SimulatedCarrier(self._simulation, self._fabric, key, members, peers, is_sick)
-
-
-class SimulatedCarrier:
-    def __init__(
-        self,
-        simulation: Simulation,
-        fabric: SimulatedFabric,
-        key: object,
-        members: tuple[int, ...],
-        peers: tuple[int, ...],
-        is_sick: bool,
-    ) -> None:
-        self._simulation, self._fabric, self._key, self._is_sick = simulation, fabric, key, is_sick
-        self.members, self.peers = frozenset(members), frozenset(peers)
-        self._operations = 0
-
-    def offer(self) -> bytes:
-        return b"%d" % self._fabric.rank
-
-    def build(
-        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
-    ) -> None:
-        for rank, offer in offers.items():
-            assert offer == b"%d" % rank, "the census mixed up its rows"
-        someone_died = not set(self._simulation.dead).isdisjoint(offers)
-        if not confirm(not (someone_died and self._simulation.rng.random() < 0.5)):
-            raise CarrierError("the constructor failed somewhere")
-        if self.reduce(frozenset({("try", self._fabric.rank)})) != {("try", rank) for rank in self.peers}:
-            raise CarrierError("the trial sum is wrong")
-        if self._is_sick:
-            raise CarrierError("the trial sum took for ever")
-
-    def free(self) -> None:
-        self._simulation.revoked.add(self._key)
-
-    def reduce(self, part: frozenset[object]) -> frozenset[object]:
-        """The union over the group. Raises CarrierError; a death may be met by some members and not by others."""
-        self._operations += 1
-        key = (self._key, self._operations)
-        reduction = self._simulation.reductions.setdefault(key, _Reduction())
-        reduction.parts[self._fabric.rank] = part
-
-        def freed() -> bool:  # what the watcher does: whoever knows of a death frees the whole group
-            if not self.members.isdisjoint(self._fabric.known):
-                self.free()
-            return self._key in self._simulation.revoked
-
-        self._fabric.wait("in a reduction", lambda: reduction.parts.keys() >= self.peers or freed())
-        hit = freed() or not self.peers.isdisjoint(self._simulation.dead)
-        if not reduction.parts.keys() >= self.peers or (hit and self._simulation.rng.random() < 0.5):
-            self.free()
-            raise CarrierError("the reduction was hit by a death")
-        return frozenset().union(*reduction.parts.values())

@@ -1,4 +1,4 @@
-"""The one probe that makes faults happen. Code calls it at every named location; it fires where the schedule says."""
+"""The hooks that strike: code calls them at every named location, and they fire where the schedule says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from recover.faults.fault import Fault
-from recover.faults.locations import LOCATIONS
+from recover.faults.fault import IN_GRADIENT, Fault
+from recover.faults.locations import IN_FLIGHT, LOCATIONS
 
 Handler = Callable[[object], None]  # gets the detail of the place that was reached
 
@@ -23,10 +24,7 @@ class ScheduledFault(RuntimeError):
 
 
 class Probe:
-    """What one rank is scheduled to suffer. `step` is set by whoever counts steps (from 1).
-
-    What happens to weights and gradients is done by handlers: the probe knows nothing of tensors.
-    """
+    """What one rank is scheduled to suffer. `step` is set by whoever counts steps (from 1)."""
 
     def __init__(
         self,
@@ -47,7 +45,10 @@ class Probe:
         self._fire = fire
         self._handlers: dict[str, Handler] = {}
         self._step = 0
-        self.slowness = 1.0  # how many times longer than it took should a microbatch take
+        self._slowness = 1.0  # how many times longer than it took should a microbatch take
+        self._slow: dict[
+            int, float
+        ] = {}  # slots of this step whose samples are slow, and by how many seconds
 
     @property
     def step(self) -> int:
@@ -59,9 +60,12 @@ class Probe:
             self._start_clocks()
         self._step = number
 
-    def handle(self, action: str, handler: Handler) -> None:
-        """Let `handler` do what this action says."""
-        self._handlers[action] = handler
+    def watch(self, model: Any, gradients: Any) -> None:
+        """These are the tensors that there are to be damaged."""
+        if any(fault.action in (*IN_GRADIENT, "corrupt:weights") for fault in self._mine):
+            from recover.faults.damage import damages  # needs torch, which most jobs under faults do not
+
+            self._handlers = damages(model, gradients)
 
     def __call__(self, location: str, detail: object = None) -> None:
         """Suffer what is scheduled here. A fault without detail fires at the first arrival at its location."""
@@ -71,17 +75,31 @@ class Probe:
             self._mine.remove(fault)  # once: a location may be reached again in the same step
             self._suffer(fault, detail)
 
-    def expects(self, location: str, detail: object = None) -> bool:
-        """Whether a call with these arguments would fire: lets the caller arrange what must be in flight."""
-        return any(self._matches(fault, location, detail) for fault in self._mine)
+    def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
+        """Strike a moment after something has begun: after `work` has, if there is one."""
+        if any(self._matches(fault, location, detail) for fault in self._mine):
+            if work is not None:
+                work.started.wait()
+            time.sleep(IN_FLIGHT)
+            self(location, detail)
 
-    def slow_slots(self, dealt: Mapping[int, Iterable[int]]) -> dict[int, float]:
-        """The slots of this step whose samples are slow, and by how much. `dealt`: the first layout."""
-        slow = {}
-        for fault in self._samples:
-            for slot in list(dealt.get(fault.replica, ()))[:1] if fault.step == self.step else ():
-                slow[slot] = fault.amount
-        return slow
+    def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
+        """A step begins, with these slots for each replica: a slow sample is the first one of its replica."""
+        self._slow = {
+            slot: fault.amount
+            for fault in self._samples
+            if fault.step == self.step
+            for slot in list(slots.get(fault.replica, ()))[:1]
+        }
+
+    def reading(self, slot: int) -> None:
+        """A slow sample is slow for whoever reads it."""
+        if slot in self._slow:
+            time.sleep(self._slow[slot])
+
+    def computed(self, seconds: float) -> None:
+        if self._slowness > 1:
+            time.sleep((self._slowness - 1) * seconds)
 
     def _matches(self, fault: Fault, location: str, detail: object) -> bool:
         assert location in LOCATIONS, location
@@ -114,7 +132,7 @@ class Probe:
         elif fault.kind == "hold":
             _hold(fault.amount)
         elif fault.kind == "slow":
-            self.slowness = fault.amount
+            self._slowness = fault.amount
         elif fault.action in self._handlers:
             self._handlers[fault.action](detail)
         else:

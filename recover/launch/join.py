@@ -9,13 +9,20 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from recover.carriers import choose
+from recover.carriers.worker import Worker
 from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
 from recover.job.grid import Grid
-from recover.job.spec import told
+from recover.job.spec import JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
 from recover.liveness.board import Board
 from recover.world import ending
+from recover.world.hooks import Hooks, NoHooks
+from recover.world.notes import RunNotes
+from recover.world.seams import Own, Parts
+from recover.world.watcher import Watcher
 from recover.world.world import World
 
 _current: World | None = None
@@ -50,11 +57,31 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     board = Board(place / "board", job.ranks)
     fabric = OpenMPIFabric(board)
     board.claim(fabric.rank)
-    _current = World(job, grid, fabric, board)
+    _current = World(job, grid, _parts(job, grid, fabric, board))
     if job.session is None:
         # All ranks have agreed on something, so all of this host have the board, and nobody needs its name any more.
         shutil.rmtree(place, ignore_errors=True)
     return _current
+
+
+def _parts(job: JobSpec, grid: Grid, fabric: OpenMPIFabric, board: Board) -> Parts:
+    worker = Worker()
+    hooks: Hooks = NoHooks()
+    if job.faults:
+        from recover.faults.fault import parse_faults
+        from recover.faults.probe import Probe
+
+        hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), parse_faults(job.faults))
+    return Parts(
+        fabric=fabric,
+        liveness=board,
+        hooks=hooks,
+        worker=worker,
+        carriers=choose(job.carrier, fabric, grid, worker),
+        own=cast(Own, ending),  # a module, whose functions are what is asked for
+        notes=RunNotes(job.run_dir, fabric.rank),
+        watch=Watcher.start,
+    )
 
 
 def _refuse_another(world: World, replica_size: int | None, carrier: str | None) -> None:

@@ -26,7 +26,7 @@ ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
 # numbers of their samples lie above theirs.
 SLOT, SLOTS, OFFSET = range(11, 14)
 ENDED = -1  # in the column of steps: the script has ended
-_COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
+COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
 
 
@@ -34,7 +34,7 @@ class Board:
     """A table of `size` ranks by a few 64-bit counters; each rank writes its own row only."""
 
     def __init__(self, path: Path, size: int) -> None:
-        nbytes = size * _COLUMNS * 8
+        nbytes = size * COLUMNS * 8
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -50,7 +50,7 @@ class Board:
         finally:
             os.close(fd)
         self.size = size
-        self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, _COLUMNS)
+        self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, COLUMNS)
 
     def claim(self, rank: int) -> None:
         """Write this process's pid into its row: from here on the launcher can ask it for its stack."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recover.step.gradients import Gradients
 from recover.step.inside import is_marked, replica_of
 from recover.step.parts import local_part
-from recover.step.state_hash import all_equal, on_the_wire
+from recover.step.totals import all_equal, on_the_wire
 from recover.world.world import World
 
 SHOWN = 3  # names in a message

@@ -2,12 +2,15 @@
 
 A bucket has a local sum, which holds the microbatches of this replica, and a result, which holds the sum over all
 replicas. Out of place (the default) they are two tensors, so nothing ever has to be restored. In place, for
-gradients that somebody else owns, they are one, and a snapshot is kept to rewind from.
+gradients that somebody else owns, they are one, and a snapshot is kept to rewind from. Tensors or NumPy arrays: nothing
+here knows torch, so the simulated world uses the same buckets.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
+import numpy as np
 
 from recover.carriers.worker import Work
 from recover.policy import SlotSet
@@ -17,15 +20,14 @@ from recover.world.cross import CrossGroup
 class Bucket:
     """One flat piece of the gradient, and its ledger: the slots in it, what it was reduced with, and when."""
 
-    def __init__(self, local: torch.Tensor, in_place: bool = False, copies: int = 1) -> None:
+    def __init__(self, local: Any, in_place: bool = False, copies: int = 1) -> None:
         self.local = local
         self.copies = copies  # ranks of the replica that hold the same bucket
-        self.result = local if in_place else torch.empty_like(local)
-        self.snapshot: torch.Tensor | None = None
+        self.result = local if in_place else _empty_like(local)
+        self.snapshot: Any = None
         self.held = SlotSet()  # the slots of this step that are in the local sum
-        self.posted: SlotSet | None = (
-            None  # those that were when it was handed over; None: not in this attempt
-        )
+        # Those that were in it when it was handed over; None: not in this attempt.
+        self.posted: SlotSet | None = None
         self._in_place = in_place
         self._work: Work | None = None
         self._epoch: int | None = None
@@ -35,15 +37,15 @@ class Bucket:
         self._epoch, self.posted = epoch, self.held
         if self._in_place:
             if self.snapshot is None:
-                self.snapshot = torch.empty_like(self.local)
-            self.snapshot.copy_(self.local)
+                self.snapshot = _empty_like(self.local)
+            self.snapshot[:] = self.local
             if not contribute:
-                self.local.zero_()
+                self.local[:] = 0
             self._work = cross.all_reduce(self.local)
         elif contribute:
             self._work = cross.all_reduce(self.local, self.result)
         else:
-            self.result.zero_()
+            self.result[:] = 0
             self._work = cross.all_reduce(self.result)
         return self._work
 
@@ -55,12 +57,16 @@ class Bucket:
         """Make the local sum what it was before it was reduced."""
         if self._in_place and self._epoch is not None:
             assert self.snapshot is not None
-            self.local.copy_(self.snapshot)
+            self.local[:] = self.snapshot
         self.forget()
 
     def forget(self) -> None:
         """A new step, or a new attempt: whatever was reduced before does not count."""
         if self._work is not None and not self._work.ok and not self._in_place:
             # The library may still write to a result it gave up. The world keeps it for as long as that may happen.
-            self.result = torch.empty_like(self.local)
+            self.result = _empty_like(self.local)
         self._epoch, self._work, self.posted = None, None, None
+
+
+def _empty_like(array: Any) -> Any:
+    return array.new_empty(array.shape) if hasattr(array, "new_empty") else np.empty_like(array)

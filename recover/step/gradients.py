@@ -8,7 +8,7 @@ Buckets are always posted in the same order, whatever order autograd finishes th
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -33,8 +33,11 @@ class Gradients(Protocol):
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
 
     @property
-    def usage(self) -> torch.Tensor:
+    def usage(self) -> list[float]:
         """For each of the parameters: 1 if anything in the local sums has used it, else 0."""
+
+    def squared_norm(self) -> float:
+        """Of the reduced sums, in their own unit: this rank's part of it, what others hold too counted once."""
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Some were frozen or unfrozen: make buckets for those that require a gradient now."""
@@ -70,7 +73,7 @@ class Gradients(Protocol):
     def rewind(self, overlapped: bool) -> None:
         """Make the local sums what they were; `overlapped`: microbatches follow that it may run beside."""
 
-    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
+    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by clipping.
 
         Parameters that no replica has `used` get None, as they would in one process: an optimizer leaves those alone.
@@ -128,8 +131,11 @@ class OwnedGradients:
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters]
 
     @property
-    def usage(self) -> torch.Tensor:
-        return torch.tensor([float(parameter in self._used) for parameter in self.parameters])
+    def usage(self) -> list[float]:
+        return [float(parameter in self._used) for parameter in self.parameters]
+
+    def squared_norm(self) -> float:
+        return squared_norm(self.buckets)
 
     def _lay_out(self, bucket_mb: float, replica: Replica) -> list[Bucket]:
         """Last parameters first, as backward meets them. A bucket mixes neither devices, types nor ways of sharing.
@@ -212,9 +218,9 @@ class OwnedGradients:
         for bucket in self.buckets:
             bucket.rewind()
 
-    def install(self, weight: float, shrink: float, used: torch.Tensor) -> None:
+    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
-        for parameter, anybody in zip(self.parameters, used.tolist(), strict=True):
+        for parameter, anybody in zip(self.parameters, used, strict=True):
             if not anybody:
                 continue
             index, place = self._places[parameter]
@@ -291,6 +297,13 @@ class OwnedGradients:
             flags = tray[self.buckets[index].local.numel() :].tolist()
             self._used |= {p for p, anybody in zip(self._shared[index], flags, strict=True) if anybody}
         self._touched -= {p for p, (index, _) in self._places.items() if index in self._trays}
+
+
+def squared_norm(buckets: Iterable[Bucket]) -> float:
+    norms = [
+        torch.linalg.vector_norm(bucket.result).double().cpu().square() / bucket.copies for bucket in buckets
+    ]
+    return float(torch.stack(norms).sum())
 
 
 def _room(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -44,6 +44,11 @@ class Replica(Protocol):
         a rank that left it out would leave its mates blocked.
         """
 
+    def combine_numbers(self, values: list[float]) -> list[float]:
+        """The same for a few numbers that are no tensor."""
+        combined: list[float] = self.combine(torch.tensor(values, dtype=torch.float64)).tolist()
+        return combined
+
     def rest(self) -> None:
         """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
         return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from recover.policy import SlotSet
-from recover.step.buckets import Bucket
+
+if TYPE_CHECKING:
+    from recover.step.buckets import Bucket
 
 
 class LedgerError(RuntimeError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -58,9 +59,7 @@ class MovingBuffers:
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
         self.size = sum(getattr(*place).numel() for place in self._moving.values())
-        self.changes = torch.zeros(
-            self.size, dtype=torch.float64
-        )  # of this replica's slots, as they are reduced
+        self.changes = np.zeros(self.size)  # of this replica's slots, as they are reduced
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
@@ -74,7 +73,7 @@ class MovingBuffers:
 
     def clear(self) -> None:
         """Give up what this replica has summed in this step."""
-        self.changes.zero_()
+        self.changes[:] = 0.0
 
     def hand_out(self) -> None:
         """A microbatch is about to run."""
@@ -101,7 +100,7 @@ class MovingBuffers:
         pairs = zip(self.tensors(), self._start, strict=True)
         change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs]).cpu()
         change = self._sum.change(change)
-        self.changes += change
+        self.changes += change.numpy()
         return self._sum.covers(float(change.abs().max()))
 
     @torch.no_grad()

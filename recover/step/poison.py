@@ -9,19 +9,19 @@ from __future__ import annotations
 import traceback
 
 from recover.job.grid import Grid
-from recover.world import notes
+from recover.world.notes import Notes
 
 
 class PoisonedSampleError(RuntimeError):
     """The same slot has cost two replicas."""
 
 
-def leave_note(step: int, suspects: list[tuple[int, int]], error: BaseException) -> None:
+def leave_note(notes: Notes, step: int, suspects: list[tuple[int, int]], error: BaseException) -> None:
     """This rank is about to die of an exception while it computes these slots (and samples); several in a round."""
     notes.leave(step, suspects, "it raised:\n" + "".join(traceback.format_exception(error)))
 
 
-def check(step: int, grid: Grid) -> None:
+def check(notes: Notes, step: int, grid: Grid) -> None:
     """Called after every repair. Raises PoisonedSampleError on all survivors alike."""
     lost: dict[tuple[int, int], dict[int, str]] = {}
     for note in notes.read(step):

@@ -18,10 +18,6 @@ Reduction = Literal["fast", "reproducible"]
 DOUBLE = (torch.float64, torch.complex128)
 
 
-class OutOfRangeError(RuntimeError):
-    """A microbatch's gradient cannot be summed exactly."""
-
-
 class Sum(Protocol):
     """The arithmetic of a bucket."""
 

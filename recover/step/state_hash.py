@@ -13,8 +13,6 @@ import torch
 
 from recover.step.parts import local_part
 
-MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
-
 
 def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> int:
     """64 bits over the step counter and all parameters. Any single flipped bit changes it.
@@ -41,13 +39,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)
     ]
-
-
-def on_the_wire(value: int) -> tuple[float, float]:
-    """What goes into the reduced sum."""
-    small = value % MODULUS
-    return float(small), float(small * small)
-
-
-def all_equal(total: float, total_of_squares: float, replicas: int) -> bool:
-    return int(total) ** 2 == replicas * int(total_of_squares)

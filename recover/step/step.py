@@ -19,7 +19,6 @@ import torch
 from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.step import poison
 from recover.step.belonging import Belonging, refuse_different_models
-from recover.step.damage import damages
 from recover.step.gradients import Gradients, OwnedGradients
 from recover.step.habits import Habits
 from recover.step.incident import Incident
@@ -32,7 +31,7 @@ from recover.step.reduction import Reduction, make_sum
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.state_hash import fingerprint, optimizer_tensors
 from recover.step.stragglers import Stragglers
-from recover.step.transaction import LOSS, WEIGHT, Transaction
+from recover.step.transaction import Transaction
 from recover.step.weights import Weight, weighted, weights_of
 from recover.world import ending
 from recover.world.world import World
@@ -140,7 +139,6 @@ class Step:
         )
         self._paces = Stragglers()
         self._handed_out = 0.0  # when the microbatch under way was
-        self._slow: dict[int, float] = {}  # slots whose samples are slow on purpose, and by how many seconds
         self._ran: set[int] = set()  # slots of the step under way, however often it was begun
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
@@ -149,8 +147,7 @@ class Step:
         self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._copy_state_from_first_replica()
-        for action, suffer in damages(model, self._gradients).items():
-            world.probe.handle(action, suffer)
+        world.hooks.watch(model, self._gradients)
         ending.on_raise(self._leave_note)
         ending.on_success(self._end)
 
@@ -194,7 +191,7 @@ class Step:
                 "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
                 "whose backward passes have run already may be recorded without one"
             )
-        self._world.probe("backward")
+        self._world.hooks("backward")
         self._transaction.forward_is_through()
         self._gradients.ready()
         with self._habits.backward(loss, (self._transaction.global_batch, len(self._transaction.share.run))):
@@ -206,8 +203,7 @@ class Step:
             losses = [losses[0] / len(self._pending)] * len(self._pending)
         for (slot, sample), value, each in zip(self._pending, losses, weights, strict=True):
             self._transaction.finish_slot(slot, sample, value, each)
-        if self._world.probe.slowness > 1:
-            time.sleep((self._world.probe.slowness - 1) * (time.perf_counter() - self._handed_out))
+        self._world.hooks.computed(time.perf_counter() - self._handed_out)
         self._transaction.computed(time.perf_counter() - self._handed_out, len(self._pending))
         self._show_progress()
         self._pending, self._suspects = [], []
@@ -307,33 +303,18 @@ class Step:
                 "be half updated; let that exception end the rank, and the others go on without it"
             )
         self._by_rounds = not overlap
-        self._world.probe.step = number
+        self._world.hooks.step = number
         self._look_at_parameters(number)
-        place = "forward"
         with self._world.step(number), self._randomness.apart():
             try:
                 transaction.begin(number, self._fingerprint(number))
-                dealt = {share.replica: share.run for share in self.layout.shares}
-                self._slow = self._world.probe.slow_slots(dealt)
-                while True:
-                    started = time.perf_counter()
-                    pieces = cut(list(transaction.share.run))
-                    for piece in pieces:
-                        yield self._hand_out(stream, piece, place, post=overlap and piece is pieces[-1])
-                        if self._pending:
-                            raise RuntimeError(
-                                "the microbatch was not followed by step.backward(loss); call it for each one"
-                            )
-                    if not (pieces and overlap):
-                        self._gradients.post_all(transaction.post)
-                    committed = transaction.vote()
-                    if transaction.incidents:
-                        transaction.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
-                    if committed or transaction.recover():
-                        break
-                    if not transaction.share.kept:
-                        self._samples.put_back()  # what this replica had run does not enter the step
-                    place = "extra"
+                self._world.hooks.dealt({share.replica: share.run for share in self.layout.shares})
+                for slots, place, post in transaction.attempts(cut, overlap, self._samples.put_back):
+                    yield self._hand_out(stream, slots, place, post)
+                    if self._pending:
+                        raise RuntimeError(
+                            "the microbatch was not followed by step.backward(loss); call it for each one"
+                        )
             except GeneratorExit:
                 self._leave()
                 warnings.warn(
@@ -369,7 +350,7 @@ class Step:
         self._transaction.leave()
 
     def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
-        self._world.probe(place)
+        self._world.hooks(place)
         self._handed_out = time.perf_counter()
         number = self._transaction.index
         batches = []
@@ -377,8 +358,7 @@ class Step:
         for slot in slots:
             self._suspects = [(slot, self._samples.index(number, slot))]
             self._world.board.compute(self._world.rank, self._suspects)
-            if slot in self._slow:
-                time.sleep(self._slow[slot])
+            self._world.hooks.reading(slot)
             self._randomness.read(number, slot)
             batches.append(stream[self._suspects[0][1]])
             self._pending += self._suspects
@@ -411,40 +391,41 @@ class Step:
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
-        self.weight = weight = float(transaction.totals[WEIGHT])
+        totals = transaction.totals
+        self.weight = weight = totals.weight
         if not weight:
             raise ValueError(
                 f"the weights of step {number} add up to 0: there is nothing to take the mean over"
             )
-        self.loss = float(transaction.totals[LOSS]) * self._gradients.sum.loss_unit / weight
+        self.loss = totals.loss * self._gradients.sum.loss_unit / weight
         self.grad_norm = transaction.grad_norm / weight
         self.incidents = transaction.incidents
-        self.samples, self.all_samples = transaction.contributed, transaction.all_samples
+        self.samples, self.all_samples = transaction.contributed, totals.samples
         self._samples.committed(self.all_samples, contributed=bool(self.samples))
         self.stop_agreed = transaction.stop_agreed
         self._name_stragglers(number)
-        self._world.probe("update")
+        self._world.hooks("update")
         if transaction.finite:
             shrink = 1.0
             if self._clip is not None and self.grad_norm > self._clip:
                 shrink = self._clip / (self.grad_norm + 1e-6)
-            self._gradients.install(weight, shrink, transaction.used)
+            self._gradients.install(weight, shrink, totals.used.tolist())
             self._randomness.update(number)
             with self._habits.updating():
                 self._optimizer.step()
-            self._moving.settle(transaction.changes, len(self.all_samples))
+            self._moving.settle(torch.from_numpy(totals.changes), len(self.all_samples))
         else:
             self._moving.restore()
             self.skipped += 1
         self._gradients.release()
-        self._world.probe("after-update")
+        self._world.hooks("after-update")
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
         self._index = number
         self._compares_optimizers = False
         self._ran.clear()
         self._world.board.accomplish(self._world.rank)
-        self._world.probe("advance")
+        self._world.hooks("advance")
 
     def _show_progress(self) -> None:
         """To the watchers, and, the first time that these slots are run in this step, to the launcher."""
@@ -456,7 +437,7 @@ class Step:
         self._ran |= slots
 
     def _name_stragglers(self, number: int) -> None:
-        before, self.stragglers = self.stragglers, self._paces.committed(self._transaction.paces)
+        before, self.stragglers = self.stragglers, self._paces.committed(self._transaction.totals.paces)
         for replica, factor in self.stragglers.items():
             if replica not in before:
                 ending.log(f"step {number}: replica {replica} takes {factor:g} times as long as the others")
@@ -479,4 +460,4 @@ class Step:
 
     def _leave_note(self, error: BaseException) -> None:
         if self._suspects:
-            poison.leave_note(self._transaction.index, self._suspects, error)
+            poison.leave_note(self._world.notes, self._transaction.index, self._suspects, error)

@@ -9,32 +9,29 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+import numpy as np
 
-from recover.carriers.worker import Work
-from recover.faults.locations import IN_FLIGHT
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
-from recover.step import ledger, poison, state_hash
-from recover.step.buckets import Bucket
-from recover.step.gradients import Gradients
+from recover.step import ledger, poison
+from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident
-from recover.step.inside import Replica
-from recover.step.moving import MovingBuffers
 from recover.step.record import Record
-from recover.step.reduction import OutOfRangeError
+from recover.step.totals import Totals
 from recover.world.membership import Census
 from recover.world.world import World
 
+if TYPE_CHECKING:  # tensors are the sums' own business
+    from recover.step.buckets import Bucket
+    from recover.step.gradients import Gradients
+    from recover.step.inside import Replica
+    from recover.step.moving import MovingBuffers
+
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
-LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)  # what is summed beside the gradients; samples by slot
 FRUITLESS = 8
-
-
-class StateDivergedError(RuntimeError):
-    """Replicas hold different parameters, and there is no majority to tell which are right."""
 
 
 class Transaction:
@@ -58,15 +55,8 @@ class Transaction:
         self.grad_norm = 0.0
         self.stop_requested = False
         self.stop_agreed = False
-        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
-        slots = global_batch + max(global_batch, world.grid.replicas)
-        self._paces = SAMPLES + slots  # from here on: seconds per microbatch, by replica
-        self._changes = self._paces + world.grid.replicas  # from here on: those of buffers
-        self._usage = (
-            self._changes + moving.size
-        )  # from here on: replicas that used a parameter, by parameter
-        self.totals = torch.zeros(0, dtype=torch.float64)
-        self._own = torch.zeros(SAMPLES, dtype=torch.float64)
+        self.totals = Totals(global_batch, world.grid.replicas, moving.size)
+        self._loss = self._weight = 0.0  # of this replica's slots
         self._left: int | None = None  # the step that was given up here and is not begun again yet
         self.begin(0, 0)
 
@@ -84,11 +74,8 @@ class Transaction:
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self.moving.begin()
-        self._own.zero_()
-        if self.totals.numel() != self._usage + len(self.gradients.parameters):  # laid out anew
-            self.totals = torch.zeros(self._usage + len(self.gradients.parameters), dtype=torch.float64)
-            self._scalars = Bucket(torch.zeros_like(self.totals))
-        self._scalars.forget()
+        self._loss = self._weight = 0.0
+        self.totals.begin(len(self.gradients.parameters))
         self._tainted = False
         self._in_range = True
         self._fruitless = 0  # repairs in a row that found nobody dead
@@ -107,27 +94,30 @@ class Transaction:
         """The samples in this replica's sum; a spare contributes none."""
         return sorted(self._samples.values()) if self.share.counts else []
 
-    @property
-    def all_samples(self) -> list[int]:
-        """The samples in the sum over all replicas."""
-        numbers = self.totals[SAMPLES : self._paces].long()  # counted from 1: 0 is a slot that nobody ran
-        return sorted((numbers[numbers > 0] - 1).tolist())
+    def attempts(
+        self, cut: Callable[[list[int]], list[list[int]]], overlap: bool, given_up: Callable[[], None]
+    ) -> Iterator[tuple[list[int], str, bool]]:
+        """Until the step commits: slots to run, the place this is for faults, and whether buckets are posted meanwhile.
 
-    @property
-    def paces(self) -> dict[int, float]:
-        """Seconds per microbatch, of every replica that has run some in this step."""
-        paces = self.totals[self._paces : self._changes].tolist()
-        return {replica: pace for replica, pace in enumerate(paces) if pace > 0}
-
-    @property
-    def changes(self) -> torch.Tensor:
-        """What the step's microbatches did to the buffers that move, summed."""
-        return self.totals[self._changes : self._usage]
-
-    @property
-    def used(self) -> torch.Tensor:
-        """For each parameter whose gradient is summed, whether anybody has used it: the same on all replicas."""
-        return self.totals[self._usage :] > 0
+        `cut` makes pieces of a share. `overlap`: buckets are posted while the last piece runs, otherwise after it.
+        `given_up` is told that what this replica had run does not enter the step.
+        """
+        place = "forward"
+        while True:
+            started = time.perf_counter()
+            pieces = cut(list(self.share.run))
+            for piece in pieces:
+                yield piece, place, overlap and piece is pieces[-1]
+            if not (pieces and overlap):
+                self.gradients.post_all(self.post)
+            committed = self.vote()
+            if self.incidents:
+                self.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
+            if committed or self.recover():
+                return
+            if not self.share.kept:
+                given_up()
+            place = "extra"
 
     def computed(self, seconds: float, microbatches: int) -> None:
         """So long it took this rank to run these."""
@@ -141,65 +131,50 @@ class Transaction:
         """A microbatch is in the local sum."""
         self._samples[slot] = sample
         value = self.gradients.sum.loss(loss * weight)
-        self._own[LOSS] += value
+        self._loss += value
         self._in_range &= self.gradients.sum.covers(value)
-        self._own[WEIGHT] += weight
+        self._weight += weight
         self._done = self._done | self._done.span(slot, slot + 1)
 
     def post(self, index: int, bucket: Bucket) -> None:
         """Start the reduction of a full bucket. Errors show at the vote, never here."""
         if index == 0:
             self._places.append((time.time(), "in-reduce"))
-        self.world.probe("bucket", index)
-        self._in_flight(
-            "in-reduce", bucket.post(self.world.cross, self.world.epoch, self.share.counts), index
-        )
-
-    def _in_flight(self, place: str, work: Work, detail: object = None) -> None:
-        """A fault that is to strike while this is under way strikes now."""
-        if self.world.probe.expects(place, detail):
-            work.started.wait()
-            time.sleep(IN_FLIGHT)
-            self.world.probe(place, detail)
+        self.world.hooks("bucket", index)
+        work = bucket.post(self.world.cross, self.world.epoch, self.share.counts)
+        self.world.hooks.under_way("in-reduce", work, index)
 
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
         ledger.check_buckets(self.index, self.gradients.buckets, self.share.kept | self.share.run)
         self.world.board.come_to_vote(self.world.rank)
-        contribution = self._scalars.local.zero_()
+        self.totals.clear()
         if self.share.counts:
-            contribution[:SAMPLES] = self._own
-            contribution[self._changes : self._usage] = self.moving.changes
-            for slot, sample in self._samples.items():
-                contribution[SAMPLES + slot] = sample + 1
-            contribution[self._usage :] = self.gradients.usage
-        contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(self.fingerprint)
-        if self._computed:
-            contribution[self._paces + self.world.replica] = sum(self._computed) / len(self._computed)
-        self._in_flight("in-totals", self._scalars.post(self.world.cross, self.world.epoch, contribute=True))
+            self.totals.contribute(
+                self._loss, self._weight, self._samples, self.moving.changes, self.gradients.usage
+            )
+        pace = sum(self._computed) / len(self._computed) if self._computed else None
+        self.totals.say(self.fingerprint, self.world.replica, pace)
+        work = self.totals.post(self.world.cross, self.world.epoch)
+        self.world.hooks.under_way("in-totals", work)
         self.world.cross.drain()
         reduced = self._is_reduced()
-        samples = int((self._scalars.result[SAMPLES : self._paces] > 0).sum()) if reduced else 0
+        samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
         self._in_range &= self.gradients.in_range
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
-        combined = self.replica.combine(self._own_totals())
+        squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
         if self._complete:
-            self.totals.copy_(self._scalars.result)
-            self.totals[[LOSS, WEIGHT]] = combined[1:3] / self.replica.size
-            self.changes.copy_(combined[3:] / self.replica.size)
-            self.grad_norm = math.sqrt(float(combined[0])) * self.gradients.sum.unit
-            same = state_hash.all_equal(
-                float(self.totals[HASH]), float(self.totals[HASH_SQUARED]), len(self.world.replicas)
-            )
-            self.finite = self.grad_norm < float("inf") and bool(self.changes.isfinite().all())
+            self.totals.agree(np.asarray(rows) / self.replica.size)
+            self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
+            same = self.totals.same_state(len(self.world.replicas))
+            self.finite = self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
             word |= FINITE * self.finite | SAME_STATE * same
-            self._tainted |= (
-                not same
-            )  # what was reduced with a replica that has drifted must not be committed
+            # What was reduced with a replica that has drifted must not be committed.
+            self._tainted |= not same
         self._places.append((time.time(), "vote"))
-        self.world.probe("vote")
+        self.world.hooks("vote")
         agreed = self.world.agree(word)
         if agreed is not None and reduced:
             ledger.check_samples(self.index, samples, self._planned)
@@ -208,7 +183,7 @@ class Transaction:
         if not agreed & SAME_STATE:
             return False
         if not agreed & IN_RANGE:
-            raise OutOfRangeError(self.gradients.sum.explain(self.index))
+            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         self.finite = bool(agreed & FINITE)
         self.stop_agreed = not agreed & GO_ON
         return True
@@ -218,18 +193,11 @@ class Transaction:
         """Whether what this replica contributes can be summed as promised; a spare contributes nothing."""
         return self._in_range or not self.share.counts
 
-    def _own_totals(self) -> torch.Tensor:
+    def _rows_of_replica(self) -> list[float]:
         """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
         if not self._complete:
-            return torch.zeros(3 + self.moving.size, dtype=torch.float64)
-        norms = [
-            torch.linalg.vector_norm(bucket.result).double().cpu().square() / bucket.copies
-            for bucket in self.gradients.buckets
-        ]
-        told = self._scalars.result
-        return torch.cat(
-            [torch.stack(norms).sum()[None], told[[LOSS, WEIGHT]], told[self._changes : self._usage]]
-        )
+            return [0.0] * (3 + self.moving.size)
+        return [self.gradients.squared_norm(), *self.totals.rows_of_replica().tolist()]
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
@@ -237,10 +205,13 @@ class Transaction:
         detect_ms = (time.time() - noticed) * 1e3
         census, lost, evicted = self._repair()
         records = self._read(census)
-        poison.check(self.index, self.world.grid)
+        try:
+            poison.check(self.world.notes, self.index, self.world.grid)
+        except poison.PoisonedSampleError as error:
+            self._all_end(error)
         self._count_fruitless(lost)
         if not all(record.in_range for record in records.values()):
-            raise OutOfRangeError(self.gradients.sum.explain(self.index))
+            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         if all(record.complete for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
@@ -252,14 +223,14 @@ class Transaction:
         )
         self.share, self._planned = decision.share(self.world.replica), decision.committed
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
-        self._scalars.forget()
+        self.totals.forget()
         self._complete = self._tainted = False
         if not self.share.kept:
             self.gradients.clear()
             self.moving.clear()
             self._in_range = True
             self._samples.clear()
-            self._own.zero_()
+            self._loss = self._weight = 0.0
         self._done = self.share.kept
         self._note(census, lost, evicted, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
@@ -279,28 +250,33 @@ class Transaction:
         self.begin(index, fingerprint)
         all_lost, seconds = tuple[int, ...](), 0.0
         while True:
-            contribution = self._scalars.local.zero_()
-            contribution[HASH], contribution[HASH_SQUARED] = state_hash.on_the_wire(fingerprint)
-            self._scalars.post(self.world.cross, self.world.epoch, contribute=True)
+            self.totals.clear()
+            self.totals.say(fingerprint, self.world.replica)
+            self.totals.post(self.world.cross, self.world.epoch)
             self.world.cross.drain()
-            reduced = self._scalars.reduced_under(self.world.epoch)
-            total, squares = self._scalars.result[[HASH, HASH_SQUARED]].tolist() if reduced else (0.0, 1.0)
-            same = state_hash.all_equal(total, squares, len(self.world.replicas))
+            reduced = self.totals.reduced_under(self.world.epoch)
+            same = reduced and self.totals.same_state(len(self.world.replicas), of_attempt=True)
             if self.world.agree(SAME_STATE * same) == SAME_STATE:
                 return all_lost, seconds
             self._complete = False
             census, lost, _ = self._repair()
             all_lost, seconds = all_lost + lost, seconds + census.seconds
             self._count_fruitless(lost)
-            self._scalars.forget()
+            self.totals.forget()
+
+    def _all_end(self, error: Exception) -> NoReturn:
+        """What is known to all survivors alike ends all of them."""
+        self.world.linger()
+        raise error
 
     def _count_fruitless(self, lost: tuple[int, ...]) -> None:
         self._fruitless = 0 if lost else self._fruitless + 1
         if self._fruitless > FRUITLESS:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
                 "than a death keeps the reductions from ending well (the ranks' logs say what)"
             )
+            self._all_end(error)
 
     def _repair(self) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
         """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted."""
@@ -315,8 +291,8 @@ class Transaction:
         return census, lost, tuple(sorted(evicted))
 
     def _is_reduced(self) -> bool:
-        buckets = [*self.gradients.buckets, self._scalars]
-        return not self._tainted and all(bucket.reduced_under(self.world.epoch) for bucket in buckets)
+        sums: list[Bucket | Totals] = [*self.gradients.buckets, self.totals]
+        return not self._tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
     def _record(self) -> Record:
         finished = self._done - self.share.kept
@@ -355,12 +331,13 @@ class Transaction:
             if count == len(held):
                 continue
             if 2 * count <= len(held):
-                raise StateDivergedError(
+                error = StateDivergedError(
                     f"before step {self.index} replicas {sorted(held)} hold different parameters, or train different "
                     f"ones (shard {shard}: "
                     f"{', '.join(f'{replica}: {value:016x}' for replica, value in sorted(held.items()))}) and there "
                     "is no majority to tell which are right; go on from the last checkpoint"
                 )
+                self._all_end(error)
             drifted |= {replica for replica, value in held.items() if value != majority}
         return frozenset(drifted)
 

@@ -21,13 +21,12 @@ import torch
 import recover
 from recover.data import open_stream
 from recover.faults import parse_faults
-from recover.faults.locations import IN_FLIGHT
 from recover.job.machine import processor
 from recover.job.process import rank_on_host
 from recover.policy import RestoreMode
+from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident
 from recover.step.inside import replica_of
-from recover.step.transaction import StateDivergedError
 from recover.train import checkpoint
 from recover.train.checkpoint import CheckpointError, Found
 from recover.train.config import Config
@@ -203,10 +202,8 @@ def main(config: Config, resume: Path | None) -> None:
             step.compare_optimizers()
             if world.replica == world.replicas[0] and together(saver.due(step.index)):
                 save()
-                if world.probe.expects("checkpoint"):
-                    time.sleep(IN_FLIGHT)
         if config.checkpoint.every and step.index % config.checkpoint.every == 0:
-            world.probe("checkpoint")
+            world.hooks.under_way("checkpoint")
     settle(world, close, lost)
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from recover.job.spec import told
-from recover.world import ending
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -23,27 +21,41 @@ class Note:
     why: str
 
 
-def leave(step: int, suspects: Sequence[tuple[int, int]], why: str, rank: int | None = None) -> None:
-    """This rank, or one that cannot speak for itself, is about to die while it computes these slots."""
-    path = ending.rank_file("slot", rank)
-    if path is not None:
-        draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
-        draft.write_text(json.dumps({"step": step, "suspects": suspects, "why": why}))
-        draft.replace(path)
+class Notes(Protocol):
+    """Where notes are left and read."""
+
+    def leave(
+        self, step: int, suspects: Sequence[tuple[int, int]], why: str, rank: int | None = None
+    ) -> None:
+        """This rank, or one that cannot speak for itself, is about to die while it computes these slots."""
+
+    def read(self, step: int) -> Iterable[Note]:
+        """The notes on this step."""
 
 
-def read(step: int) -> Iterator[Note]:
-    """The notes on this step. Without a run directory there are none."""
-    job = told()
-    if job is not None and job.run_dir is not None:
-        for path in sorted(Path(job.run_dir, "ranks").glob("*.slot")):
+class RunNotes:
+    """Those of this rank, in the run directory. Without one nothing is left, and nothing found."""
+
+    def __init__(self, run_dir: str | None, rank: int) -> None:
+        self._directory, self._rank = Path(run_dir, "ranks") if run_dir else None, rank
+
+    def leave(
+        self, step: int, suspects: Sequence[tuple[int, int]], why: str, rank: int | None = None
+    ) -> None:
+        if self._directory is not None:
+            path = self._directory / f"{self._rank if rank is None else rank}.slot"
+            draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
+            draft.write_text(json.dumps({"step": step, "suspects": suspects, "why": why}))
+            draft.replace(path)
+
+    def read(self, step: int) -> Iterator[Note]:
+        for path in sorted(self._directory.glob("*.slot")) if self._directory else ():
             note = json.loads(path.read_text())
             if note["step"] == step:
-                yield Note(
-                    int(path.stem), tuple((slot, sample) for slot, sample in note["suspects"]), note["why"]
-                )
+                suspects = tuple((slot, sample) for slot, sample in note["suspects"])
+                yield Note(int(path.stem), suspects, note["why"])
 
 
-def blamed(step: int) -> frozenset[tuple[int, int]]:
+def blamed(notes: Notes, step: int) -> frozenset[tuple[int, int]]:
     """The slots, and their samples, that somebody was lost over in this step."""
-    return frozenset(suspect for note in read(step) for suspect in note.suspects)
+    return frozenset(suspect for note in notes.read(step) for suspect in note.suspects)

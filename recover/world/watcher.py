@@ -14,11 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
-from recover.liveness.board import Board
 from recover.liveness.signs import Sign
-from recover.world import ending, notes
+from recover.world.ending import End
+from recover.world.seams import Parts
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
 
 INTERVAL = 0.005  # seconds; most of what a watcher costs is being woken
@@ -26,52 +25,66 @@ LOOK = 0.05  # seconds between looks at the others' signs of life
 
 
 class Watcher:
-    """Started once per process. `on_death` gets the set of all known deaths, each time that it has grown.
+    """One per rank. `on_death` gets the set of all known deaths, each time that it has grown.
 
     `waits` says whether this rank waits for others: only then may it find that one of them hangs.
     """
 
     def __init__(
         self,
-        fabric: OpenMPIFabric,
+        parts: Parts,
         grid: Grid,
-        board: Board,
         hangs: HangWatchdog,
         on_death: Callable[[frozenset[int]], None],
         waits: Callable[[], bool],
     ) -> None:
-        self._fabric, self._board, self._on_death, self._waits = fabric, board, on_death, waits
-        self._mates = grid.mates(fabric.rank)
+        self._fabric, self._board, self._own, self._notes = (
+            parts.fabric,
+            parts.liveness,
+            parts.own,
+            parts.notes,
+        )
+        self._on_death, self._waits = on_death, waits
+        self._mates = grid.mates(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
         self._fenced: set[int] = set()
         self._looked = 0.0
+        self._at_rest = False
+
+    def rest(self) -> None:
+        """All have agreed that they are through: from here on ranks leave, and no leaving is a loss."""
+        self._at_rest = True
+
+    def start(self) -> None:
+        """On a thread of its own, for as long as the process lives."""
         threading.Thread(target=self._loop, name="recover-watcher", daemon=True).start()
 
     def _loop(self) -> None:
         while True:
             self._board.beat(self._fabric.rank)
             time.sleep(INTERVAL)
-            now = time.monotonic()
-            if now - self._looked > LOOK:
-                self._looked = now
-                self._look_for_hung_ranks(now)
-            self._look_for_a_forgotten_agreement(now)
-            if self._fabric.lock.acquire(blocking=False):
-                try:
-                    self._look_for_deaths()
-                finally:
-                    self._fabric.lock.release()
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Look around once."""
+        if now - self._looked > LOOK:
+            self._looked = now
+            self._look_for_hung_ranks(now)
+        self._look_for_a_forgotten_agreement(now)
+        if self._fabric.lock.acquire(blocking=False):
+            try:
+                self._look_for_deaths()
+            finally:
+                self._fabric.lock.release()
 
     def _look_for_deaths(self) -> None:
         failed = self._fabric.failed()
-        if failed == self._known:
+        if failed == self._known or self._at_rest:
             return
         self._known = failed
         if lost := self._mates & failed:
-            ending.die(
-                ending.End.ORPHAN, f"rank {min(lost)} of this replica has died, so the replica is lost"
-            )
+            self._own.die(End.ORPHAN, f"rank {min(lost)} of this replica has died, so the replica is lost")
         self._on_death(failed)
 
     def _look_for_a_forgotten_agreement(self, now: float) -> None:
@@ -80,8 +93,8 @@ class Watcher:
         if held and self._hangs.hushed:
             held = False  # it may have stopped halfway through telling the others; it is fenced, or goes on
         if self._agreements.forgotten(agreement, held, now):
-            ending.die(
-                ending.End.FENCED,
+            self._own.die(
+                End.FENCED,
                 f"agreement {agreement} was decided without this rank; it leaves so that the others go on",
             )
 
@@ -101,10 +114,10 @@ class Watcher:
     def _write_down(self, rank: int, why: str, sign: Sign) -> None:
         """Before it dies: the repair that follows must find what it was computing."""
         where = describe(sign.step, sign.suspects) if sign.step else ""
-        ending.log(f"fenced rank {rank}{where}: {why}")
+        self._own.log(f"fenced rank {rank}{where}: {why}")
         try:
             if not sign.stopped and sign.suspects:  # no sample sends a signal
-                notes.leave(sign.step, sign.suspects, why, rank)
-            ending.record(ending.End.FENCED, f"{why}{where}, so rank {self._fabric.rank} killed it", rank)
+                self._notes.leave(sign.step, sign.suspects, why, rank)
+            self._own.record(End.FENCED, f"{why}{where}, so rank {self._fabric.rank} killed it", rank)
         except OSError:
             pass  # a full disk must not end this rank

@@ -7,17 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from recover.carriers import DataCarrier, choose
-from recover.carriers.worker import Work, Worker
-from recover.fabrics.openmpi import OpenMPIFabric
-from recover.faults.fault import parse_faults
-from recover.faults.probe import Probe
+from recover.carriers.base import DataCarrier
+from recover.carriers.worker import Work
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.liveness.board import ENDED, Board
-from recover.world import ending, notes
+from recover.liveness.board import ENDED
 from recover.world.cross import CrossGroup
+from recover.world.ending import End
 from recover.world.membership import Census, ExcludedError, Membership, Phase
+from recover.world.notes import blamed
+from recover.world.seams import Parts
 from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
 
@@ -28,19 +27,20 @@ MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores l
 class World:
     """All ranks of the job, of which any may die at any moment. Get it from `recover.init()`."""
 
-    def __init__(self, job: JobSpec, grid: Grid, fabric: OpenMPIFabric, board: Board) -> None:
+    def __init__(self, job: JobSpec, grid: Grid, parts: Parts) -> None:
         self.job = job
         self.grid = grid
-        self.rank = fabric.rank
-        self.replica = grid.replica(fabric.rank)
-        self.shard = grid.shard(fabric.rank)
-        self.board = board
-        self.probe = Probe(self.replica, self.shard, parse_faults(job.faults))
-        self.worker = Worker()
+        self.rank = parts.fabric.rank
+        self.replica = grid.replica(self.rank)
+        self.shard = grid.shard(self.rank)
+        self.board = parts.liveness
+        self.hooks = parts.hooks
+        self.notes = parts.notes
+        self.worker = parts.worker
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
-        self._fabric = fabric
+        self._fabric, self._own = parts.fabric, parts.own
         self._membership: Membership[DataCarrier] = Membership(
-            fabric, grid, choose(job.carrier, fabric, grid, self.worker), self.probe, ending.log
+            parts.fabric, grid, parts.carriers, lambda *place: self.hooks(*place), parts.own.log
         )
         self._cross: CrossGroup | None = None
         # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
@@ -49,14 +49,17 @@ class World:
         self._stepped = 0  # the last step that this rank went through to its end
         self._waiting = 0  # how many calls deep this rank is in a wait for others
         self._has_agreed = self._in_step = False
-        self._hangs = HangWatchdog(grid, job.hang_limit, notes.blamed, ending.log)
-        self._watcher = Watcher(fabric, grid, board, self._hangs, self._on_death, self._waits)
+        self._hangs = HangWatchdog(
+            grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
+        )
+        self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits)
+        parts.watch(self._watcher)
         # Start-up is the first pass of the repair loop.
         self.last_census = self.repair(secrets.token_bytes(16))
         # A word that members alone know, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
-        ending.on_success(self._close)
-        ending.on_raise(self._look_for_a_dead_mate)
+        parts.own.on_success(self._close)
+        parts.own.on_raise(self._look_for_a_dead_mate)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -110,8 +113,8 @@ class World:
             try:
                 census = self._membership.repair(record, evict)
             except ExcludedError as excluded:
-                how = ending.End.ORPHAN if excluded.orphan else ending.End.EXCLUDED
-                ending.die(how, str(excluded))
+                how = End.ORPHAN if excluded.orphan else End.EXCLUDED
+                self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
             self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced)
         self._given_up += self.worker.take_failed()
@@ -119,21 +122,30 @@ class World:
         self.noticed_at = None
         return census
 
+    def linger(self) -> None:
+        """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
+
+        Otherwise its end could come between an agreement's result and those who have not got it yet; they would decide
+        anew, without it.
+        """
+        with self._waits_here():
+            self._fabric.linger(LINGER)
+
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Inside, this rank owes the others its part of a step: there is a limit to how long it may do nothing."""
-        started, epoch = time.monotonic(), self.epoch
+        started, epoch = self._fabric.now(), self.epoch
         self._in_step = True
         self.board.in_step(self.rank, number)
-        ending.in_step(True)
+        self._own.in_step(True)
         try:
             yield
             self._stepped = number
-            ending.in_step(False)
+            self._own.in_step(False)
             if (
                 self.epoch == epoch
             ):  # one that somebody was lost in, or waited for in vain, says nothing of the next
-                self._hangs.committed(time.monotonic() - started)
+                self._hangs.committed(self._fabric.now() - started)
         finally:
             self._in_step = False
             self.board.in_step(self.rank, 0)
@@ -164,11 +176,11 @@ class World:
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
-        deadline = time.monotonic() + MATE_PATIENCE
-        while self.grid.replica_size > 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        deadline = self._fabric.now() + MATE_PATIENCE
+        while self.grid.replica_size > 1 and self._fabric.now() < deadline:
+            self._fabric.pause(0.01)
             if self._fabric.failed() & self.grid.mates(self.rank):
-                time.sleep(MATE_PATIENCE)  # the watcher ends this rank now
+                self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank now
 
     def _close(self) -> None:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
@@ -180,6 +192,7 @@ class World:
                     f"{', '.join(map(str, inside))} are inside a step that waits for it; let all replicas take the "
                     "same steps (`step.stop_agreed` and what else a committed step tells is the same on all)"
                 )
+        self._watcher.rest()
         with self._waits_here():  # one that hangs here is fenced, or it would be left behind
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
@@ -191,5 +204,5 @@ class World:
             while late := [rank for rank in peers if self.board.on_its_way(rank, mine)]:
                 if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
                     self.cross.break_off("the script has ended on a replica")
-                time.sleep(0.01)
+                self._fabric.pause(0.01)
         return self.agree(1, Phase.END)

@@ -139,7 +139,8 @@ for turn in range(ROUNDS):
     )
 
 # An exception between the verdict and the end of the step: this replica has not taken what the others have.
-torn = recover.Step(world, model, optimizer := make_optimizer(model), world.grid.replicas)
+optimizer = make_optimizer(model)
+torn = recover.Step(world, model, optimizer, world.grid.replicas, buffers=["count", "average"])
 optimizer.register_step_pre_hook(lambda *_: 1 // 0)
 for _ in range(2):
     try:

@@ -44,14 +44,14 @@ def reduce(name: str) -> float:
 group.set_contributed(4 if roles[world.replica] in (Role.MAJOR, Role.MAJOR_SPARE) else 2)
 assert reduce("clean") == 111.0  # spares are zeroed
 
-world.probe.step = 1
-world.probe("bucket")  # replica 1, a major, dies here
+world.hooks.step = 1
+world.hooks("bucket")  # replica 1, a major, dies here
 untouched = reduce("first death")
 assert untouched == 10.0**world.replica  # detected before any data moved
 assert reduce("after promotion") == 1101.0  # replica 3 stands in for 1
 
-world.probe.step = 2
-world.probe("bucket")  # replica 0, a major, dies here: no major-spare is left
+world.hooks.step = 2
+world.hooks("bucket")  # replica 0, a major, dies here: no major-spare is left
 work = ulfm_consensus(group)
 work.wait()
 note("second death", work)

@@ -21,11 +21,11 @@ for made in (group, inner):
     made.Set_errhandler(MPI.ERRORS_RETURN)
 assert world.agree(1) == 1
 
-world.probe.step = 1
+world.hooks.step = 1
 inner.Barrier()  # the paper's gate: everyone of this replica got here
 if world.rank == 2:
     time.sleep(0.3)  # the others vote meanwhile
-    world.probe("vote")
+    world.hooks("vote")
 if sys.argv[1] == "per-group":
     try:
         group.Agree(1)

@@ -63,18 +63,15 @@ for rank, seconds in scenario.get("timers", []):
 in_agreement = {(step, rank) for step, rank in scenario.get("in_agreement", [])}
 
 for step in range(1, scenario["steps"] + 1):
-    world.probe.step = step
+    world.hooks.step = step
     while True:
         expected = sum(2.0**replica for replica in world.replicas)
-        world.probe("bucket")
+        world.hooks("bucket")
         work = world.cross.all_reduce(mine, total)
-        if world.probe.expects("in-reduce"):
-            work.started.wait()
-            time.sleep(0.002)
-            world.probe("in-reduce")
+        world.hooks.under_way("in-reduce", work)
         complete = work.wait()
         time.sleep(scenario.get("compute", 0.0) * random.random())
-        world.probe("vote")
+        world.hooks("vote")
         if (step, world.rank) in in_agreement:
             kill_in(0.01)
         elif any(when == step for when, _ in in_agreement):
@@ -82,7 +79,7 @@ for step in range(1, scenario["steps"] + 1):
         epoch = world.epoch
         agreed = world.agree(complete)
         note("verdict", step=step, epoch=epoch, agreed=agreed)
-        world.probe("update")
+        world.hooks("update")
         if agreed == 1:
             assert complete, "committed, but this rank has no sum"
             assert (total == expected).all(), (total.min(), total.max(), expected)

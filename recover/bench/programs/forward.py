@@ -32,7 +32,7 @@ def fire(kill: Fault) -> None:
     time.sleep(60)
 
 
-world.probe = Probe(world.replica, world.shard, parse_faults(sys.argv[2:]), fire)
+world.hooks = Probe(world.replica, world.shard, parse_faults(sys.argv[2:]), fire)
 stream = open_stream(config.data.path, config.tokenizer, config.seq_len, config.microbatch_size, config.seed)
 inside = make_inside(config, shape_of(config, stream.vocab), world, torch.device("cpu"))
 optimizer = make_optimizer(config, inside.model)

@@ -30,7 +30,7 @@ def fire(kill: Fault) -> None:
 # One replica dies in every third step, in the middle of a reduction; the first one lives to the end.
 victims = range(world.grid.replicas - 1, 0, -1)
 kills = [Fault(5 + 3 * n, victim, "in-reduce") for n, victim in enumerate(victims)]
-world.probe = Probe(world.replica, world.shard, kills, fire)
+world.hooks = Probe(world.replica, world.shard, kills, fire)
 model = Llama(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 step = recover.Step(world, model, optimizer, global_batch=2 * world.grid.replicas, clip=1.0, bucket_mb=2)

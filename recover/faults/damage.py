@@ -1,22 +1,21 @@
-"""What faults do to tensors, on schedule: the probe tells when, and knows nothing of them itself."""
+"""What faults do to tensors, on schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-
-from recover.step.gradients import Gradients
-from recover.step.parts import as_real, local_part
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
-def damages(model: torch.nn.Module, gradients: Gradients) -> dict[str, Callable[[object], None]]:
-    """What the actions of `recover.faults` do to this model; each gets the detail of the place, a bucket's number."""
+def damages(model: torch.nn.Module, gradients: Any) -> dict[str, Callable[[object], None]]:
+    """What the actions do to this model and its buckets; each gets the detail of the place, a bucket's number."""
 
     def weights(_: object) -> None:
-        flip(next(part for p in model.parameters() if (part := local_part(p.detach())).numel()))
+        parts = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
+        flip(next(part for part in parts if part.numel()))  # of a sharded one, what lives here
 
     def gradient(bucket: object) -> None:
         flip(gradients.buckets[int(str(bucket))].local)
@@ -29,7 +28,7 @@ def damages(model: torch.nn.Module, gradients: Gradients) -> dict[str, Callable[
 
 def flip(tensor: torch.Tensor) -> None:
     """Flip one bit: the highest of the mantissa of the largest value, where it makes a difference."""
-    values = as_real(tensor).view(-1)
+    values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
     at = int(values.abs().argmax())
     mantissa = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}[values.dtype]
     values.view(_INTEGERS[values.element_size()])[at] ^= 1 << (mantissa - 1)

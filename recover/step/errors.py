@@ -1,0 +1,11 @@
+"""Why a step cannot go on, on all replicas alike."""
+
+from __future__ import annotations
+
+
+class StateDivergedError(RuntimeError):
+    """Replicas hold different parameters, and there is no majority to tell which are right."""
+
+
+class OutOfRangeError(RuntimeError):
+    """A microbatch's gradient cannot be summed exactly."""

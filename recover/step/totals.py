@@ -1,0 +1,144 @@
+"""The small numbers that are summed beside the gradients, in one reduction at the end of an attempt.
+
+A row of float64: loss, weight, the hash of the state, the sample in each slot, the pace of each replica, what was done
+to buffers that move, and which parameters were used. NumPy, not torch: the simulated world sums them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recover.carriers.worker import Work
+from recover.world.cross import CrossGroup
+
+LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
+MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
+
+Row = npt.NDArray[np.float64]
+
+
+class Totals:
+    """This rank's contribution, the sum over all replicas, and, once the step is complete, what was agreed on."""
+
+    def __init__(self, global_batch: int, replicas: int, changes: int) -> None:
+        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
+        self._paces = SAMPLES + global_batch + max(global_batch, replicas)
+        self._changes = self._paces + replicas
+        self._usage = self._changes + changes
+        self.agreed: Row = np.zeros(0)
+        self._own: Row = np.zeros(0)
+        self._sum: Row = np.zeros(0)
+        self._work: Work | None = None
+        self._epoch: int | None = None
+
+    def begin(self, parameters: int) -> None:
+        """A new step, with so many parameters whose use is told."""
+        if len(self.agreed) != self._usage + parameters:
+            self.agreed, self._own = np.zeros((2, self._usage + parameters))
+            self._sum = np.zeros_like(self._own)
+            self._work = None
+        self.forget()
+
+    def contribute(
+        self,
+        loss: float,
+        weight: float,
+        samples: Mapping[int, int],
+        changes: npt.ArrayLike,
+        usage: npt.ArrayLike,
+    ) -> None:
+        """What this replica brings to the sum; a spare brings nothing."""
+        self._own[:SAMPLES] = loss, weight, 0.0, 0.0
+        for slot, sample in samples.items():
+            self._own[SAMPLES + slot] = sample + 1  # counted from 1: 0 is a slot that nobody ran
+        self._own[self._changes : self._usage] = changes
+        self._own[self._usage :] = usage
+
+    def clear(self) -> None:
+        self._own[:] = 0.0
+
+    def say(self, fingerprint: int, replica: int, pace: float | None = None) -> None:
+        """What every replica says of itself, spare or not."""
+        self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
+        if pace is not None:
+            self._own[self._paces + replica] = pace
+
+    def post(self, cross: CrossGroup, epoch: int) -> Work:
+        self._epoch = epoch
+        self._work = cross.all_reduce(self._own, self._sum)
+        return self._work
+
+    def reduced_under(self, epoch: int) -> bool:
+        """Whether the sum is that over the members of this epoch. Stale results are never mixed in."""
+        return self._epoch == epoch and self._work is not None and self._work.ok
+
+    def forget(self) -> None:
+        """A new step, or a new attempt: whatever was reduced before does not count."""
+        if self._work is not None and not self._work.ok:
+            self._sum = np.zeros_like(self._own)  # the library may still write to one that it gave up
+        self._epoch, self._work = None, None
+
+    @property
+    def samples_summed(self) -> int:
+        """How many slots have a sample, in the sum of this attempt."""
+        return int((self._sum[SAMPLES : self._paces] > 0).sum())
+
+    def rows_of_replica(self) -> Row:
+        """Of the sum of this attempt, what each rank of a replica has for its own rows: loss, weight, changes."""
+        return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._changes : self._usage]])
+
+    def agree(self, rows: Row) -> None:
+        """The attempt is complete; `rows` are those of the whole replica."""
+        self.agreed[:] = self._sum
+        self.agreed[[LOSS, WEIGHT]] = rows[:2]
+        self.agreed[self._changes : self._usage] = rows[2:]
+
+    def same_state(self, replicas: int, of_attempt: bool = False) -> bool:
+        """Whether all replicas have said the same hash."""
+        total, squares = (self._sum if of_attempt else self.agreed)[[HASH, HASH_SQUARED]]
+        return all_equal(total, squares, replicas)
+
+    @property
+    def loss(self) -> float:
+        return float(self.agreed[LOSS])
+
+    @property
+    def weight(self) -> float:
+        return float(self.agreed[WEIGHT])
+
+    @property
+    def samples(self) -> list[int]:
+        """The samples in the sum over all replicas."""
+        numbers = self.agreed[SAMPLES : self._paces]
+        return sorted(int(number) - 1 for number in numbers[numbers > 0])
+
+    @property
+    def paces(self) -> dict[int, float]:
+        """Seconds per microbatch, of every replica that has run some in this step."""
+        paces: list[float] = self.agreed[self._paces : self._changes].tolist()
+        return {replica: pace for replica, pace in enumerate(paces) if pace > 0}
+
+    @property
+    def changes(self) -> Row:
+        """What the step's microbatches did to the buffers that move, summed."""
+        return self.agreed[self._changes : self._usage]
+
+    @property
+    def used(self) -> npt.NDArray[Any]:
+        """For each parameter whose gradient is summed, whether anybody has used it: the same on all replicas."""
+        return self.agreed[self._usage :] > 0
+
+
+def on_the_wire(value: int) -> tuple[float, float]:
+    """What goes into the reduced sum of a hash that all replicas must have alike."""
+    small = value % MODULUS
+    return float(small), float(small * small)
+
+
+def all_equal(total: float, total_of_squares: float, replicas: int) -> bool:
+    """The square of a sum equals the number of terms times the sum of squares only if all terms are equal."""
+    return int(total) ** 2 == replicas * int(total_of_squares)

@@ -1,0 +1,55 @@
+"""The places where a fault may strike: code says where it is, and nothing happens unless a job asks for faults.
+
+`recover.faults.probe` has the hooks that strike. World and step know of this seam only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+
+class Hooks(Protocol):
+    step: int  # set by whoever counts steps (from 1)
+
+    def __call__(self, location: str, detail: object = None) -> None:
+        """The rank is at this place now."""
+
+    def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
+        """Something has been started here (`work`, of the communication thread) and is not waited for yet."""
+
+    def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
+        """A step begins, with these slots for each replica."""
+
+    def reading(self, slot: int) -> None:
+        """The sample of this slot is about to be read."""
+
+    def computed(self, seconds: float) -> None:
+        """A microbatch, or a round, was computed in so long."""
+
+    def watch(self, model: Any, gradients: Any) -> None:
+        """These are the tensors that there are to be damaged."""
+
+
+class NoHooks:
+    """Nothing strikes."""
+
+    step = 0
+
+    def __call__(self, location: str, detail: object = None) -> None:
+        pass
+
+    def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
+        pass
+
+    def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
+        pass
+
+    def reading(self, slot: int) -> None:
+        pass
+
+    def computed(self, seconds: float) -> None:
+        pass
+
+    def watch(self, model: Any, gradients: Any) -> None:
+        pass

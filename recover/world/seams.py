@@ -1,0 +1,50 @@
+"""What a world stands on, as interfaces: the same world runs over Open MPI on real hosts and in a simulation.
+
+The fabric and the carriers have seams of their own (`recover.fabrics.base`, `recover.carriers.contract`), and so have
+the places where faults strike (`recover.world.hooks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from recover.carriers.base import DataCarriers
+from recover.carriers.worker import Worker
+from recover.fabrics.base import Fabric
+from recover.liveness.board import Board
+from recover.world.hooks import Hooks
+from recover.world.notes import Notes
+
+if TYPE_CHECKING:
+    from recover.world.ending import End
+    from recover.world.watcher import Watcher
+
+
+class Own(Protocol):
+    """This rank's own process: what it says, and how it ends. The real one is the module `recover.world.ending`."""
+
+    def log(self, text: str) -> None: ...
+
+    def die(self, how: End | str, text: str) -> NoReturn: ...
+
+    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
+
+    def on_success(self, callback: Callable[[], object]) -> None: ...
+
+    def on_raise(self, callback: Callable[[BaseException], object]) -> None: ...
+
+    def in_step(self, inside: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    fabric: Fabric
+    liveness: Board  # signs of life of the ranks of this host, and the means to end them
+    hooks: Hooks
+    worker: Worker
+    carriers: DataCarriers
+    own: Own
+    notes: Notes
+    watch: Callable[[Watcher], None]  # has the watcher look around again and again from here on
