@@ -25,9 +25,9 @@ from recover.step.buckets import Bucket
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.poison import PoisonedSampleError
 from recover.step.transaction import Transaction
-from recover.train.journal import Journal, settle
+from recover.train.journal import Journal, do_despite_losses
 from recover.world.membership import FAILURES, WORD_BITS, NoCarrierError
-from recover.world.simulated import simulated_parts
+from recover.world.simulated_parts import simulated_parts
 from recover.world.world import World
 
 STEPS = 3
@@ -173,7 +173,7 @@ class Rank:
             self.begin_training()
             while self.number < STEPS and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
-            settle(self.world, self.journal.write, lambda lost, seconds: None)
+            do_despite_losses(self.world, self.journal.write, lambda lost, seconds: None)
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:
             return ENDS[type(error)]

@@ -249,16 +249,16 @@ def test_a_nan_is_skipped_by_all_and_a_wrong_gradient_is_seen_by_nobody(tmp_path
 def test_train_takes_schedules_from_files_and_from_the_command_line(tmp_path: Path) -> None:
     from training import small_world
 
-    from recover.train.plan import make_plan
+    from recover.train.preparation import prepare_run
 
     file = tmp_path / "faults.yaml"
     file.write_text("- {step: 3, replica: 1, location: in-reduce, action: stop}\n- {after: 30, replica: 2}\n")
     words = [*small_world(tmp_path), f"faults={file}", "hang_limit=3"]
-    plan = make_plan(words, tmp_path / "run", ["5:0:bucket:1=nan"], None)
-    assert list(map(str, plan.kills)) == ["5:0.0:bucket:1=nan", "3:1.0:in-reduce=stop", "30s:2.0"]
-    assert json.loads(plan.config.model_dump_json())["hang_limit"] == 3
+    prepared = prepare_run(words, tmp_path / "run", ["5:0:bucket:1=nan"], None)
+    assert list(map(str, prepared.kills)) == ["5:0.0:bucket:1=nan", "3:1.0:in-reduce=stop", "30s:2.0"]
+    assert json.loads(prepared.config.model_dump_json())["hang_limit"] == 3
     with pytest.raises(ValueError, match="replica 1 is lost already"):
-        make_plan(words, tmp_path / "run", ["9:1:vote"], None)
+        prepare_run(words, tmp_path / "run", ["9:1:vote"], None)
 
 
 def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_digest(tmp_path: Path) -> None:

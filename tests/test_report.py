@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from recover.cli import app
 from recover.report import build, compare
-from recover.report.runs import read_runs
+from recover.report.recorded_runs import read_runs
 
 
 def make_run(

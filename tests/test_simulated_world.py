@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 from simulated_run import Schedule, large_schedule, play, random_schedule, shrink, violation
 
-from recover.carriers.simulated import SimulatedCarrier, SimulatedCarriers
+from recover.carriers.simulated_carriers import SimulatedCarrier, SimulatedCarriers
 from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.world.membership import (
@@ -19,7 +19,7 @@ from recover.world.membership import (
     Membership,
     NoCarrierError,
 )
-from recover.world.simulated import InlineWorker
+from recover.world.simulated_parts import InlineWorker
 
 SCHEDULES = 1500
 

@@ -11,7 +11,7 @@ from toy_llama import Tokens
 from toy_threed import config_of, reference
 from worlds import Outcome, run_world
 
-from recover.replica.threed_shape import Shape
+from recover.replica.model_cut import ModelCut
 from recover.step.gradients import OwnedGradients
 from recover.step.inside import PlainReplica, Sharing
 from recover.step.reduction import ReproducibleSum
@@ -282,7 +282,7 @@ def test_a_part_of_a_gradient_must_leave_room_for_the_others() -> None:
 def test_a_grid_that_does_not_fit_is_refused(shape: dict[str, Any], size: int, complaint: str) -> None:
     def check() -> None:
         model = config_of({"dropout": shape.pop("dropout", 0.0)})
-        grid = Shape(**shape)
+        grid = ModelCut(**shape)
         grid.check_ranks(size)
         grid.check_model(model)
 

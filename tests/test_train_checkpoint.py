@@ -20,8 +20,8 @@ from recover.launch.launcher import launch
 from recover.train import checkpoint
 from recover.train.checkpoint import FACTS, CheckpointError, Found
 from recover.train.config import parse, read_words
-from recover.train.lines import parameters_digest
-from recover.train.plan import make_plan
+from recover.train.preparation import prepare_run
+from recover.train.run_records import parameters_digest
 from recover.train.saver import Saver
 from recover.train.tensors import Part, Stored, Tensors
 
@@ -151,7 +151,7 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
         (old / name).write_bytes(planted(mark))
     (old / FACTS).write_text(json.dumps({"step": 7, "config": {}}))
     with pytest.raises(CheckpointError, match=r"has format 1, and this version reads format 2 only.*pickles"):
-        make_plan(small_world(tmp_path), None, [], run_dir)
+        prepare_run(small_world(tmp_path), None, [], run_dir)
 
     def offer(files: dict[str, str]) -> Found:
         (old / FACTS).write_text(json.dumps({"format": 2, "files": files}))
@@ -272,7 +272,7 @@ def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_
     sound = part.read_bytes()
     part.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"part-0.safetensors is damaged"):
-        make_plan(["steps=5"], None, [], again.run_dir)
+        prepare_run(["steps=5"], None, [], again.run_dir)
     part.write_bytes(sound)
     facts.write_text(facts.read_text().replace(digest, "0" * 64))
     refused = train(again.run_dir, "steps=5", resume=again.run_dir)

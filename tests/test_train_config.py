@@ -15,15 +15,15 @@ from training import SHAPE, small_world
 
 from recover.models import SIZES, Llama
 from recover.train import checkpoint
-from recover.train.command import train
 from recover.train.config import MODELS, ConfigError, describe, parse, read_file
-from recover.train.plan import make_plan
-from recover.train.shape import parameters_of, shape_of
+from recover.train.model_shape import parameters_of, shape_of
+from recover.train.preparation import prepare_run
+from recover.train.supervision import train
 
 
 def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path | None = None) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        make_plan([*small_world(place), *words], place / "run", kills, resume)
+        prepare_run([*small_world(place), *words], place / "run", kills, resume)
     return str(caught.value)
 
 
@@ -156,8 +156,8 @@ def test_a_schedule_file_adds_to_the_kills(tmp_path: Path) -> None:
         "- {step: 3, replica: 1, location: in-reduce}\n- {step: 4, replica: 2, location: vote}\n"
     )
     words = [*small_world(tmp_path), f"faults={faults}"]
-    plan = make_plan(words, tmp_path / "run", ["5:0:update"], None)
-    assert [str(kill) for kill in plan.kills] == ["5:0.0:update", "3:1.0:in-reduce", "4:2.0:vote"]
+    prepared = prepare_run(words, tmp_path / "run", ["5:0:update"], None)
+    assert [str(kill) for kill in prepared.kills] == ["5:0.0:update", "3:1.0:in-reduce", "4:2.0:vote"]
     faults.write_text("- {step: 3}\n")
     assert "must be a YAML list like" in refusal(f"faults={faults}", place=tmp_path)
 
@@ -178,11 +178,11 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
 
 def pretend_checkpoint(place: Path, *words: str) -> Path:
     """The readable half of a checkpoint: all that is looked at before the start."""
-    plan = make_plan([*small_world(place), *words], place / "old", (), None)
+    prepared = prepare_run([*small_world(place), *words], place / "old", (), None)
     path = place / "old" / "checkpoints" / "step-4"
     path.mkdir(parents=True)
-    shape = asdict(shape_of(plan.config, plan.stream.vocab))
-    facts = {"format": checkpoint.FORMAT, "config": plan.config.model_dump(), "model": shape, "files": {}}
+    shape = asdict(shape_of(prepared.config, prepared.stream.vocab))
+    facts = {"format": checkpoint.FORMAT, "config": prepared.config.model_dump(), "model": shape, "files": {}}
     (path / checkpoint.FACTS).write_text(json.dumps(facts))
     return place / "old"
 
@@ -190,7 +190,7 @@ def pretend_checkpoint(place: Path, *words: str) -> Path:
 def test_resuming_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
     old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
     for replicas, accum in ((1, 16), (3, 6), (5, 4), (16, 1)):
-        config = make_plan([f"replicas={replicas}"], None, (), old).config
+        config = prepare_run([f"replicas={replicas}"], None, (), old).config
         assert (config.global_batch, config.accum, config.steps) == (16, accum, 8)
 
 
@@ -208,7 +208,7 @@ def test_resuming_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
 def test_resuming_as_another_run_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
     old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
     with pytest.raises(ConfigError) as caught:
-        make_plan(words, None, (), old)
+        prepare_run(words, None, (), old)
     assert said in str(caught.value)
 
 

@@ -16,8 +16,8 @@ from recover.records.lines import Follower, LineFile, read_lines
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse
 from recover.train.journal import Journal
-from recover.train.lines import data_digest
 from recover.train.progress import Screen, sentence
+from recover.train.run_records import data_digest
 from recover.train.sinks import Sinks
 
 

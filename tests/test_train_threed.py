@@ -84,7 +84,7 @@ def test_the_small_version_of_the_papers_experiment_loses_half_of_its_replicas(t
 def test_the_papers_experiments_can_be_looked_at_anywhere(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recover.train.command import train as command
+    from recover.train.supervision import train as command
 
     config = Path(__file__).parents[1] / "examples" / "paper" / f"{name}.yaml"
     assert command([str(config), "faults=null"], tmp_path / "run", dry_run=True) == 0

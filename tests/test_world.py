@@ -118,7 +118,7 @@ def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_
     script = (
         "import os, socket, torch, recover\n"
         f"os.environ['RECOVER_RUN_DIR'] = {str(tmp_path)!r}\n"
-        "from recover.replica.group import init_replica_world\n"
+        "from recover.replica.torch_world import init_replica_world\n"
         "from recover.carriers.gloo import _sockets\n"
         "world = recover.init(replica_size=2)\n"
         "init_replica_world(world)\n"

@@ -10,7 +10,7 @@ from recover.bench.headlines import headlines, to_markdown
 from recover.bench.measure import measured
 from recover.bench.pictures import draw
 from recover.bench.tables import Rows, rows_of
-from recover.report.page import document, inline
+from recover.report.run_page import document, inline
 
 PACED = (
     "The comparisons are paced: every microbatch takes at least a set time, most of it waiting, as if each rank had "

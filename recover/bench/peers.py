@@ -25,7 +25,7 @@ from recover.bench.scene import VOCAB, Scene
 from recover.bench.tables import rows_of, show
 from recover.faults.locations import IN_FLIGHT
 from recover.records.kinds import Event
-from recover.train.shape import shape_of
+from recover.train.model_shape import shape_of
 
 CONTROL = "DistributedDataParallel"
 WAYS = (CONTROL, "Manager.allreduce")

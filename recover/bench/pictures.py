@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recover.report.pictures import COLOURS, STYLE, new_figure, save_figure
+from recover.report.run_pictures import COLOURS, STYLE, new_figure, save_figure
 
 OURS, THEIRS, CALM = COLOURS[0], COLOURS[1], COLOURS[2]
 _RESTART = {

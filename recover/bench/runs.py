@@ -23,8 +23,8 @@ from recover.launch import preflight
 from recover.launch.launcher import launch
 from recover.records.kinds import Event
 from recover.train.config import Config, parse, read_words
-from recover.train.loop import lr_factor
-from recover.train.shape import shape_of
+from recover.train.learning_rate import lr_factor
+from recover.train.model_shape import shape_of
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 900.0  # seconds after which a run is taken for hung

@@ -13,7 +13,7 @@ from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
 from recover.records.kinds import Event, Line
 from recover.records.lines import read_lines
-from recover.train.command import train
+from recover.train.supervision import train
 
 RUNS = {  # name, policy, whether replicas are killed
     "failure-free": ("balanced", False),

@@ -21,7 +21,7 @@ from recover.faults import LOCATIONS, Fault
 from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
 from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
-from recover.train.plan import make_plan
+from recover.train.preparation import prepare_run
 
 ACTIONS = {
     "kill": 6.0,
@@ -61,7 +61,7 @@ def chaos(
     """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
-    config = make_plan(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
+    config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
     low, high = replicas or (config.replicas, config.replicas)
     if not 2 <= low <= high:
         raise ValueError(
@@ -69,7 +69,7 @@ def chaos(
         )
     jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
     for theirs in jobs.values():
-        make_plan(theirs, None, (), None)  # what cannot be run is refused now
+        prepare_run(theirs, None, (), None)  # what cannot be run is refused now
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
@@ -107,7 +107,7 @@ def _share_out(global_batch: int, replicas: int) -> list[str]:
 def _one(words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally) -> int:
     """One run; how many faults were scheduled. A violation is told, and the run directory kept."""
     run_dir = place / f"seed-{seed}"
-    config = make_plan(words, run_dir, (), None).config
+    config = prepare_run(words, run_dir, (), None).config
     faults = schedule_for(config, seed)
     began = time.monotonic()
     run = run_job(words, run_dir, limit, faults)

@@ -15,7 +15,7 @@ from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
 from recover.chaos.invariants import violations
 from recover.train.config import Config
-from recover.train.plan import make_plan
+from recover.train.preparation import prepare_run
 
 POLICY = ("policy=static", "samples=partitioned")  # the one with all roles
 LIMIT = 180.0  # seconds for one launch: then it hangs
@@ -78,7 +78,7 @@ def matrix(
 
 def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, list[Launch]]:
     """What will be run. Raises ValueError for whatever could not be, before anything is."""
-    config = make_plan(words, None, (), None).config
+    config = prepare_run(words, None, (), None).config
     if config.policy != "static":
         raise ValueError(
             f"policy={config.policy!r}: the roles of the matrix are those of policy=static; leave it out"
@@ -87,7 +87,7 @@ def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, 
     if not whole:
         raise ValueError(f"replicas={config.replicas}: nobody would be left; give some more, as replicas=8")
     for launch in whole:
-        make_plan(launch_words(words, launch, config.replicas), None, [str(f) for f in launch.faults], None)
+        prepare_run(launch_words(words, launch, config.replicas), None, [str(f) for f in launch.faults], None)
     return config, whole
 
 
@@ -138,9 +138,9 @@ def run_launch(
     running: set[subprocess.Popen[bytes]] | None = None,
 ) -> Iterator[str]:
     """Every law that was broken."""
-    replicas = make_plan(words, None, (), None).config.replicas
+    replicas = prepare_run(words, None, (), None).config.replicas
     theirs = launch_words(words, launch, replicas)
-    config = make_plan(theirs, None, [str(fault) for fault in launch.faults], None).config
+    config = prepare_run(theirs, None, [str(fault) for fault in launch.faults], None).config
     run = run_job(theirs, run_dir, limit, launch.faults, running)
     if run.code == -9:
         yield f"it hung for {limit:.0f} s"

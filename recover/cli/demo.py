@@ -28,7 +28,7 @@ def demo(
     """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
     from recover.records.lines import read_lines
     from recover.report import build
-    from recover.train.command import train
+    from recover.train.supervision import train
 
     place = output or Path("runs", f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     calm, rough = place / "failure-free", place / "two-replicas-lost"

@@ -42,7 +42,7 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Where the picture goes.  [default: plan.png]")] = None,
 ) -> None:
     """Show what losses would do to a job: who steps in, who runs more, and that B stays B."""
-    from recover.report.plan import tell
+    from recover.report.narration import tell
 
     with refusals("recover plan"):
         batch = None

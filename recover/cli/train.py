@@ -53,6 +53,6 @@ def train(
     ] = False,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
-    from recover.train.command import train as start
+    from recover.train.supervision import train as start
 
     raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run))

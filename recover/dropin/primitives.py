@@ -168,14 +168,14 @@ class Control:
         return False
 
 
-class Group(Protocol):
+class ControlledGroup(Protocol):
     """What the primitives need of a process group: `ProcessGroupULFM` is one."""
 
     control: Control
     at_boundary: bool
 
 
-def ulfm_allreduce(tensor: torch.Tensor, group: Group) -> WorkULFM:
+def ulfm_allreduce(tensor: torch.Tensor, group: ControlledGroup) -> WorkULFM:
     """Sum `tensor` in place over the cross-replica group; a spare's is zeroed first, unless at a boundary.
 
     If somebody has died since the last call, every survivor's work carries the same failure record and nothing is
@@ -185,12 +185,12 @@ def ulfm_allreduce(tensor: torch.Tensor, group: Group) -> WorkULFM:
     return _allreduce(tensor, group, WorkULFM([tensor]))
 
 
-def ulfm_consensus(group: Group) -> WorkULFM:
+def ulfm_consensus(group: ControlledGroup) -> WorkULFM:
     """Detect, repair and record without moving data: after it, all survivors have seen the same failures."""
     return group.control.submit(WorkULFM([]), None)
 
 
-def _allreduce(tensor: torch.Tensor, group: Group, work: WorkULFM) -> WorkULFM:
+def _allreduce(tensor: torch.Tensor, group: ControlledGroup, work: WorkULFM) -> WorkULFM:
     control = group.control
 
     def reduce() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recover.models.shape import SIZES, LlamaConfig
+from recover.models.llama_config import SIZES, LlamaConfig
 
 if TYPE_CHECKING:
     from recover.models.llama import Llama

@@ -26,9 +26,8 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.share: Share | None = (
-            None  # hands rows to the ranks that hold their experts, and brings them back
-        )
+        # Hands rows to the ranks that hold their experts, and brings them back.
+        self.share: Share | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from recover.models.experts import Experts
-from recover.models.shape import LlamaConfig
+from recover.models.llama_config import LlamaConfig
 
 
 def rotary(seq_len: int, head: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from recover.replica.blocks import blocks_of, recompute_blocks
-from recover.replica.group import init_replica_world
+from recover.replica.torch_world import init_replica_world
 from recover.step.accumulation import ignore
 from recover.step.inside import Replica, mark
 

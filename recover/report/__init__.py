@@ -7,7 +7,7 @@ from pathlib import Path
 
 def build(run_dirs: list[Path], output: Path) -> Path:
     """One self-contained HTML page about these runs, its pictures beside it; the path of the page."""
-    from recover.report.page import build as build_page  # `recover plan` needs none of it
+    from recover.report.run_page import build as build_page  # `recover plan` needs none of it
 
     return build_page(run_dirs, output)
 
@@ -15,7 +15,7 @@ def build(run_dirs: list[Path], output: Path) -> Path:
 def compare(run_dirs: list[Path]) -> list[str]:
     """For every run but the first, one line: does it equal the first, and if not, where do they part?"""
     from recover.report.comparison import compare as compare_two
-    from recover.report.runs import read_runs
+    from recover.report.recorded_runs import read_runs
 
     if len(run_dirs) < 2:
         raise ValueError("there is nothing to compare with; name two run directories or more")

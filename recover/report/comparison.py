@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recover.records.kinds import Line
-from recover.report.runs import Run
+from recover.report.recorded_runs import Run
 from recover.report.words import many
 
 # What came out of a run, and what only says where things go or when they end: none of it is a reason to differ.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recover.records.kinds import Line
-from recover.report.runs import Run
+from recover.report.recorded_runs import Run
 
 PHASES = {
     "detect_ms": "to come to the repair",

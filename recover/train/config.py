@@ -36,11 +36,11 @@ class ConfigError(ValueError):
     """A key or a value that cannot be used."""
 
 
-class Group(BaseModel):
+class Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Data(Group):
+class Data(Keys):
     path: str | None = Field(
         default=None,
         description="text files, a folder, .jsonl, .npy or .bin tokens, or hf:NAME; null: the sources of Python's "
@@ -48,7 +48,7 @@ class Data(Group):
     )
 
 
-class Eval(Group):
+class Eval(Keys):
     every: NonNegativeInt = Field(
         default=0, description="steps between evaluations on held-out data; 0: never"
     )
@@ -56,21 +56,21 @@ class Eval(Group):
     fraction: float = Field(default=0.02, gt=0, lt=1, description="part of the corpus that is held out")
 
 
-class Checkpoint(Group):
+class Checkpoint(Keys):
     every: NonNegativeInt = Field(
         default=50, description="steps between checkpoints; 0: only when a run is stopped early"
     )
     keep: PositiveInt = Field(default=2, description="how many of them stay on disk")
 
 
-class Log(Group):
+class Log(Keys):
     tensorboard: bool = Field(default=True, description="write TensorBoard events")
     wandb: str | None = Field(
         default=None, description="the Weights & Biases project to log to (pip install wandb)"
     )
 
 
-class Config(Group):
+class Config(Keys):
     model: str = Field(
         default="tiny",
         description=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json of a LLaMA",
@@ -309,7 +309,7 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any
 def describe(model: type[BaseModel] = Config, above: str = "") -> Iterable[tuple[str, Any, str]]:
     """Every key with its default and its meaning."""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Group):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Keys):
             yield from describe(field.annotation, f"{above}{name}.")
         else:
             yield above + name, field.default, field.description or ""

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from recover.models import LlamaConfig
 from recover.policy import get_policy
 from recover.train.config import Config
-from recover.train.plan import Plan
-from recover.train.shape import parameters_of, shape_of
+from recover.train.model_shape import parameters_of, shape_of
+from recover.train.preparation import PreparedRun
 
 SHOWN = 8  # losses that are told one by one
 
 
-def tell(plan: Plan) -> Iterator[str]:
-    config = plan.config
-    shape = shape_of(config, plan.stream.vocab)
+def tell(prepared: PreparedRun) -> Iterator[str]:
+    config = prepared.config
+    shape = shape_of(config, prepared.stream.vocab)
     batch, tokens = config.global_batch, config.global_batch * config.tokens_per_microbatch
     ranks = f"{config.replica_size} rank{'s' if config.replica_size > 1 else ''}"
     if config.parallel == "3d":
@@ -23,9 +23,9 @@ def tell(plan: Plan) -> Iterator[str]:
     yield f"grid      {config.replicas} replicas of {ranks}: {config.replicas * config.replica_size} processes"
     size = parameters_of(shape) / 1e6
     yield f"model     {config.model}: {size:,.1f} M parameters, {shape.layers} layers of {shape.dim}"
-    yield f"data      {plan.stream.description}"
+    yield f"data      {prepared.stream.description}"
     yield f"step      {batch} microbatches of {config.microbatch_size} x {config.seq_len}: {tokens:,} tokens"
-    passes = config.steps * batch / len(plan.stream)
+    passes = config.steps * batch / len(prepared.stream)
     yield f"run       {config.steps} steps, {config.steps * tokens:,} tokens, {passes:.2f} passes over the corpus"
     yield "memory per rank"
     memory = list(memory_per_rank(config, shape))
@@ -42,10 +42,10 @@ def tell(plan: Plan) -> Iterator[str]:
         yield f"          {alive:>4} alive: {roles} = {layout.committed}"
     if config.replicas > SHOWN:
         yield "          and so on; `recover plan` with the same keys shows more"
-    for kill in plan.kills:
+    for kill in prepared.kills:
         yield f"kill      {kill}"
-    yield f"run dir   {plan.run_dir}"
-    for doubt in plan.doubts:
+    yield f"run dir   {prepared.run_dir}"
+    for doubt in prepared.doubts:
         yield f"not here  {doubt}"
 
 

@@ -50,7 +50,9 @@ class Journal:
             self._sinks.log(self.steps.kept)
 
 
-def settle(world: World, act: Callable[[], object], lost: Callable[[tuple[int, ...], float], object]) -> None:
+def do_despite_losses(
+    world: World, act: Callable[[], object], lost: Callable[[tuple[int, ...], float], object]
+) -> None:
     """Nobody goes on before `act` has been done by a rank that lived to the end of it.
 
     Every survivor calls `act`, which finds out whether it is this rank that has something to do; after a death, again.

@@ -19,7 +19,7 @@ from typing import Any
 
 from recover.train import checkpoint
 from recover.train.checkpoint import FACTS, FORMAT, CheckpointError
-from recover.train.lines import parameters_digest
+from recover.train.run_records import parameters_digest
 from recover.train.tensors import Snapshot, Stored, Tensors
 from recover.world import ending
 

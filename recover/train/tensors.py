@@ -63,7 +63,7 @@ class Tensors:
     """Model and optimizer of one rank of a replica."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica_size: int) -> None:
-        from recover.replica.group import TIMEOUT
+        from recover.replica.torch_world import TIMEOUT
 
         self._model, self._optimizer = model, optimizer
         # A group of its own: it is used by the saving thread while the replica computes.

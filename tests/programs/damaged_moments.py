@@ -24,4 +24,4 @@ def damage_and_save(self: saver.Saver, step: int, what: tensors.Tensors, facts: 
 
 
 saver.Saver.save = damage_and_save  # type: ignore[method-assign]
-runpy.run_path(str(Path(saver.__file__).with_name("loop.py")), run_name="__main__")
+runpy.run_path(str(Path(saver.__file__).with_name("rank_script.py")), run_name="__main__")

@@ -16,9 +16,10 @@ from recover.data import open_stream
 from recover.faults import Fault, parse_faults
 from recover.faults.probe import Probe
 from recover.train.config import Config
-from recover.train.inside import make_inside
-from recover.train.loop import lr_factor, make_optimizer
-from recover.train.shape import shape_of
+from recover.train.engine import make_engine
+from recover.train.learning_rate import lr_factor
+from recover.train.model_shape import shape_of
+from recover.train.optimizer import make_optimizer
 
 config = Config.model_validate_json(sys.argv[1])
 torch.set_num_threads(config.threads)
@@ -34,12 +35,12 @@ def fire(kill: Fault) -> None:
 
 world.hooks = Probe(world.replica, world.shard, parse_faults(sys.argv[2:]), fire)
 stream = open_stream(config.data.path, config.tokenizer, config.seq_len, config.microbatch_size, config.seed)
-inside = make_inside(config, shape_of(config, stream.vocab), world, torch.device("cpu"))
-optimizer = make_optimizer(config, inside.model)
+engine = make_engine(config, shape_of(config, stream.vocab), world, torch.device("cpu"))
+optimizer = make_optimizer(config, engine.model)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(config, done))
 step = recover.Step(
     world,
-    inside.model,
+    engine.model,
     optimizer,
     config.global_batch,
     clip=config.clip,
@@ -48,7 +49,7 @@ step = recover.Step(
 )
 while step.index < config.steps:
     events.note("step-begin", step=step.index + 1)
-    for _ in inside.work(step, stream):
+    for _ in engine.work(step, stream):
         pass
     events.note(
         "step-end",

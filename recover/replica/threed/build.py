@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recover.replica.blocks import recompute_blocks
-from recover.replica.group import init_replica_world
-from recover.replica.threed.experts import Exchange
-from recover.replica.threed.grid import Grid, GridReplica
+from recover.replica.model_cut import ModelCut, Schedule
+from recover.replica.threed.expert_exchange import Exchange
 from recover.replica.threed.pipeline import Pipeline
+from recover.replica.threed.replica_mesh import MeshReplica, ReplicaMesh
 from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_cut, is_experts
-from recover.replica.threed_shape import Schedule, Shape
+from recover.replica.torch_world import init_replica_world
 from recover.step.inside import Sharing, mark
 from recover.step.parts import local_part
 
@@ -43,55 +43,55 @@ def threed(
     param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
     """
-    shape = Shape(tp, pp, ep, schedule)
-    shape.check_ranks(world.grid.replica_size)
+    cut = ModelCut(tp, pp, ep, schedule)
+    cut.check_ranks(world.grid.replica_size)
     config: Any = model.config
-    shape.check_model(config)
+    cut.check_model(config)
     device = next(model.parameters()).device
     init_replica_world(world, device)
-    grid = Grid(shape, device, config.tied)
-    pipeline = Pipeline(model, grid, device, param_dtype)
-    shared = list(_cut(pipeline, model, grid))
+    mesh = ReplicaMesh(cut, device, config.tied)
+    pipeline = Pipeline(model, mesh, device, param_dtype)
+    shared = list(_cut(pipeline, model, mesh))
     if checkpoint_activations:
         recompute_blocks(pipeline, list(pipeline.blocks.values()))
-    pipeline.replica = GridReplica(device, shared)
+    pipeline.replica = MeshReplica(device, shared)
     pipeline.make_stages()
     mark(pipeline, pipeline.replica)
     return pipeline
 
 
-def _cut(pipeline: Pipeline, model: Any, grid: Grid) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
+def _cut(pipeline: Pipeline, model: Any, mesh: ReplicaMesh) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
     """Cut the matrices, start what is held together from the same bits, and say who holds what."""
-    shape, mesh = grid.shape, grid.mesh
-    if shape.tp > 1:
-        cut_ends(pipeline, mesh["tp"])
+    cut = mesh.cut
+    if cut.tp > 1:
+        cut_ends(pipeline, mesh.device_mesh["tp"])
     if model.config.tied and hasattr(pipeline, "output"):
         pipeline.output.weight = pipeline.embedding.weight  # cutting has torn them apart
     routers, experts = set(), set()
     for block in pipeline.blocks.values():
-        if shape.tp > 1:
-            cut_block(block, mesh["tp"])
+        if cut.tp > 1:
+            cut_block(block, mesh.device_mesh["tp"])
         mixture: Any = block.feed_forward
-        if is_experts(mixture) and shape.tp * shape.ep > 1:
-            cut_experts(mixture, mesh["ep", "tp"])
-            if shape.ep > 1:
-                mixture.share = Exchange(mesh.get_group("ep"))
+        if is_experts(mixture) and cut.tp * cut.ep > 1:
+            cut_experts(mixture, mesh.device_mesh["ep", "tp"])
+            if cut.ep > 1:
+                mixture.share = Exchange(mesh.device_mesh.get_group("ep"))
             routers.add(mixture.router.weight)
             experts |= {mixture.w1, mixture.w2, mixture.w3}
     for name, parameter in pipeline.named_parameters():
-        holders, sharing = grid.over_ep, Sharing(shape.ep, grid.over_ep)
+        holders, sharing = mesh.over_ep, Sharing(cut.ep, mesh.over_ep)
         if parameter in experts:
             holders, sharing = None, Sharing()
         elif parameter in routers:
-            holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep_and_tp)
+            holders, sharing = mesh.over_ep_and_tp, Sharing(cut.ep * cut.tp, mesh.over_ep_and_tp)
         elif parameter.dim() == 1 and is_cut(parameter):
             raise ValueError(
                 f"{name} is a bias that tensor parallelism has cut, which is not supported; leave biases out"
             )
         elif parameter.dim() == 1:  # a norm: tensor-parallel ranks complete its gradient as backward goes
-            holders, sharing = grid.over_ep_and_tp, Sharing(shape.ep * shape.tp, grid.over_ep)
-        elif name == "embedding.weight" and model.config.tied and shape.pp > 1:
-            holders, sharing = grid.over_ends, Sharing(2 * shape.ep, grid.over_ends)
+            holders, sharing = mesh.over_ep_and_tp, Sharing(cut.ep * cut.tp, mesh.over_ep)
+        elif name == "embedding.weight" and model.config.tied and cut.pp > 1:
+            holders, sharing = mesh.over_ends, Sharing(2 * cut.ep, mesh.over_ends)
         if holders is not None:
             holders.copy_from_first(local_part(parameter.data))
         yield parameter, sharing

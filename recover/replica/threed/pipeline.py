@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from recover.replica.threed.grid import Grid, GridReplica
+from recover.replica.threed.replica_mesh import MeshReplica, ReplicaMesh
 from recover.replica.threed.stage import Stage
 from recover.replica.threed.whole import gather_parameters
 
@@ -35,17 +35,19 @@ class Pipeline(torch.nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
-    replica: GridReplica
+    replica: MeshReplica
 
-    def __init__(self, model: Any, grid: Grid, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, model: Any, mesh: ReplicaMesh, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         super().__init__()
-        self.config, self.grid = model.config, grid
-        shape = grid.shape
-        mine = range(grid.stage, shape.stages, shape.pp)
-        is_last = mine[-1] == shape.stages - 1
-        if grid.stage == 0 or (is_last and self.config.tied):
+        self.config, self.mesh = model.config, mesh
+        cut = mesh.cut
+        mine = range(mesh.stage, cut.stages, cut.pp)
+        is_last = mine[-1] == cut.stages - 1
+        if mesh.stage == 0 or (is_last and self.config.tied):
             self.embedding = model.embedding
-        layers = [i for stage in mine for i in shape.layers_of(stage, self.config.layers)]
+        layers = [i for stage in mine for i in cut.layers_of(stage, self.config.layers)]
         self.blocks = torch.nn.ModuleDict({str(i): model.blocks[i] for i in layers})
         if is_last:
             self.norm, self.output = model.norm, model.output
@@ -62,8 +64,8 @@ class Pipeline(torch.nn.Module):
 
     def make_stages(self) -> None:
         """Last, when all modules are as they will be. They are views: the parameters stay under their own names."""
-        shape, layers = self.grid.shape, self.config.layers
-        self._stages = tuple(Stage(self, index, shape.layers_of(index, layers)) for index in self._mine)
+        cut, layers = self.mesh.cut, self.config.layers
+        self._stages = tuple(Stage(self, index, cut.layers_of(index, layers)) for index in self._mine)
 
     def forward(self, round: Sequence[Batch], weights: Sequence[float] | None = None) -> torch.Tensor:
         """Forward and backward of every microbatch of a round; returns their losses, on every rank of the replica.
@@ -103,13 +105,13 @@ class Pipeline(torch.nn.Module):
             x = tokens
             if not stage.is_first:
                 x = self._activation(len(tokens), tokens.shape[1], self._device)
-                dist.recv(x, src=self.grid.rank_of_stage(stage.index - 1), group=self.grid.pipeline_group)
+                dist.recv(x, src=self.mesh.rank_of_stage(stage.index - 1), group=self.mesh.pipeline_group)
             with self._computing():
                 x = stage(x)
                 if stage.is_last:
                     self._loss(x, targets)
             if not stage.is_last:
-                dist.send(x, dst=self.grid.rank_of_stage(stage.index + 1), group=self.grid.pipeline_group)
+                dist.send(x, dst=self.mesh.rank_of_stage(stage.index + 1), group=self.mesh.pipeline_group)
         self.train(was_training)
         return float(self._tell(1))
 
@@ -128,20 +130,20 @@ class Pipeline(torch.nn.Module):
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's rows of a microbatch: expert-parallel ranks share them."""
         tokens, targets = (batch["tokens"], batch["targets"]) if isinstance(batch, Mapping) else batch
-        self.grid.shape.check_rows(len(tokens))
-        if tokens.shape[1] % self.grid.shape.tp or tokens.shape[1] > self.config.seq_len:
+        self.mesh.cut.check_rows(len(tokens))
+        if tokens.shape[1] % self.mesh.cut.tp or tokens.shape[1] > self.config.seq_len:
             raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens must be a multiple of tp={self.grid.shape.tp}, "
+                f"a sequence of {tokens.shape[1]} tokens must be a multiple of tp={self.mesh.cut.tp}, "
                 f"and no longer than the model's seq_len {self.config.seq_len}"
             )
         self._counts.append(int((targets != IGNORED).sum()))
-        mine = (t.chunk(self.grid.shape.ep)[self.grid.expert].to(self._device) for t in (tokens, targets))
+        mine = (t.chunk(self.mesh.cut.ep)[self.mesh.expert].to(self._device) for t in (tokens, targets))
         return next(mine), next(mine)
 
     def _computing(self) -> ExitStack:
         """What forward and backward run in."""
         stack = ExitStack()
-        if self.grid.shape.tp > 1:
+        if self.mesh.cut.tp > 1:
             stack.enter_context(loss_parallel())
         if self._dtype is not None:
             stack.enter_context(torch.autocast(self._device.type, self._dtype))
@@ -166,10 +168,10 @@ class Pipeline(torch.nn.Module):
         told = torch.zeros(count, dtype=torch.float64, device=self._device)
         if self._losses:
             told.copy_(torch.stack(self._losses))
-        last = self.grid.rank_of_stage(self.grid.shape.stages - 1)
-        dist.broadcast(told, src=last, group=self.grid.pipeline_group)
-        if self.grid.over_ep is not None:
-            self.grid.over_ep.add_up(told)
+        last = self.mesh.rank_of_stage(self.mesh.cut.stages - 1)
+        dist.broadcast(told, src=last, group=self.mesh.pipeline_group)
+        if self.mesh.over_ep is not None:
+            self.mesh.over_ep.add_up(told)
         return told
 
     def _schedule_for(self, count: int, rows: int, length: int) -> Any:
@@ -180,7 +182,7 @@ class Pipeline(torch.nn.Module):
         """
         if self._made_for == (count, rows, length):
             return self._schedule
-        shape = self.grid.shape
+        cut = self.mesh.cut
         between = self._activation(rows, length, "meta").requires_grad_()
         # Nobody receives these, but torch before 2.13 compares them with what the last stage returns.
         logits = torch.empty(
@@ -195,23 +197,23 @@ class Pipeline(torch.nn.Module):
             PipelineStage(
                 stage,
                 stage.index,
-                shape.stages,
+                cut.stages,
                 self._device,
                 input_args=torch.empty(rows, length, dtype=torch.int64, device="meta")
                 if stage.is_first
                 else between,
                 output_args=logits if stage.is_last else between,
-                group=self.grid.pipeline_group,
+                group=self.mesh.pipeline_group,
             )
             for stage in self._stages
         ]
-        if shape.stages_per_rank > 1:
+        if cut.stages_per_rank > 1:
             # Interleaving wants counts that divide into rounds; the other runs all forwards and then all backwards.
-            fits = count % max(1, count // shape.pp) == 0
+            fits = count % max(1, count // cut.pp) == 0
             kind = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
             self._schedule = kind(stages, count, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]
         else:
-            fits = shape.schedule != "gpipe" and count >= shape.stages
+            fits = cut.schedule != "gpipe" and count >= cut.stages
             single = Schedule1F1B if fits else ScheduleGPipe
             self._schedule = single(stages[0], count, loss_fn=self._loss, scale_grads=False)
         self._made_for = (count, rows, length)
@@ -220,4 +222,4 @@ class Pipeline(torch.nn.Module):
     def _activation(self, rows: int, length: int, device: torch.device | str) -> torch.Tensor:
         """What one stage hands to the next: this rank's part of the sequence."""
         dtype = next(self.parameters()).dtype
-        return torch.empty(rows, length // self.grid.shape.tp, self.config.dim, dtype=dtype, device=device)
+        return torch.empty(rows, length // self.mesh.cut.tp, self.config.dim, dtype=dtype, device=device)

@@ -16,9 +16,9 @@ class Stage(torch.nn.Module):
 
     def __init__(self, whole: Any, index: int, layers: Iterable[int]) -> None:
         super().__init__()
-        shape = whole.grid.shape
-        self._tp = shape.tp
-        self.index, self.is_first, self.is_last = index, index == 0, index == shape.stages - 1
+        cut = whole.mesh.cut
+        self._tp = cut.tp
+        self.index, self.is_first, self.is_last = index, index == 0, index == cut.stages - 1
         self.before = torch.nn.ModuleList([whole.embedding] if self.is_first else [])
         self.blocks = torch.nn.ModuleList(whole.blocks[str(layer)] for layer in layers)
         self.after = torch.nn.ModuleList([whole.norm, whole.output] if self.is_last else [])

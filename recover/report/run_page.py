@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from recover.report.comparison import compare
-from recover.report.pictures import COLOURS, draw
-from recover.report.runs import Run, read_runs
+from recover.report.recorded_runs import Run, read_runs
+from recover.report.run_pictures import COLOURS, draw
 from recover.report.words import losses, many, quantity, sentences, stragglers, title
 
 _CSS = """

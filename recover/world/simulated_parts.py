@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from recover.carriers.simulated import SimulatedCarriers
+from recover.carriers.simulated_carriers import SimulatedCarriers
 from recover.carriers.worker import Work, Worker
 from recover.fabrics.simulated import Died, SimulatedFabric, Simulation
 from recover.world.ending import End

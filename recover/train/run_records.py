@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from recover.faults import Fault
+from recover.policy import RestoreMode
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import read_lines
 from recover.step.incident import Incident
@@ -52,15 +54,33 @@ def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> In
         "boundary": incident.boundary,
         "restore": str(incident.restore),
         "extra_microbatches": incident.extra_microbatches,
-        "redone_microbatches": incident.extra_microbatches
-        if exact
-        else 0,  # otherwise they draw other samples
+        # If not exact they draw other samples.
+        "redone_microbatches": incident.extra_microbatches if exact else 0,
         "epoch": incident.epoch,
         "detect_ms": round(incident.detect_ms, 3),
         "repair_ms": round(incident.repair_ms, 3),
         "restore_ms": round(incident.restore_ms, 3),
         "redo_ms": round(incident.redo_ms, 3),
     }
+
+
+def lost_outside_of_steps(world: World, step: int, ranks: Sequence[int], seconds: float) -> Incident:
+    """Ranks that died before the first step or after the last one, and how long the repair took."""
+    return Incident(
+        step=step,
+        epoch=world.epoch,
+        dead_ranks=tuple(ranks),
+        dead_replicas=world.grid.replicas_of(ranks),
+        complete=True,
+        boundary=False,
+        restore=RestoreMode.SKIP,
+        extra_microbatches=0,
+        discarded_microbatches=0,
+        noticed_at=time.time(),
+        noticed_in="advance",
+        detect_ms=0.0,
+        repair_ms=seconds * 1e3,
+    )
 
 
 def _location(incident: Incident, kills: Iterable[Fault]) -> str:
@@ -114,6 +134,17 @@ def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     for _, parameter in parameters:
         digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`0-3, 8`"""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends) or "none"
 
 
 def _finite(value: float) -> float | None:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from recover.data import Stream, check_corpus, open_stream
+from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
 from recover.train import checkpoint
 from recover.train.config import Config, ConfigError, flatten, parse, read
+from recover.train.streams import open_streams
 
 # What a checkpoint is bound to: with another one of these, going on would be another run.
 FIXED = (
@@ -34,7 +35,9 @@ class RoomError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparedRun:
+    """All that a launcher has to know to start a run."""
+
     config: Config
     run_dir: Path
     resume: checkpoint.Found | None
@@ -43,16 +46,16 @@ class Plan:
     doubts: tuple[str, ...] = ()  # what would keep it from being run here
 
 
-def make_plan(
+def prepare_run(
     words: Sequence[str],
     run_dir: Path | None,
     kills: Sequence[str],
     resume: Path | None,
     elsewhere: bool = False,
-) -> Plan:
+) -> PreparedRun:
     """Raises ValueError, in a sentence, for whatever can be known now.
 
-    A plan that is only looked at may be for a machine `elsewhere`, with another corpus and another disk.
+    A run that is only looked at may be for a machine `elsewhere`, with another corpus and another disk.
     """
     found = _find(resume) if resume else None
     given = read(words)
@@ -76,9 +79,7 @@ def make_plan(
         if not elsewhere:
             raise
         doubts.append(str(error))
-    stream, _ = (
-        open_stream(*corpus, config.seed, split, config.eval.fraction) for split in ("train", "heldout")
-    )
+    stream, _ = open_streams(config)
     where = run_dir or resume or Path("runs", f"train-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}")
     if where.exists() and not where.is_dir():
         raise ConfigError(f"--run-dir {where} is a file; give a directory, or a name that is not taken")
@@ -98,7 +99,7 @@ def make_plan(
             if not elsewhere:
                 raise
             doubts.append(str(error))
-    return Plan(config, where.absolute(), found, schedule, stream, tuple(doubts))
+    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts))
 
 
 def _find(run_dir: Path) -> checkpoint.Found:
@@ -113,7 +114,7 @@ def _find(run_dir: Path) -> checkpoint.Found:
 
 
 def _check_resume(config: Config, found: checkpoint.Found, stream: Stream) -> None:
-    from recover.train.shape import shape_of
+    from recover.train.model_shape import shape_of
 
     facts = found.facts()
     before, now = dict(flatten(facts["config"])), dict(flatten(config.model_dump()))
@@ -140,7 +141,7 @@ def _check_resume(config: Config, found: checkpoint.Found, stream: Stream) -> No
 
 
 def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None:
-    from recover.train.shape import parameters_of, shape_of
+    from recover.train.model_shape import parameters_of, shape_of
 
     parameters = parameters_of(shape_of(config, stream.vocab))
     per_parameter = 12 if config.optimizer == "adamw" else 8

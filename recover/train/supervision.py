@@ -1,4 +1,4 @@
-"""`recover train`, on the launcher's side: plan, start the ranks, show their progress, and say how it went."""
+"""`recover train`, on the launcher's side: prepare, start the ranks, show their progress, and say how it went."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from recover.launch.launcher import RAISED, launch
 from recover.train import checkpoint
-from recover.train.plan import Plan, make_plan
+from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 
 LOOK = 0.2  # seconds between looks at the run's files
@@ -29,28 +29,28 @@ def train(
     """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
     4 (a rank raised outside of any step)."""
     try:
-        plan = make_plan(words, run_dir, kills, resume, elsewhere=dry_run)
+        prepared = prepare_run(words, run_dir, kills, resume, elsewhere=dry_run)
     except (ValueError, OSError) as error:
         _say(str(error))
         return 2
     if dry_run:
         from recover.train.dry_run import tell
 
-        print("\n".join(tell(plan)))
+        print("\n".join(tell(prepared)))
         return 0
-    return run(plan)
+    return run(prepared)
 
 
-def run(plan: Plan) -> int:
+def run(prepared: PreparedRun) -> int:
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
-    stop = plan.run_dir / "stop"
+    stop = prepared.run_dir / "stop"
     stop.unlink(missing_ok=True)
-    (plan.run_dir / "summary.json").unlink(missing_ok=True)
+    (prepared.run_dir / "summary.json").unlink(missing_ok=True)
     code: list[int] = []
-    ranks = threading.Thread(target=lambda: code.append(_launch(plan)), daemon=True)
-    first = plan.resume.step + 1 if plan.resume else 1
-    print(_intention(plan, first), flush=True)
-    with _Signals(stop), Screen(plan.config, plan.run_dir, first) as screen:
+    ranks = threading.Thread(target=lambda: code.append(_launch(prepared)), daemon=True)
+    first = prepared.resume.step + 1 if prepared.resume else 1
+    print(_intention(prepared, first), flush=True)
+    with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
         ranks.start()
         while ranks.is_alive():
             ranks.join(LOOK)
@@ -58,21 +58,21 @@ def run(plan: Plan) -> int:
     stop.unlink(missing_ok=True)
     if code == [2]:
         return 2
-    said = _verdict(plan, code in ([0], [RAISED]))
+    said = _verdict(prepared, code in ([0], [RAISED]))
     return RAISED if code == [RAISED] else said
 
 
-def _launch(plan: Plan) -> int:
+def _launch(prepared: PreparedRun) -> int:
     return launch(
-        plan.config.replicas * plan.config.replica_size,
-        Path(__file__).with_name("loop.py"),
-        [plan.config.model_dump_json(), str(plan.resume.path.absolute()) if plan.resume else ""],
-        replica_size=plan.config.replica_size,
-        run_dir=plan.run_dir,
-        timeout=plan.config.timeout,
-        hang_limit=plan.config.hang_limit,
-        carrier=plan.config.carrier,
-        faults=[str(fault) for fault in plan.kills],
+        prepared.config.replicas * prepared.config.replica_size,
+        Path(__file__).with_name("rank_script.py"),
+        [prepared.config.model_dump_json(), str(prepared.resume.path.absolute()) if prepared.resume else ""],
+        replica_size=prepared.config.replica_size,
+        run_dir=prepared.run_dir,
+        timeout=prepared.config.timeout,
+        hang_limit=prepared.config.hang_limit,
+        carrier=prepared.config.carrier,
+        faults=[str(fault) for fault in prepared.kills],
     )
 
 
@@ -107,24 +107,24 @@ class _Signals:
         raise SystemExit(128 + number)
 
 
-def _intention(plan: Plan, first: int) -> str:
-    config = plan.config
+def _intention(prepared: PreparedRun, first: int) -> str:
+    config = prepared.config
     inside = f" of {config.replica_size} ranks" if config.replica_size > 1 else ""
     return (
         f"training {config.model} from step {first} to {config.steps} on {config.replicas} replicas{inside}, "
         f"B = {config.global_batch} microbatches of {config.microbatch_size} x {config.seq_len} tokens\n"
-        f"data: {plan.stream.description}"
+        f"data: {prepared.stream.description}"
     )
 
 
-def _verdict(plan: Plan, finished: bool) -> int:
-    config, found = plan.config, checkpoint.latest(plan.run_dir)
-    again = f"`recover train --resume {plan.run_dir}`"
+def _verdict(prepared: PreparedRun, finished: bool) -> int:
+    config, found = prepared.config, checkpoint.latest(prepared.run_dir)
+    again = f"`recover train --resume {prepared.run_dir}`"
     if found and found.step < config.steps:
         way_on = f"{again} goes on from step {found.step + 1}"
     else:
         way_on = "there is no checkpoint to go on from"
-    path = plan.run_dir / "summary.json"
+    path = prepared.run_dir / "summary.json"
     if not finished or not path.exists():
         _say(f"the run was lost; {way_on}")
         return 1
@@ -144,7 +144,7 @@ def _verdict(plan: Plan, finished: bool) -> int:
     print(
         f"done: {summary['steps']} steps of {low if low == high else f'{low} to {high}'} microbatches, {lost}, "
         f"final loss {loss}, {summary['tokens_per_second']:,.0f} tokens/s\n"
-        f"run directory: {_short(plan.run_dir)}"
+        f"run directory: {_short(prepared.run_dir)}"
     )
     return 0
 

@@ -19,9 +19,9 @@ def shape_of(config: Config, vocab: int) -> LlamaConfig:
         shape = _from_hugging_face(Path(config.model))
     shape = dataclasses.replace(shape, experts=config.experts, top_k=config.top_k)
     if config.parallel == "3d":
-        from recover.replica.threed_shape import Shape
+        from recover.replica.model_cut import ModelCut
 
-        Shape(config.tp, config.pp, config.ep, config.schedule).check_model(shape)
+        ModelCut(config.tp, config.pp, config.ep, config.schedule).check_model(shape)
     if config.seq_len > shape.seq_len:
         raise ConfigError(
             f"seq_len={config.seq_len} is more than the {shape.seq_len} positions of {config.model}; lower it"

@@ -32,7 +32,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelCut:
     """`tp` ranks share every matrix, `pp` share the layers, `ep` share the experts and the rows of a microbatch."""
 
     tp: int = 1

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from recover.replica.group import TIMEOUT
 from recover.replica.hsdp import ShardedReplica
-from recover.replica.threed_shape import Shape
+from recover.replica.model_cut import ModelCut
+from recover.replica.torch_world import TIMEOUT
 from recover.step.inside import Sharing
 
 
-class Group:
+class Holders:
     """Ranks that hold the same parameter, each with a part of its gradient."""
 
     def __init__(self, ranks: list[int], group: dist.ProcessGroup) -> None:
@@ -28,38 +28,37 @@ class Group:
         dist.broadcast(tensor, src=self.ranks[0], group=self._group)
 
 
-class Grid:
+class ReplicaMesh:
     """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a replica alike."""
 
-    def __init__(self, shape: Shape, device: torch.device, tied: bool) -> None:
-        self.shape = shape
-        self.mesh: DeviceMesh = init_device_mesh(
-            device.type, (shape.pp, shape.ep, shape.tp), mesh_dim_names=("pp", "ep", "tp")
+    def __init__(self, cut: ModelCut, device: torch.device, tied: bool) -> None:
+        self.cut = cut
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device.type, (cut.pp, cut.ep, cut.tp), mesh_dim_names=("pp", "ep", "tp")
         )
-        for name in (
-            "pp",
-            "ep",
-            "tp",
-        ):  # as patient as the replica's own group: the watcher tells the dead, not a clock
-            _set_pg_timeout(TIMEOUT, self.mesh.get_group(name))
-        self._ranks = torch.arange(shape.ranks).view(shape.pp, shape.ep, shape.tp)
-        self.stage, self.expert, self.tensor = (int(i) for i in self.mesh.get_coordinate() or (0, 0, 0))
+        # As patient as the replica's own group: the watcher tells the dead, not a clock.
+        for name in ("pp", "ep", "tp"):
+            _set_pg_timeout(TIMEOUT, self.device_mesh.get_group(name))
+        self._ranks = torch.arange(cut.ranks).view(cut.pp, cut.ep, cut.tp)
+        self.stage, self.expert, self.tensor = (
+            int(i) for i in self.device_mesh.get_coordinate() or (0, 0, 0)
+        )
         # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp, and a tied embedding
         # over both ends of the pipeline.
-        self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, shape.ep))
-        self.over_ep_and_tp = self._group(self._ranks.reshape(shape.pp, -1))
-        ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(shape.tp, -1)
-        self.over_ends = self._group(ends) if tied and shape.pp > 1 else None
+        self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, cut.ep))
+        self.over_ep_and_tp = self._group(self._ranks.reshape(cut.pp, -1))
+        ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(cut.tp, -1)
+        self.over_ends = self._group(ends) if tied and cut.pp > 1 else None
 
     def rank_of_stage(self, stage: int) -> int:
         """The rank that runs a stage of this rank's own pipeline."""
-        return int(self._ranks[stage % self.shape.pp, self.expert, self.tensor])
+        return int(self._ranks[stage % self.cut.pp, self.expert, self.tensor])
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("pp")
+        return self.device_mesh.get_group("pp")
 
-    def _group(self, rows: torch.Tensor) -> Group | None:
+    def _group(self, rows: torch.Tensor) -> Holders | None:
         """The group of this rank; all ranks take part in making all of them. None where each would be alone."""
         if rows.shape[1] == 1:
             return None
@@ -67,11 +66,11 @@ class Grid:
         for ranks in rows.tolist():
             group = dist.new_group(ranks, timeout=TIMEOUT)
             if dist.get_rank() in ranks:
-                mine = Group(ranks, group)
+                mine = Holders(ranks, group)
         return mine
 
 
-class GridReplica(ShardedReplica):
+class MeshReplica(ShardedReplica):
     """A replica on such a grid, as a step sees it."""
 
     mates_hold_all_buffers = False

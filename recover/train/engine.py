@@ -18,7 +18,7 @@ from recover.world.world import World
 Batch = dict[str, torch.Tensor]
 
 
-class Inside(Protocol):
+class Engine(Protocol):
     """One replica, as one of its ranks sees it."""
 
     model: torch.nn.Module  # this rank's part of it, under the names of the whole
@@ -36,7 +36,7 @@ class Inside(Protocol):
         """Every parameter of the whole model, in the order of their names. All ranks of the replica call it."""
 
 
-def make_inside(config: Config, shape: LlamaConfig, world: World, device: torch.device) -> Inside:
+def make_engine(config: Config, shape: LlamaConfig, world: World, device: torch.device) -> Engine:
     torch.manual_seed(config.seed)
     if config.parallel == "3d":
         return WholeRounds(config, shape, world, device)

@@ -1,0 +1,30 @@
+"""The script that every rank of `recover train` runs. Started by `recover.train.supervision`, never by hand.
+
+Arguments: the configuration as JSON, and the checkpoint to go on from ("" for none).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import recover
+from recover.step.errors import StateDivergedError
+from recover.train.config import Config
+from recover.train.resuming import name_the_way_on
+from recover.train.trainer import Trainer
+
+
+def main(config: Config, resume: Path | None) -> None:
+    world = recover.init()
+    assert world.job.run_dir is not None
+    run_dir = Path(world.job.run_dir)
+    try:
+        Trainer(world, config, run_dir, resume).run()
+    except StateDivergedError as error:
+        name_the_way_on(error, run_dir)
+        raise
+
+
+if __name__ == "__main__":
+    main(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2] else None)

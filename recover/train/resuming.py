@@ -1,0 +1,39 @@
+"""Going on from a checkpoint, on a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recover.step.errors import StateDivergedError
+from recover.train import checkpoint
+from recover.train.checkpoint import CheckpointError, Found
+from recover.train.engine import Engine
+from recover.train.run_records import parameters_digest
+from recover.train.tensors import Tensors
+from recover.world.world import World
+
+
+def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) -> dict[str, Any]:
+    """Into whatever this rank holds of model and optimizer. The parameters must be those that were saved."""
+    found = Found(path, int(path.name.rpartition("-")[2]))
+    facts = found.facts()
+    tensors.load(path, facts["files"])
+    # All ranks of a replica take part; the first one has them all.
+    digest = parameters_digest(engine.parameters())
+    if world.shard == 0 and digest != facts["parameters_digest"]:
+        raise CheckpointError(
+            f"{path} is damaged: its parameters_digest is {facts['parameters_digest']}, and what was loaded from it "
+            f"has {digest}; {found.mend()}"
+        )
+    return facts
+
+
+def name_the_way_on(error: StateDivergedError, run_dir: Path) -> None:
+    """The step knows that nobody can tell which parameters are right; we know which were."""
+    found = checkpoint.latest(run_dir)
+    error.add_note(
+        f"The last good checkpoint is {found.path}; `recover train --resume {run_dir}` goes on from it."
+        if found
+        else "There is no checkpoint to go on from."
+    )

@@ -1,0 +1,32 @@
+"""Requests to stop a run early: a file in its directory, or a signal to a rank."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import recover
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Whoever hears of one asks all replicas to stop together, after the step that they are in."""
+
+    def __init__(self, step: recover.Step, run_dir: Path) -> None:
+        self._step, self._file = step, run_dir / "stop"
+
+    def listen(self) -> None:
+        """The first signal is a request; the second one finds no handler, and kills."""
+        for number in SIGNALS:
+            signal.signal(number, self._hear)
+
+    def look(self) -> None:
+        """Whether the launcher has asked, by the file."""
+        if self._file.exists():
+            self._step.request_stop()
+
+    def _hear(self, *_: object) -> None:
+        self._step.request_stop()
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,204 @@
+"""What every rank does in a run of `recover train`, from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import recover
+from recover.faults import parse_faults
+from recover.step.inside import replica_of
+from recover.train.config import Config
+from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
+from recover.train.device import pick_device
+from recover.train.engine import make_engine
+from recover.train.evaluation import heldout_loss
+from recover.train.journal import Journal, do_despite_losses
+from recover.train.learning_rate import lr_factor
+from recover.train.model_shape import shape_of
+from recover.train.optimizer import make_optimizer
+from recover.train.resuming import load_checkpoint
+from recover.train.run_records import (
+    incident_line,
+    lost_outside_of_steps,
+    parameters_digest,
+    spans,
+    step_line,
+    summary,
+    write_json,
+)
+from recover.train.saver import Saver
+from recover.train.sinks import Sinks
+from recover.train.stop_requests import StopRequests
+from recover.train.streams import open_streams
+from recover.train.tensors import Tensors
+from recover.world import ending
+from recover.world.world import World
+
+
+class Trainer:
+    """One rank's part in a run. All ranks make one alike, and call `run` once."""
+
+    def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
+        self.world, self.config, self.run_dir = world, config, run_dir
+        torch.set_num_threads(config.threads)
+        self.device = pick_device(config.device)
+        if config.reduction == "reproducible":
+            ask_for_determinism()
+        self.stream, self.heldout = open_streams(config)
+        self.shape = shape_of(config, self.stream.vocab)
+        self.engine = make_engine(config, self.shape, world, self.device)
+        self.optimizer = make_optimizer(config, self.engine.model)
+        self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
+        self.tensors = Tensors(self.engine.model, self.optimizer, world.grid.replica_size)
+        saved = load_checkpoint(resume, self.tensors, self.engine, world) if resume else None
+        self.step = recover.Step(
+            world,
+            self.engine.model,
+            self.optimizer,
+            config.global_batch,
+            policy=config.policy,
+            samples=config.samples,
+            reduction=config.reduction,
+            clip=config.clip,
+            scheduler=self.scheduler,
+            seed=config.seed,
+            bucket_mb=config.bucket_mb,
+        )
+        if saved:
+            self._go_on_from(saved)
+        self.resumed_at = self.step.index
+        self.sinks = Sinks(config, run_dir)
+        self.journal = Journal(run_dir, world, self.sinks)
+        self.saver = Saver(
+            run_dir,
+            config.checkpoint.every,
+            config.checkpoint.keep,
+            world.replica,
+            first=world.shard == 0,
+            alone=world.grid.replica_size == 1,
+        )
+        self.stop_requests = StopRequests(self.step, run_dir)
+        self.kills = parse_faults(world.job.faults)
+
+    def run(self) -> None:
+        """Until all steps are taken, all replicas agree to stop, or too few are left."""
+        self._begin()
+        while self._goes_on():
+            self._take_step()
+            self._checkpoint()
+        do_despite_losses(self.world, self._close, self._lost)
+
+    def _go_on_from(self, saved: dict[str, Any]) -> None:
+        self.step.load_state_dict(saved["position"])
+        self.scheduler.load_state_dict(saved["scheduler"])
+        # Another learning rate may have been asked for.
+        self.scheduler.base_lrs = [self.config.lr for _ in self.scheduler.base_lrs]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * lr_factor(self.config, self.step.index)
+
+    def _begin(self) -> None:
+        world = self.world
+        if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
+            self._lost(dead, world.last_census.seconds)
+        do_despite_losses(world, self._open_run_dir, self._lost)
+        self.stop_requests.listen()
+        if self.config.reduction == "reproducible" and self._in_writing_replica():
+            for name in operations_that_vary(self.engine, self.stream[0]):
+                if self.journal.writing:
+                    text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
+                    print(f"recover: {text}", flush=True)
+
+    def _open_run_dir(self) -> None:
+        if self.journal.writing:
+            (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
+            for lines in (self.journal.steps, self.journal.incidents):
+                lines.cut_after(self.resumed_at)
+            self.saver.start()
+
+    def _take_step(self) -> None:
+        config, step = self.config, self.step
+        started, lr = time.perf_counter(), self.optimizer.param_groups[0]["lr"]
+        for _ in self.engine.work(step, self.stream):
+            self.stop_requests.look()
+        line = step_line(step, self.world, config, lr, time.perf_counter() - started)
+        if config.eval.every and step.index % config.eval.every == 0:
+            line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
+        ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
+        exact = config.samples == "exact"
+        self.journal.commit(line, [incident_line(incident, self.kills, exact) for incident in step.incidents])
+
+    # Control: what ends a run, what is saved of it, and the fault that may strike over it.
+
+    def _goes_on(self) -> bool:
+        step, config = self.step, self.config
+        enough = len(self.world.replicas) >= config.min_replicas
+        return step.index < config.steps and not step.stop_agreed and enough
+
+    def _checkpoint(self) -> None:
+        step, every = self.step, self.config.checkpoint.every
+        self.saver.found_equal(step.index, self.world.replicas)
+        if self.saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
+            step.compare_optimizers()
+            if self._in_writing_replica() and self._together(self.saver.due(step.index)):
+                self._save()
+        if every and step.index % every == 0:
+            self.world.hooks.under_way("checkpoint")
+
+    def _last_checkpoint(self) -> None:
+        """The last state, too, counts only when all have been compared after it was taken."""
+        world, step = self.world, self.step
+        wanted = self.config.checkpoint.every or step.index < self.config.steps
+        writer = None
+        while writer != world.replicas[0]:  # again, if it was the writer that was lost over it
+            writer = world.replicas[0]
+            if wanted and world.replica == writer and self._together(self.saver.lacks(step.index)):
+                self._save()
+            differing, seconds = step.confirm()
+            if differing:
+                self._lost(differing, seconds)
+            self.saver.found_equal(step.index + 1, world.replicas)
+
+    def _save(self) -> None:
+        facts = {
+            "step": self.step.index,
+            "position": self.step.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "model": asdict(self.shape),
+            "config": self.config.model_dump(),
+        }
+        self.saver.save(self.step.index, self.tensors, facts)
+
+    def _in_writing_replica(self) -> bool:
+        """Whether this is a rank of the replica whose first rank writes; its mates help it to."""
+        return self.world.replica == self.world.replicas[0]
+
+    def _together(self, decided: bool) -> bool:
+        """What the first rank of this replica has decided, on all of its ranks."""
+        vote = torch.tensor([float(decided and self.world.shard == 0)], dtype=torch.float64)
+        return bool(replica_of(self.engine.model).combine(vote))
+
+    def _lost(self, ranks: Sequence[int], seconds: float) -> None:
+        """Ranks died before the first step or after the last one: there is nothing to run again."""
+        at = max(self.step.index, self.resumed_at + 1)
+        died = lost_outside_of_steps(self.world, at, ranks, seconds)
+        self.journal.incidents.kept.append(incident_line(died, self.kills, exact=False))
+
+    def _close(self) -> None:
+        """The writer may die before its last line, or over it: then its successor does all of this again."""
+        self._last_checkpoint()
+        self.journal.write()
+        if self._in_writing_replica():
+            self.saver.finish()
+            digest = parameters_digest(self.engine.parameters())
+            if self.journal.writing:
+                self.sinks.close()
+                facts = summary(self.run_dir, self.world, digest, self.resumed_at)
+                facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
+                write_json(self.run_dir / "summary.json", facts)
