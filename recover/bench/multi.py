@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recover.bench.costs import Restarting
 from recover.bench.measure import begin, measured, place, screen, write
-from recover.bench.metrics import (
+from recover.bench.tables import rows_of, show
+from recover.peers.costs import Restarting
+from recover.peers.metrics import (
     advantage,
     interval_throughput,
     progress,
@@ -19,9 +20,8 @@ from recover.bench.metrics import (
     restarts,
     steps_by_alive,
 )
-from recover.bench.runs import run_baseline, run_ours, scratch
-from recover.bench.scene import Scene
-from recover.bench.tables import rows_of, show
+from recover.peers.runs import run_baseline, run_ours, scratch
+from recover.peers.scene import Scene
 from recover.records.kinds import Event
 
 console = screen()

@@ -13,10 +13,10 @@ from recover.bench.measure import begin, measured
 from recover.bench.multi import bench_multi
 from recover.bench.page import build
 from recover.bench.peers import bench_peers
-from recover.bench.scene import Scene
 from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
 from recover.bench.trajectory import bench_trajectory
+from recover.peers.scene import Scene
 
 DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
 PIPELINE = Scene(replicas=4, pp=2)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.bench.costs import PAPER, Costs, Restarting, rerun_steps
 from recover.bench.measure import begin, place, screen, write
 from recover.bench.multi import calibrate, duel, kill_steps, recall, show_duel, tell
-from recover.bench.scene import Scene
 from recover.bench.tables import rows_of, show
+from recover.peers.costs import PAPER, Costs, Restarting, rerun_steps
+from recover.peers.scene import Scene
 
 SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
 console = screen()

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from recover.bench.measure import machine
 from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
 from recover.chaos.invariants import violations
+from recover.job.machine import machine
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 

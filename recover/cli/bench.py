@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from recover.bench.scene import PACE
 from recover.cli.refusals import refusals
+from recover.peers.scene import PACE
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."
@@ -47,8 +47,8 @@ def bench_overhead(
     json: Json = None,
 ) -> None:
     """Without failures: tokens/s and memory against stock torch (DDP or HSDP) on gloo, turn by turn."""
-    from recover.bench.scene import inside
     from recover.bench.training import bench_overhead as measure
+    from recover.peers.scene import inside
 
     with refusals("recover bench overhead"):
         sizes = inside(words or [])
@@ -77,8 +77,8 @@ def bench_repair(
 
 def _scene(words: list[str] | None, **given: Any) -> Any:
     """What a comparison runs, from its options; refusals as sentences."""
-    from recover.bench.runs import configure, scratch
-    from recover.bench.scene import Scene, inside
+    from recover.peers.runs import configure, scratch
+    from recover.peers.scene import Scene, inside
 
     with refusals("recover bench"):
         scene = Scene(**given).but(**inside(words or []))

@@ -1,0 +1,116 @@
+"""The same bits, whoever died, whoever computed what, and however many replicas there were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_step import check, commits, train
+from training import small_world
+from training import train as recover_train
+from worlds import Outcome
+
+from recover.report import compare
+
+
+def trajectory(outcome: Outcome) -> list[tuple[float, str]]:
+    """Loss and parameters after every step, to the bit."""
+    assert outcome.code == 0, outcome.output
+    return [(entry["loss"], entry["digest"]) for entry in commits(outcome)]
+
+
+def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> None:
+    exact = {"reduction": "reproducible", "dropout": 0.1, "noise": 0.1, "steps": 8}
+    calm = train(tmp_path, 4, [], "calm", **exact)
+    stormy = train(tmp_path, 4, ["2:1:in-reduce", "4:3:backward", "4:0:extra"], "stormy", **exact)
+    fewer = train(tmp_path, 2, ["5:1:bucket:1"], "fewer", **{**exact, "accum": 4})
+    survivors = [len(outcome.survivors) for outcome in (calm, stormy, fewer)]
+    assert survivors[0] == 4
+    assert survivors[1] == 1
+    assert survivors[2] == 1
+    assert trajectory(stormy) == trajectory(calm)
+    assert trajectory(fewer) == trajectory(calm)
+    fast = train(tmp_path, 2, [], "fast", **{**exact, "accum": 4, "reduction": "fast"})
+    assert trajectory(fast) != trajectory(calm)  # or the comparison proves nothing
+
+
+def test_reproducible_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    check(train(tmp_path, 3, ["2:1:in-reduce"], reduction="reproducible"), {1}, batch=6)
+
+
+def test_a_value_out_of_range_ends_the_run_and_names_the_key(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 2, [], nan=9, reduction="reproducible")
+    assert outcome.code == 1
+    assert "set reduction=fast" in outcome.output
+    assert "step 3" in outcome.output
+    assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
+
+
+def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_numbers_of_replicas(
+    tmp_path: Path,
+) -> None:
+    """By the command that a user would type, and told by the report."""
+    words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=12", "seed=7"]
+    calm = recover_train(tmp_path / "calm", *words, "replicas=4", "accum=4")
+    runs = [
+        recover_train(
+            tmp_path / "lost-three",
+            *words,
+            "replicas=4",
+            "accum=4",
+            kills=["2:1:in-reduce", "2:0:extra", "8:2:after-update"],
+        ),
+        recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["7:1:update"]),
+    ]
+    stopped = recover_train(
+        tmp_path / "stopped", *words, "replicas=4", "accum=4", "min_replicas=4", kills=["4:2:backward"]
+    )
+    assert stopped.code == 3, stopped.output
+    runs.append(
+        recover_train(tmp_path / "resumed", "replicas=2", "min_replicas=1", resume=tmp_path / "stopped")
+    )
+    for run in (calm, *runs):
+        assert run.code == 0, run.output
+    assert {run.summary["replicas_end"] for run in runs} == {1, 2}
+    assert {run.summary["parameters_digest"] for run in (calm, *runs)} == {calm.summary["parameters_digest"]}
+    assert all(run.summary["environment"]["reduction"] == "reproducible" for run in runs)
+    for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):
+        assert "bitwise equal" in line, line
+
+
+def test_fast_sums_use_the_same_samples_and_stay_within_a_ten_thousandth(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "samples=exact", "replicas=4", "accum=4", "steps=50"]
+    calm = recover_train(tmp_path / "calm", *words)
+    stormy = recover_train(tmp_path / "stormy", *words, kills=["9:1:in-reduce", "21:0:vote", "33:3:backward"])
+    assert (calm.code, stormy.code) == (0, 0), stormy.output
+    assert stormy.summary["replicas_end"] == 1
+    assert [line["data_digest"] for line in stormy.steps] == [line["data_digest"] for line in calm.steps]
+    for mine, theirs in zip(stormy.steps, calm.steps, strict=True):
+        assert abs(mine["loss"] - theirs["loss"]) <= 1e-4 * theirs["loss"], (mine, theirs)
+
+
+@pytest.mark.soak
+def test_the_main_job_has_the_same_bits_with_a_death_at_every_location(tmp_path: Path) -> None:
+    words = [
+        "samples=exact",
+        "reduction=reproducible",
+        "steps=20",
+        "seed=7",
+        "checkpoint.every=6",
+        "device=cpu",
+    ]
+    four = ["replicas=4", "accum=4"]
+    calm = recover_train(tmp_path / "calm", *words, *four)
+    storms = [
+        ["3:1:forward", "7:3:backward", "11:0:vote"],
+        ["2:2:bucket", "6:0:checkpoint", "14:1:in-reduce"],
+        ["4:0:in-reduce", "4:1:repair", "9:2:after-update"],
+        ["5:3:in-reduce", "5:0:extra", "12:1:advance"],
+    ]
+    runs = [recover_train(tmp_path / str(n), *words, *four, kills=kills) for n, kills in enumerate(storms)]
+    runs.append(recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["10:0:update"]))
+    for run in runs:
+        assert run.code == 0, run.output
+        assert run.summary["replicas_end"] == 1
+    for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):
+        assert "losses bitwise equal; parameters bitwise equal" in line, line

@@ -1,0 +1,126 @@
+"""Sharded replicas: one rank lost is a replica lost, at once and as a unit, and the others go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_llama import CONFIG, Tokens, real, reference, reference_gradients
+from worlds import Outcome, run_world
+
+from recover.models import Llama
+
+
+def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **options: Any) -> Outcome:
+    options = {"accum": 2, "steps": 6, **options}
+    return run_world("sharded.py", tmp_path / name, 2 * replicas, [options], replica_size=2, kills=kills)
+
+
+def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6) -> None:
+    """Exactly B in every step, the same bits in every replica's shard, mates and losses agree, nobody else lost."""
+    assert outcome.code == 0, outcome.output
+    survivors = [rank for rank in outcome.diaries if rank // 2 not in lost]
+    assert outcome.survivors == survivors, outcome.output
+    for step in range(1, steps + 1):
+        healthy = [rank for rank in outcome.diaries if outcome.ends.get(rank) != "excluded"]
+        entries = {r: c for r in healthy for c in outcome.notes(r, "commit") if c["step"] == step}
+        assert {entry["weight"] for entry in entries.values()} == {batch}
+        for shard in (0, 1):
+            digests = {entry["digest"] for rank, entry in entries.items() if rank % 2 == shard}
+            assert len(digests) == 1, f"step {step}, shard {shard}: {digests}"
+        assert len({(entry["loss"], entry["norm"]) for entry in entries.values()}) == 1
+    losses, norms, parameters = reference(steps, batch)
+    first = survivors[0]
+    torch.testing.assert_close(
+        [c["loss"] for c in outcome.notes(first, "commit")], losses, rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        [c["norm"] for c in outcome.notes(first, "commit")], norms, rtol=1e-4, atol=1e-6
+    )
+    for name, values in outcome.notes(first, "end")[0]["sample"].items():
+        torch.testing.assert_close(torch.tensor(values), parameters[name].flatten()[:8], rtol=1e-4, atol=2e-5)
+
+
+def check_memory(outcome: Outcome) -> None:
+    """Each rank holds its shard of parameters, gradients and optimizer state, and no more."""
+    total = sum(p.numel() for p in Llama(CONFIG).parameters())
+    padding = 64 * len(list(Llama(CONFIG).parameters()))
+    for rank in outcome.survivors:
+        memory = outcome.notes(rank, "memory")[0]
+        assert total / 2 - padding <= memory["parameters"] <= total / 2 + padding
+        assert memory["buckets"] == memory["parameters"]
+        assert memory["optimizer"] == 2 * memory["parameters"]
+
+
+def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
+    """And a bit may flip in any of them."""
+    outcome = train(tmp_path, 4, ["2:1.1:vote", "3:3.1:advance=corrupt:weights", "5:0.0:in-reduce"])
+    check(outcome, {0, 1, 3}, batch=8)
+    assert outcome.ends[1] == "orphan"
+    assert outcome.ends[2] == "orphan"
+    assert (outcome.ends[6], outcome.ends[7]) == ("excluded", "excluded")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("repair", "update"),
+        pytest.param(("bucket:1", "extra"), marks=pytest.mark.soak),
+        pytest.param(("forward", "backward"), marks=pytest.mark.soak),
+    ],
+)
+def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, str]) -> None:
+    first, second = places
+    kills = [f"3:0.1:{first}", f"3:2.0:{second}"]
+    if first == "repair":
+        kills = ["3:0.1:in-reduce", f"3:2.0:{first}"]
+    elif second == "extra":
+        kills = ["3:2.0:bucket:1", "3:0.1:extra"]
+    check(train(tmp_path, 3, kills), {0, 2}, batch=6)
+
+
+@pytest.mark.soak  # tests/processes/test_train_hsdp.py shows the same through the trainer
+def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
+    calm = train(tmp_path, 2, [], "calm", reduction="reproducible", accum=3)
+    stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", reduction="reproducible")
+    check(calm, set(), batch=6)
+    check(stormy, {0, 1}, batch=6)
+    assert stormy.notes(4, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]
+
+
+def test_gradients_are_those_of_one_process_before_and_after_a_death(tmp_path: Path) -> None:
+    """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor."""
+    outcome = train(tmp_path, 3, ["2:1.0:in-reduce"], gradients=True, padded=True, steps=3)
+    assert outcome.survivors == [0, 1, 4, 5], outcome.output
+    check_memory(outcome)
+    for step in (1, 2, 3):
+        expected = reference_gradients(step, batch=6, padded=True)
+        told = {
+            (c["weight"], c["loss"], c["norm"]) for r in outcome.survivors for c in commits(outcome, r, step)
+        }
+        assert len(told) == 1, told  # safe to branch on
+        tokens = sum(real(Tokens(padded=True)[sample][1]) for sample in range(6 * step - 6, 6 * step))
+        assert told.pop()[0] == tokens / 2  # the mean over the two ranks of a replica
+        for rank in outcome.survivors:
+            gradients = torch.load(tmp_path / "run" / f"gradients-{rank}-{step}.pt")
+            assert gradients.keys() == expected.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6)
+
+
+def commits(outcome: Outcome, rank: int, step: int) -> list[dict[str, Any]]:
+    return [entry for entry in outcome.notes(rank, "commit") if entry["step"] == step]
+
+
+def test_a_slow_mate_and_a_slow_repair_throw_nobody_out(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 3, ["3:1.0:in-reduce"], slow_repair=2.0, slow_mate=4.0)
+    check(outcome, {1}, batch=6)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_model_wrapped_in_fsdp1_goes_the_same_way(tmp_path: Path, use_orig_params: bool) -> None:
+    outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce:1"], fsdp1=use_orig_params)
+    check(outcome, {0, 1}, batch=6)
+    assert outcome.ends[1] == "orphan"

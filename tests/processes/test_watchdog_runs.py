@@ -1,0 +1,211 @@
+"""Hung ranks and stragglers of real jobs: who is fenced, who is named, who is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+from launching import Job, wait_until
+from test_train_runs import _rank as rank_pid
+from training import check_lines, finish, small_world, start, train
+from worlds import Outcome, run_world
+
+from recover.job.grid import Grid
+from recover.liveness.board import PID, STARTED, Board, start_time
+from recover.report import build
+from recover.step import poison
+from recover.world import notes
+from recover.world.watchdog import (
+    STOPPED,
+)
+
+
+def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 4)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    try:
+        for rank, pid in enumerate([os.getpid(), *(child.pid for child in children)]):
+            board._table[rank, [PID, STARTED]] = pid, start_time(pid)
+            board.beat(rank)
+            board.in_step(rank, 6)
+        board.compute(1, [(3, 43)])
+        board.compute(2, [(7, 47), (9, 49), (40, 80), (200, 240), (11, 50)])  # what does not fit is not shown
+        for rank in (0, 3):
+            board.come_to_vote(rank)
+        board.enter(0, 17)
+        children[0].send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: board.signs_of_life(0)[1].stopped, 5)
+        signs = board.signs_of_life(0)
+        assert {rank for rank, sign in signs.items() if sign.late} == {1, 2}  # 3 waits for them, as 0 does
+        assert {rank for rank, sign in signs.items() if sign.stopped} == {1}
+        assert [sign.suspects for sign in signs.values()] == [
+            (),
+            ((3, 43),),
+            ((7, 47), (9, 49), (40, 80)),
+            (),
+        ]
+        assert not any(sign.late for sign in board.signs_of_life(1).values())  # it has not come itself
+        board.compute(2, ())
+        for rank in (1, 2):
+            board.come_to_vote(rank)
+        signs = board.signs_of_life(0)
+        assert {rank for rank, sign in signs.items() if sign.late} == {1, 2, 3}
+        assert signs[2].suspects == ()
+        board.in_step(3, 7)
+        assert not board.signs_of_life(0)[3].late
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert set(board.signs_of_life(0)) == {0}
+
+
+def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nobody(tmp_path: Path) -> None:
+    """Rank 0 is stopped before the first step is through, rank 1 from outside, and rank 3 is stuck, but runs."""
+    run_dir = tmp_path / "run"
+    kills = ["1:0:backward=stop", "40:3:forward=slow:100000"]
+    words = [*small_world(tmp_path), "replicas=5", "accum=2", "steps=45", "pace=0.02", "hang_limit=2"]
+    process = start(run_dir, *words, kills=kills)
+    steps = run_dir / "steps.jsonl"
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5, 60)
+    stopped = rank_pid(process, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    seen, at = steps.read_text().count("\n"), time.monotonic()
+    assert wait_until(lambda: steps.read_text().count("\n") > seen + 2, 30)
+    assert (
+        1.5 < time.monotonic() - at < 12
+    )  # all have waited for it, and not for much longer than the limit of 2 s
+    assert not wait_until(lambda: _wakes(stopped), 0.5)
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output
+    check_lines(run, steps=45, batch=10)
+    assert [incident["dead_replicas"] for incident in run.incidents] == [[0], [1], [3]]
+    ends = [json.loads((run_dir / "ranks" / f"{rank}.end").read_text()) for rank in range(5)]
+    assert [end["end"] for end in ends] == ["fenced", "fenced", "done", "fenced", "done"]
+    assert "its process has been stopped for 2 s" in ends[1]["detail"]
+    assert "it runs, but has done nothing for" in ends[3]["detail"]
+    assert ends[3]["detail"] in run.output
+    notes_left = [path.name for path in (run_dir / "ranks").glob("*.slot")]
+    assert notes_left == ["3.slot"]  # what a stopped one was computing is not to blame
+
+
+@pytest.mark.soak
+def test_a_stopped_rank_is_fenced_within_the_documented_limit_by_default(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, *small_world(tmp_path), "replicas=4", "accum=2", "steps=60", "pace=0.1")
+    steps = run_dir / "steps.jsonl"
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5, 60)
+    stopped, seen, at = rank_pid(process, 1), steps.read_text().count("\n"), time.monotonic()
+    os.kill(stopped, signal.SIGSTOP)
+    assert wait_until(lambda: steps.read_text().count("\n") > seen + 1, 60)
+    assert STOPPED - 1 < time.monotonic() - at < STOPPED + 5
+    assert not wait_until(lambda: _wakes(stopped), 0.5)
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output
+    check_lines(run, steps=60, batch=8)
+    assert [incident["dead_replicas"] for incident in run.incidents] == [[1]]
+
+
+def test_one_that_is_stopped_on_its_way_out_does_not_keep_the_job(tmp_path: Path) -> None:
+    """After the closing agreement nobody waits for it any more, but the launcher does."""
+    script = """
+        import os, signal, recover
+        from recover.world import ending
+        ending.on_success(lambda: world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))  # after the world's own
+        world = recover.init()
+    """
+    job = Job(tmp_path, script, "-n", "3", "--hang-limit", "1")
+    assert job.finish() == 0, job.stderr
+    assert "killed rank 1: its process has been stopped for" in job.stderr
+    assert "done on ranks 0, 2" in job.stderr
+    assert job.leftovers() == []
+
+
+def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
+    """Five replicas and a limit of 1.5 s; all that holds them up takes longer. The outcome, and the ranks' logs."""
+    options = {"hold": 2.5, "stall": 3, "sample": 3, **more}
+    outcome = run_world("stalls.py", tmp_path / "run", 5, [options], hang_limit=1.5)
+    logs = {rank: tmp_path / "run" / "ranks" / f"{rank}.log" for rank in range(5)}
+    return outcome, {rank: log.read_text() if log.exists() else "" for rank, log in logs.items()}
+
+
+def test_a_held_lock_and_a_stall_of_the_many_cost_nobody_and_a_slow_sample_costs_one(tmp_path: Path) -> None:
+    outcome, logs = stalls(tmp_path)
+    assert outcome.code == 0, outcome.output
+    lost = [rank for rank, end in outcome.ends.items() if end != "done"]
+    assert lost == [1], (
+        outcome.output
+    )  # it was given slot 3, which takes too long; the next one got more time for it
+    assert "in step 7, slot 3 (sample 63), so rank" in outcome.output
+    assert {tuple(entry["replicas"]) for entry in outcome.notes(0, "commit")[:6]} == {(0, 1, 2, 3, 4)}
+    assert outcome.notes(0, "commit")[-1] == {"kind": "commit", "step": 10, "replicas": [0, 2, 3, 4]}
+    assert "waiting for 4 of 5 replicas" in logs[0]
+    assert "rank 4 for 2 s in step 5, slot 8 (sample 48)" in logs[0]
+    assert list(notes_in(tmp_path / "run", 7)) == [(1, ((3, 63),))]
+
+
+@pytest.mark.soak
+def test_a_sample_that_nobody_gets_through_ends_the_run_after_two_replicas(tmp_path: Path) -> None:
+    outcome, _ = stalls(tmp_path, last=1000)
+    assert outcome.code == 1
+    ends = [outcome.ends[rank] for rank in range(5)]
+    assert sorted(ends) == ["fenced", "fenced", "fenced", "raised", "raised"], outcome.output
+    assert "PoisonedSampleError: slot 3 of step 9 (sample 83) has cost replicas 2, " in outcome.output
+    assert "it runs, but has done nothing for 9 s" in outcome.output
+
+
+def notes_in(run_dir: Path, step: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECOVER_RUN_DIR", str(run_dir))
+        yield from ((note.rank, note.suspects) for note in notes.read(step))
+
+
+def test_a_slot_that_cost_two_replicas_ends_the_run_however_each_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECOVER_RUN_DIR", str(tmp_path))
+    grid = Grid(4, 2)
+    notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=2)
+    notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=3)  # of the same replica
+    notes.leave(5, [(3, 33)], "it has done nothing for 60 s", rank=0)
+    poison.check(6, grid)
+    assert notes.blamed(6) == {(2, 42), (3, 43)}
+    notes.leave(6, [(3, 43)], "it raised: ValueError", rank=7)
+    poison.check(5, grid)
+    with pytest.raises(
+        poison.PoisonedSampleError, match=r"slot 3 of step 6 \(sample 43\) has cost replicas 1, 3"
+    ):
+        poison.check(6, grid)
+
+
+def _wakes(pid: int) -> bool:
+    """Whether there is still somebody to go on."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_pause_evicts_nobody_by_default_and_a_straggler_is_named_everywhere(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=64"]
+    run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:4", "6:1:in-reduce=pause:1"])
+    assert run.code == 0, run.output
+    check_lines(run, steps=13, batch=6)
+    assert (run.incidents, run.summary["failures"]) == ([], 0)
+    assert run.steps[5]["seconds"] > 0.9
+    assert median(line["seconds"] for line in run.steps[3:]) < 0.6  # steps of about 0.2 s
+    named = [line["stragglers"] for line in run.steps if "stragglers" in line]
+    assert set(named[-1]) == {"2"}, named
+    assert 2.5 < named[-1]["2"] < 6
+    assert "replica 2 takes" in run.output
+    assert "replica 2 takes" in (run.run_dir / "ranks" / "0.log").read_text()
+    page = build([run.run_dir], tmp_path / "report").read_text()
+    assert "Replica 2 took up to" in page

@@ -1,0 +1,228 @@
+"""What the world promises beyond surviving: one verdict, no orphans that hold others up, refusals with the mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds import PROGRAMS, run_world
+
+from recover.job.grid import Grid
+from recover.launch import meeting_place
+from recover.launch.meeting_place import make_meeting_place
+from recover.liveness.board import Board
+
+
+@pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])
+def test_a_verdict_per_group_tears_and_one_over_the_world_does_not(
+    tmp_path: Path, protocol: str, torn: bool
+) -> None:
+    outcome = run_world("split_verdict.py", tmp_path / "run", 4, [protocol], 2, kills=["1:1.0:vote"])
+    verdicts = {rank: outcome.notes(rank, "verdict")[0]["verdict"] for rank in (0, 1)}
+    assert (verdicts[0] != verdicts[1]) is torn, f"{verdicts}\n{outcome.output}"
+
+
+def test_an_orphan_blocked_in_gloo_does_not_hold_the_others_up(tmp_path: Path) -> None:
+    outcome = run_world("orphan.py", tmp_path / "run", 6, replica_size=3)
+    assert outcome.survivors == [0, 1, 2], outcome.output
+    assert (outcome.ends[3], outcome.ends[4]) == ("orphan", "orphan"), outcome.output
+    killed = float((tmp_path / "run" / "killed-at").read_text())
+    assert max(outcome.notes(rank, "times")[0]["repaired"] for rank in (0, 1, 2)) - killed < 1.0
+
+
+def test_stock_ddp_on_backend_ulfm_has_the_losses_of_gloo(tmp_path: Path) -> None:
+    losses = {}
+    for backend in ("gloo", "ulfm"):
+        outcome = run_world(
+            "stock_ddp.py", tmp_path / backend, 2, [backend, str(tmp_path / f"store-{backend}")]
+        )
+        assert outcome.code == 0, outcome.output
+        losses[backend] = [outcome.notes(rank, "losses")[0]["losses"] for rank in (0, 1)]
+    np.testing.assert_allclose(losses["ulfm"], losses["gloo"], rtol=1e-6)
+    assert losses["ulfm"][0] != losses["ulfm"][1]  # each replica saw data of its own
+
+
+def test_the_primitives_tell_every_survivor_the_same(tmp_path: Path) -> None:
+    outcome = run_world("primitives.py", tmp_path / "run", 5, kills=["1:1:bucket", "2:0:bucket"])
+    assert outcome.survivors == [2, 3, 4], outcome.output
+    first = {rank: outcome.notes(rank, "first death")[0] for rank in (0, 2, 3, 4)}
+    for note in first.values():
+        assert note["failed"] == [1]
+        assert note["contributions"] == 4 + 2 + 4 + 2
+        assert note["roles"] == {"major": 2, "minor": 1, "minor-spare": 1}
+        assert not note["boundary"]
+        assert note["epoch"] == 2
+    assert first[3]["mine"] == "major"
+    for rank in (2, 3, 4):
+        second = outcome.notes(rank, "second death")[0]
+        assert second["boundary"]
+        assert second["failed"] == [0]
+        assert outcome.notes(rank, "boundary")[0]["failures"] is False
+
+
+def test_a_device_mesh_takes_ulfm_across_replicas_and_refuses_it_inside(tmp_path: Path) -> None:
+    outcome = run_world("mesh.py", tmp_path / "run", 4, replica_size=2)
+    assert outcome.code == 0, outcome.output
+
+
+def test_init_outside_of_mpirun_says_how_to_start() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import recover; recover.init()"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "recover run -n RANKS SCRIPT" in result.stderr
+
+
+def _mpirun(*words: str, script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """A site's own mpirun: no launcher of ours, no bootstrap."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RECOVER_")}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpirun = Path(sys.executable).parent / "mpirun"
+    command = [str(mpirun), "--oversubscribe", *words, sys.executable, "-c", script]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+    )
+
+
+def test_a_world_without_fault_tolerance_is_refused_with_the_mend() -> None:
+    result = _mpirun("-np", "1", script="import recover; recover.init()")
+    assert "--with-ft ulfm" in result.stderr
+
+
+ULFM = ("--with-ft", "ulfm", "--mca", "coll", "^han", "--mca", "coll_ftagree_era_topology", "2")
+
+
+def test_a_sites_own_mpirun_will_do(tmp_path: Path) -> None:
+    script = (
+        "import recover, os, signal\n"
+        "world = recover.init()\n"
+        "assert world.agree(1) == 1\n"
+        "left = [name for name in os.listdir('/dev/shm') if f'-{os.getppid()}-' in name]\n"
+        "assert left == [], f'{left} would stay behind if all ranks were killed now'\n"
+        "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "assert world.agree(1) is None\n"
+        "print('left', world.repair().members, flush=True)\n"
+    )
+    result = _mpirun(*ULFM, "-np", "3", script=script)
+    assert result.stdout.count("left (0, 2)") == 2, result.stderr
+
+
+def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_loopback(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import os, socket, torch, recover\n"
+        f"os.environ['RECOVER_RUN_DIR'] = {str(tmp_path)!r}\n"
+        "from recover.replica.torch_world import init_replica_world\n"
+        "from recover.carriers.gloo import _sockets\n"
+        "world = recover.init(replica_size=2)\n"
+        "init_replica_world(world)\n"
+        "mates = torch.tensor([world.rank])\n"
+        "torch.distributed.all_reduce(mates)\n"
+        "sockets = [socket.socket(fileno=os.dup(each)) for each in _sockets()]\n"
+        "open_to = [each.getsockname()[0] for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)\n"
+        "    and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]\n"
+        "print(world.replica, mates.item(), os.environ['GLOO_SOCKET_IFNAME'], set(open_to), flush=True)\n"
+    )
+    result = _mpirun(*ULFM, "--mca", "btl", "self,sm", "-np", "4", script=script)
+    assert (
+        sorted(result.stdout.splitlines()) == ["0 1 lo {'127.0.0.1'}"] * 2 + ["1 5 lo {'127.0.0.1'}"] * 2
+    ), result.stderr
+
+
+@pytest.mark.soak
+def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -> None:
+    for job in range(10):
+        run_dir = tmp_path / str(job)
+        script = f"import recover, os; os.environ['RECOVER_RUN_DIR'] = {str(run_dir)!r}; recover.init()"
+        result = _mpirun(*ULFM, "-np", "4", script=script)
+        ends = [json.loads((run_dir / "ranks" / f"{rank}.end").read_text())["end"] for rank in range(4)]
+        assert ends == ["done"] * 4, result.stderr
+
+
+WHERE = "from recover.launch.meeting_place import make_meeting_place; print(make_meeting_place())"
+
+
+def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp_path: Path) -> None:
+    """Also behind a wrapper, and where both have the same namespace, as a process id that is used again gives it."""
+    rank = f"'{sys.executable}' -c '{WHERE}'"
+    launcher = f'export PMIX_NAMESPACE="prterun@1"; {rank} & sh -c "{rank}; true"; wait'
+    places = [
+        subprocess.check_output(["bash", "-c", launcher], text=True, env={**os.environ}).split()
+        for _ in range(2)
+    ]
+    for pair in places:
+        assert len(pair) == 2
+        assert len(set(pair)) == 1
+        found = Path(pair[0])
+        assert found.stat().st_mode & 0o777 == 0o700
+        found.rmdir()
+    assert places[0] != places[1]
+
+
+@pytest.mark.parametrize("planted", ["link", "file", "open directory"])
+def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setattr(meeting_place, "MEMORY", tmp_path)
+    place = make_meeting_place()
+    place.rmdir()
+    target = tmp_path / "target"
+    target.mkdir(mode=0o700)
+    if planted == "link":
+        place.symlink_to(target)
+    elif planted == "file":
+        place.touch(0o600)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"somebody else has put it there; remove it"):
+        make_meeting_place()
+
+
+def test_a_board_follows_no_link_and_forgets_what_another_process_has_counted(tmp_path: Path) -> None:
+    victim = tmp_path / "thesis.txt"
+    victim.write_text("words")
+    (tmp_path / "link").symlink_to(victim)
+    with pytest.raises(PermissionError, match="is a link"):
+        Board(tmp_path / "link", 2)
+    assert victim.read_text() == "words"
+    stale = Board(tmp_path / "board", 2)
+    stale._table[:] = 5000
+    board = Board(tmp_path / "board", 2)
+    board.claim(1)
+    assert (board.finished(1), board.entered(1), board.arrived(1), board.joined(1)) == (0, 0, 0, False)
+    assert board.pid(1) == os.getpid()
+    board.enter(1, 7)
+    board.claim(1)  # the launcher's bootstrap has done so before recover.init()
+    assert board.entered(1) == 7
+
+
+def test_a_grid_that_does_not_divide_is_refused_with_the_mend() -> None:
+    with pytest.raises(ValueError, match="multiple of the replica size"):
+        Grid.of(5, 2)
+
+
+def test_programs_are_all_used() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
+    assert [p.name for p in PROGRAMS.glob("*.py") if p.name not in text] == []
+
+
+@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
+    outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
+    assert outcome.code == 0, outcome.output
+    assert "one per member" in outcome.output
+
+
+def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
+    outcome = run_world("strangers.py", tmp_path / "run", 3)
+    assert outcome.code == 0, outcome.output
+    rounds = "['is not it', 'made', 'given up', 'given up', 'made']"  # an impostor, noise, two who play a peer, nobody
+    assert outcome.output.count(f"members (0, 1) {rounds}") == 2, outcome.output
+    assert outcome.ends == {0: "done", 1: "done"}, outcome.output

@@ -1,0 +1,202 @@
+"""One source for every figure: what the documents say is what `docs/figures.json` says, and runs write both."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recover.bench import suite
+from recover.bench.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
+from recover.peers.scene import Scene
+
+SCENE = Scene(replicas=4, kills=((3, 1),)).to_json()
+COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
+LATER = {**COSTS, "N": 16, "baseline_cost": 12.0, "ours_cost": 0.4}
+STEPS = {"steps": [{"microbatches": 16, "seconds": 0.6}], "per_provisioned_rank": 50.0}
+RESULTS: dict[str, Any] = {
+    "trajectory": {
+        "scene": SCENE,
+        "runs": {
+            "stock": {**STEPS, "effective_throughput": 100.0},
+            "failure-free": {**STEPS, "effective_throughput": 99.0},
+            "ours": {**STEPS, "effective_throughput": 98.0, "largest_distance": 2.4e-7},
+            "adaptive": {**STEPS, "effective_throughput": 98.0, "largest_distance": 0.123},
+        },
+    },
+    "breakdown": {"scene": SCENE, "rows": [COSTS, LATER]},
+    "multi": {
+        "scene": SCENE,
+        "interval": 12,
+        "ours": {"steps_of": {"4": 0.6}},
+        "baselines": [{"ratios": [2.0], "advantage": {"more": 0.5, "rank_seconds_ratio": 1.5}}],
+    },
+    "sweep": {
+        "scene": SCENE,
+        "curves": [
+            {"alive": n, "crossing_effective": None, "crossing_wall": 0.2, "paper": {"2.23 times": 0.9}}
+            for n in (5, 4, 3)
+        ],
+    },
+    "peers": {
+        "scene": SCENE,
+        "systems": {
+            "ours": {"seconds": 0.5, "microbatches": 16, "discarded": 0},
+            "torchft Manager.allreduce": {"seconds": "not measured: no wheel"},
+        },
+    },
+    "overhead": {
+        "replicas": 2,
+        "shard": 2,
+        "parameters": 27_800_000,
+        "ratio": {"value": 0.991, "low": 0.97, "high": 1.013},
+        "reproducible_against_fast": {"value": 0.7},
+        "extra_bytes_per_parameter": -0.5,
+    },
+    "recovery": {
+        "replicas": 4,
+        "recovery_ms": {"median": 123.4, "low": 100.0, "high": 150.0},
+        "discarded": 0,
+    },
+    "repair": {"repair_ms": {"mpi": {"median": 77.0}, "gloo": {"median": 55.0}}, "ranks": 8},
+    "collectives": {
+        "collectives_ms": {
+            str(ranks): {
+                size: {"mpi carrier": {"median": 10.0}, "stock gloo": {"median": 15.0}}
+                for size in ("25.0", "100.0")
+            }
+            for ranks in (2, 4)
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_the_documents_say_what_the_file_of_figures_says(page: Path) -> None:
+    text = page.read_text()
+    assert fill(text, read()) == text, (
+        f"{page.name} or docs/figures.json was edited alone; run `recover bench publish`"
+    )
+
+
+def test_a_figure_that_is_edited_alone_is_seen_wherever_it_is_quoted() -> None:
+    figures, quoted = read(), set()
+    for page in pages():
+        text = page.read_text()
+        for found in QUOTED.finditer(text):
+            quoted.add(found[2])
+            other = text[: found.start(3)] + "9" + text[found.start(3) :]
+            assert fill(other, figures) == text
+        if TABLE.search(text):
+            assert fill(TABLE.sub(r"\1nothing\n\4", text), figures) == text
+    for name in quoted - {"origin"}:
+        part, _, key = name.rpartition(".")
+        edited = json.loads(json.dumps(figures))
+        edited[part]["values"][key] += "9"
+        assert any(fill(page.read_text(), edited) != page.read_text() for page in pages())
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 4), ("docs/evaluation.md", 11)])
+def test_no_figure_of_a_benchmark_is_given_by_hand(page: str, least: int) -> None:
+    rows = [line for line in (ROOT / page).read_text().splitlines() if "| `recover bench" in line[1:]]
+    assert len(rows) >= least
+    for row in rows:
+        assert QUOTED.search(row), row
+        assert "**" not in QUOTED.sub("", row).replace("****", ""), f"bold, and not from the file: {row}"
+
+
+def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
+    evaluation, faults, world = (
+        (ROOT / name).read_text() for name in ("docs/evaluation.md", "docs/faults.md", "docs/world.md")
+    )
+    chaos = faults[faults.index("| where | seeds | runs |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[-4:-1]] for line in chaos.splitlines()[2:]]
+    runs, struck, broken = (sum(int(row[n]) for row in rows) for n in range(3))
+    assert f"{runs} runs, {struck} faults" in evaluation
+    assert broken == 0
+    assert set(re.findall(r"\d+ of \d+(?= cells held)", faults)) == {
+        told.replace("**", "") for told in re.findall(r"\*\*(\d+ of \d+)\*\*(?= cells held)", evaluation)
+    }
+    bursts = re.findall(r"^\| `(?:mpi|gloo)` \| (\d+) \| (\d+) \| 0 \| 0 \|$", world, re.MULTILINE)
+    totals = [sum(int(row[n]) for row in bursts) for n in (0, 1)]
+    assert f"{totals[0]} bursts of 2 to 4 deaths within 15 ms, {totals[1]} deaths" in evaluation
+
+
+def checkout(directory: Path) -> Path:
+    """The documents and nothing else."""
+    for page in [*pages(), ROOT / FILE]:
+        (directory / page.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(page, directory / page.relative_to(ROOT))
+    return directory
+
+
+def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path: Path) -> None:
+    root, runs = checkout(tmp_path), tmp_path / "runs"
+    runs.mkdir()
+    origin = {
+        "command": "recover bench all",
+        "machine": {
+            "cores": 64,
+            "processor": "Abacus",
+            "architecture": "oak",
+            "torch": "9.9",
+            "openmpi": "6.0",
+        },
+        "commit": "c0ffee",
+        "sources": "5ea5e1de",
+        "measured_at": "2030-01-01",
+    }
+    for name in suite.parts(long=False):
+        part = name.partition("-")[0]
+        content = RESULTS[part] if part in ("repair", "collectives") else {part: RESULTS[part]}
+        (runs / f"{name}.json").write_text(json.dumps(origin | content))
+    assert sorted(publish([runs], root)) == sorted(suite.parts(long=False))
+    readme, world, evaluation = (
+        QUOTED.sub(r"\3", (root / name).read_text())
+        for name in ("README.md", "docs/world.md", "docs/evaluation.md")
+    )
+    assert "On 64 cores (Abacus, oak), torch 9.9, Open MPI 6.0, by" in readme
+    for words in (
+        "**0.99x** its tokens/s (95% interval 0.97 to 1.01), no more memory",
+        "**+50%**",
+        "at most **2e-7** apart",
+    ):
+        assert words in readme
+        assert words in evaluation
+    assert "**123 ms** median" in evaluation
+    assert "torchft's `Manager.allreduce` not measured: no wheel on ? of 16" in evaluation
+    assert "| 4 | 100 | 10.0 | 15.0 |" in world
+    assert "0.31 to 0.40 s; checkpoint-restart at its best (N = 2): 8.0 s" in evaluation
+    figures = read(root)
+    assert all(figures[name][key] == origin[key] for name in figures for key in ORIGIN)
+    assert not any("carried_over" in each for each in figures.values())
+    published = (root / FILE).read_text()
+    publish([runs / "recovery.json"], root)
+    assert (root / FILE).read_text() == published
+
+
+def test_every_benchmark_has_figures_to_publish() -> None:
+    for long in (False, True):
+        assert {name.partition("-")[0] for name in suite.parts(long)} <= TELLERS.keys()
+
+
+def test_a_run_that_lacks_what_a_document_quotes_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    root = checkout(tmp_path)
+    before = {page: page.read_text() for page in [*pages(root), root / FILE]}
+    small = tmp_path / "collectives.json"
+    few = {"collectives_ms": {"2": RESULTS["collectives"]["collectives_ms"]["2"]}}
+    small.write_text(json.dumps({key: read()["collectives"][key] for key in ORIGIN} | few))
+    with pytest.raises(ValueError, match=r"quotes collectives.4-25"):
+        publish([small], root)
+    for name in ("shopping", "repair"):
+        other = tmp_path / f"{name}.json"
+        other.write_text(json.dumps(RESULTS["repair"]))
+        with pytest.raises(ValueError, match=f"{name} is not a benchmark's file"):
+            publish([other], root)
+    with pytest.raises(ValueError, match="in a checkout"):
+        publish([small], tmp_path / "elsewhere")
+    assert {page: page.read_text() for page in before} == before

@@ -1,0 +1,133 @@
+"""Grids that fit, and gradients that several ranks of a replica share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy_threed import config_of
+
+from recover.replica.model_cut import ModelCut
+from recover.step.gradients import OwnedGradients
+from recover.step.inside import PlainReplica, Sharing
+from recover.step.reduction import ReproducibleSum
+
+
+class Doubling:
+    """A partner that has computed the same as this rank."""
+
+    size = 2
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        sums.mul_(2)
+
+
+class SharedReplica(PlainReplica):
+    """The first parameter is held by two ranks."""
+
+    def __init__(self, shared: torch.nn.Parameter) -> None:
+        self._shared, self._sharing = shared, Sharing(copies=2, partners=Doubling())
+
+    def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
+        return self._sharing if parameter is self._shared else Sharing()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_parts_of_shared_gradients_are_added_up_once_per_round(exact: bool) -> None:
+    """Over two rounds and a reduction that has to be done again; a new step begins with nothing."""
+    shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    total = ReproducibleSum(8) if exact else None
+    gradients = OwnedGradients([shared, own], bucket_mb=1, sum=total, replica=SharedReplica(shared))
+    unit = gradients.sum.unit
+    posted: list[list[float]] = []
+    assert [bucket.copies for bucket in gradients.buckets] == [1, 2]
+    for _ in range(2):
+        gradients.begin()
+        for values in ([1.0, 2.0], [4.0]):  # the microbatches of two rounds
+            gradients.expect(None)
+            for value in values:
+                (value * (shared + own).sum()).backward()
+            gradients.collect()
+        for _ in range(2):
+            posted.clear()
+            gradients.post_all(lambda index, bucket: posted.append((bucket.local * unit).tolist()))
+            assert posted == [[7.0] * 3, [14.0] * 3]
+            gradients.rewind(overlapped=False)
+
+
+def test_what_nobody_has_computed_of_a_shared_parameter_counts_as_zero() -> None:
+    """A replica that has run nothing in this attempt posts zeros, not what an earlier step has left."""
+    shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    gradients = OwnedGradients([shared, own], bucket_mb=1, replica=SharedReplica(shared))
+    for bucket in gradients.buckets:
+        bucket.local.fill_(7.0)
+    gradients.begin()
+    posted: list[float] = []
+    gradients.post_all(lambda index, bucket: posted.extend(bucket.local.tolist()))
+    assert posted == [0.0] * 6
+
+
+class Busy:
+    """A partner that has used everything, and gives ones."""
+
+    size = 2
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        sums += 1
+
+
+def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None:
+    shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    replica = SharedReplica(shared)
+    replica._sharing = Sharing(copies=2, partners=Busy())
+    gradients = OwnedGradients([shared, own], bucket_mb=1, replica=replica)
+    gradients.begin()
+    assert gradients.usage.tolist() == [0, 0]
+    gradients.expect(None)
+    gradients.collect()
+    assert gradients.usage.tolist() == [1, 0]
+    gradients.post_all(lambda index, bucket: bucket.result.copy_(bucket.local))
+    gradients.install(1.0, 1.0, gradients.usage)
+    assert shared.grad.tolist() == [1.0] * 3
+    assert own.grad is None
+    gradients.begin()
+    assert gradients.usage.tolist() == [0, 0]
+
+
+def test_a_part_of_a_gradient_must_leave_room_for_the_others() -> None:
+    """Fixed-point sums hold B times what is allowed: of two parts, each may have half of it."""
+    shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    total = ReproducibleSum(8)
+    gradients = OwnedGradients([shared, own], bucket_mb=1, sum=total, replica=SharedReplica(shared))
+    for parameter, fits in ((own, True), (shared, False)):
+        gradients.begin()
+        gradients.expect(None)
+        (0.75 * total.bound * parameter.sum()).backward()
+        gradients.collect()
+        assert gradients.in_range is fits
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "complaint"),
+    [
+        ({"tp": 0}, 1, "tp=0 must be at least 1"),
+        ({"pp": 2, "schedule": "2f2b"}, 2, "schedule='2f2b' is not known; choose one of '1f1b'"),
+        ({"tp": 2, "pp": 2}, 2, "makes 4 ranks, and a replica has 2; make replicas of 4 ranks"),
+        ({"ep": 4}, 2, "expert groups would span replicas, and the loss of one would stop the others"),
+        ({"tp": 4}, 4, "kv_heads 2 of the model is not a multiple of tp=4"),
+        ({"pp": 4}, 4, "2 layer\\(s\\) cannot be cut into 4 stages"),
+        ({"pp": 2, "schedule": "interleaved"}, 2, "2 layer\\(s\\) cannot be cut into 4 stages"),
+        ({"ep": 2}, 2, "the model has 0 experts, which cannot be shared among ep=2 ranks"),
+        ({"tp": 2, "dropout": 0.1}, 2, "dropout=0.1 is not supported with tp=2"),
+    ],
+)
+def test_a_grid_that_does_not_fit_is_refused(shape: dict[str, Any], size: int, complaint: str) -> None:
+    def check() -> None:
+        model = config_of({"dropout": shape.pop("dropout", 0.0)})
+        grid = ModelCut(**shape)
+        grid.check_ranks(size)
+        grid.check_model(model)
+
+    with pytest.raises(ValueError, match=complaint):
+        check()

@@ -1,0 +1,248 @@
+"""Checkpoints on disk: what is loaded is what was saved, on any grid; nothing foreign runs; no draft is offered."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from training import small_world
+
+from recover.train import checkpoint
+from recover.train.checkpoint import FACTS, CheckpointError, Found
+from recover.train.preparation import prepare_run
+from recover.train.run_records import parameters_digest
+from recover.train.saver import Saver
+from recover.train.tensors import Part, Stored, Tensors
+
+
+def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with tied weights, and an optimizer that has been used."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 5))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed, betas=(0.8, 0.9))
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def digest(model: torch.nn.Module) -> str:
+    return parameters_digest((name, p.detach()) for name, p in sorted(model.named_parameters()))
+
+
+def saver(run_dir: Path, replica: int = 0, keep: int = 1, every: int = 1) -> Saver:
+    return Saver(run_dir, every, keep, replica)
+
+
+def save(one: Saver, step: int, seed: int = 0) -> None:
+    one.save(step, Tensors(*trained(seed), 1), {"step": step})
+    one.finish()
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def saved_twice(run_dir: Path) -> Found:
+    """Two good checkpoints; the newer one."""
+    one = saver(run_dir, keep=2)
+    for step in (1, 2):
+        save(one, step)
+        one.found_equal(step + 1, [0])
+    one.finish()
+    found = checkpoint.latest(run_dir)
+    assert found
+    return found
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    found = saved_twice(tmp_path)
+    found.verify()
+    model, optimizer = trained(seed=1)
+    Tensors(model, optimizer, 1).load(found.path, found.facts()["files"])
+    before, optimizer_before = trained()
+    assert digest(model) == digest(before) == found.facts()["parameters_digest"]
+    assert model[2].weight is model[0].weight
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    for mine, theirs in zip(optimizer.state.values(), optimizer_before.state.values(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_grid_reads_what_any_other_has_written(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A tensor cut into blocks along every dimension, spread over files in any order; any block of it is read back."""
+    directory = tmp_path_factory.mktemp("grid")
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=3))
+    tensor = torch.randn(shape)
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    blocks = list(product(*[list(pairwise(c)) for c in cuts]))
+    for number, block in enumerate(data.draw(st.permutations(blocks))):
+        where = {"x": (shape, [low for low, _ in block])}
+        piece = tensor[tuple(slice(low, high) for low, high in block)].contiguous()
+        save_file(
+            {"x": piece}, directory / f"{number}", metadata={"parts": json.dumps(where), "values": "{}"}
+        )
+    lows = [data.draw(st.integers(0, n - 1)) for n in shape]
+    highs = [data.draw(st.integers(low + 1, n)) for low, n in zip(lows, shape, strict=True)]
+    expected = tensor[tuple(slice(low, high) for low, high in zip(lows, highs, strict=True))]
+    wanted = Part(tuple(shape), tuple(lows), torch.zeros_like(expected))
+    files = list(map(str, range(len(blocks))))
+    with Stored(directory, files) as stored:
+        stored.fill("x", wanted)
+        assert torch.equal(wanted.tensor, expected)
+        assert torch.equal(stored.whole("x"), tensor)
+    whole = Part(tuple(shape), (0,) * len(shape), torch.zeros(shape))
+    if len(files) > 1:
+        with pytest.raises(CheckpointError, match=r"lacks \d+ numbers of x"):
+            Stored(directory, files[1:]).fill("x", whole)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_a_flipped_bit_anywhere_is_refused_with_both_digests_and_an_older_one(
+    tmp_path: Path, share: float
+) -> None:
+    """In the header, in the parameters, in the optimizer's moments."""
+    found = saved_twice(tmp_path)
+    path = found.path / "part-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[int(share * len(content))] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as refusal:
+        found.verify()
+    assert found.facts()["files"][path.name] in str(refusal.value)
+    assert checkpoint.file_digest(path) in str(refusal.value)
+    assert "move it away, and --resume goes on from step-1" in str(refusal.value)
+
+
+def planted(path: Path) -> bytes:
+    """A pickle that makes this file when it is read."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(path),)
+
+    return pickle.dumps(Evil())
+
+
+def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    """One of the old format, with pickles; one of ours whose files are pickles; one that points elsewhere."""
+    mark = tmp_path / "mark"
+    pickle.loads(planted(mark))  # it would work
+    mark.rmdir()
+    run_dir, old = tmp_path / "run", tmp_path / "run/checkpoints/step-7"
+    old.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "part-0.safetensors"):
+        (old / name).write_bytes(planted(mark))
+    (old / FACTS).write_text(json.dumps({"step": 7, "config": {}}))
+    with pytest.raises(CheckpointError, match=r"has format 1, and this version reads format 2 only.*pickles"):
+        prepare_run(small_world(tmp_path), None, [], run_dir)
+
+    def offer(files: dict[str, str]) -> Found:
+        (old / FACTS).write_text(json.dumps({"format": 2, "files": files}))
+        return Found(old, 7)
+
+    digest = checkpoint.file_digest(old / ".metadata")
+    found = offer({"part-0.safetensors": digest, ".metadata": digest})
+    found.verify()  # whoever made it could lie about that
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tensors(*trained(), 1).load(old, found.facts()["files"])
+    (tmp_path / "elsewhere").write_bytes(planted(mark))
+    for refuse in (Found.verify, lambda f: Tensors(*trained(), 1).load(old, f.facts()["files"])):
+        with pytest.raises(CheckpointError, match="outside of itself"):
+            refuse(offer({"../../../elsewhere": checkpoint.file_digest(tmp_path / "elsewhere")}))
+    (old / FACTS).write_bytes(planted(mark))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        found.facts()
+    assert not mark.exists()
+
+
+def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_sound(tmp_path: Path) -> None:
+    """And the only good one stays until the next is good, with keep=1, too."""
+    one = saver(tmp_path, keep=1)
+    save(one, 1)
+    assert (names(tmp_path), checkpoint.latest(tmp_path)) == (["draft-1"], None)
+    one.found_equal(1, [0, 1])  # the vote of the step itself tells of the state before it
+    one.finish()
+    assert names(tmp_path) == ["draft-1"]
+    one.found_equal(2, [0, 1])
+    one.finish()
+    assert names(tmp_path) == ["step-1"]
+    save(one, 2)
+    assert names(tmp_path) == ["draft-2", "step-1"]
+    one.found_equal(3, [0])
+    one.finish()
+    assert names(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "torn", "left"),
+    [
+        ([(3, [1, 2])], False, ["step-1"]),  # evicted by the vote after it, or dead before it
+        ([(3, [0, 1, 2]), (4, [1, 2])], False, ["step-1", "step-2"]),  # it voted, and died before it named it
+        ([(3, [0, 1, 2]), (4, [1, 2])], True, ["step-1"]),  # ... but died over the writing
+    ],
+)
+def test_the_successor_of_a_lost_writer_names_its_draft_or_saves_again(
+    tmp_path: Path, votes: list[tuple[int, list[int]]], torn: bool, left: list[str]
+) -> None:
+    lost, successor = saver(tmp_path, 0, keep=3), saver(tmp_path, 1, keep=3)
+    save(lost, 1)
+    for one in (lost, successor):
+        one.found_equal(2, [0, 1, 2])
+    lost.finish()
+    save(lost, 2)
+    if torn:
+        (tmp_path / "checkpoints/draft-2" / FACTS).unlink()
+    for step, replicas in votes:
+        successor.found_equal(step, replicas)
+    step = votes[-1][0]
+    assert successor.comes(step, lost=True)
+    assert successor.due(step)
+    assert names(tmp_path) == left
+    save(successor, step)
+    successor.found_equal(step + 1, [1, 2])
+    successor.finish()
+    assert names(tmp_path) == [*left, f"step-{step}"]
+
+
+def test_drafts_of_an_earlier_run_are_never_named(tmp_path: Path) -> None:
+    save(saver(tmp_path), 4)
+    later = saver(tmp_path)
+    later.start()
+    later.found_equal(9, [0, 1])  # its replica 0 is another one than that which wrote it
+    assert later.newest() == 0
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = saver(tmp_path, every=2)
+    save(one, 2)
+    one.found_equal(3, [0])
+    one.finish()
+    (tmp_path / "checkpoints/draft-4").write_text("in the way")
+    save(one, 4)
+    one.found_equal(5, [0])
+    one.finish()
+    assert "the checkpoint of step 4 could not be written" in capsys.readouterr().out
+    found = checkpoint.latest(tmp_path)
+    assert found
+    assert found.step == 2
+    assert not one.due(5)
+    assert one.comes(6, lost=False)
+    assert one.due(6)

@@ -1,0 +1,208 @@
+"""What `recover train` refuses before any process starts, and what it makes of what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from training import SHAPE, small_world
+
+from recover.models import SIZES, Llama
+from recover.train import checkpoint
+from recover.train.config import MODELS, ConfigError, parse, read_file
+from recover.train.model_shape import parameters_of, shape_of
+from recover.train.preparation import prepare_run
+from recover.train.supervision import train
+
+
+def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path | None = None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        prepare_run([*small_world(place), *words], place / "run", kills, resume)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stepz=5"], "there is no key 'stepz'; did you mean 'steps'?"),
+        (["checkpoint.evry=5"], "did you mean 'checkpoint.every'?"),
+        (["eval=5"], "'eval' is a group of keys"),
+        (["policy=balancd"], "did you mean 'balanced'?"),
+        (["steps=many"], "steps='many' must be a whole number"),
+        (["steps=0"], "steps='0' must be greater than 0"),
+        (["lr=-1"], "lr='-1' must be greater than 0"),
+        (["lr=nan"], "lr='nan' must be a finite number"),
+        (["accum=x"], "accum='x' must be a whole number"),
+        (["log.tensorboard=perhaps"], "must be true or false"),
+        (["parallel=4d"], "parallel='4d' must be 'ddp', 'hsdp' or '3d'; did you mean '3d'?"),
+        (["policy=static"], "samples=partitioned"),
+        (["model=tinny"], "did you mean 'tiny'?"),
+        (["min_replicas=9"], "min_replicas=9 is more than replicas=4"),
+        (["replicas=4", "accum=5", "global_batch=16"], "leave accum out"),
+        (["replicas=9", "global_batch=8"], "more than the 8 microbatches"),
+        (["seq_len=65"], "more than the 64 positions"),
+        (["data.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["microbatch_size=500", "accum=50"], "too few for one step"),
+        (["faults=/nowhere"], "faults='/nowhere' cannot be read"),
+        (["log.wandb=mine"], "pip install wandb"),
+        (["device=cuda"], "sees no GPU"),
+        (["novalue"], "key=value"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_cause_value_and_mend(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    assert said in refusal(*words, place=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kill", "said"),
+    [
+        ("3:4:vote", "replicas 0 to 3"),
+        ("61:0:vote", "60 steps"),
+        ("3:0.1:vote", "one process"),
+        ("3:0:vot", "did you mean 'vote'?"),
+    ],
+)
+def test_a_kill_that_cannot_strike_is_refused(tmp_path: Path, kill: str, said: str) -> None:
+    assert said in refusal(place=tmp_path, kills=(kill,))
+
+
+def test_yaml_values_are_read_as_the_person_meant_them(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("lr: 3e-4\nclip: null\nlog: {tensorboard: no}\nsteps: 010\ncheckpoint.every: 7\n")
+    config = parse(read_file(file))
+    assert (config.lr, config.clip, config.log.tensorboard, config.steps) == (3e-4, None, False, 10)
+    assert config.checkpoint.every == 7
+    assert parse(read_file_of(config.to_yaml(), tmp_path)) == config
+
+
+def read_file_of(text: str, place: Path) -> dict[str, object]:
+    (place / "again.yaml").write_text(text)
+    return read_file(place / "again.yaml")
+
+
+def test_the_batch_follows_from_the_replicas_and_stays_when_it_is_named() -> None:
+    assert parse({"replicas": "3", "accum": "5"}).global_batch == 15
+    assert parse({"replicas": "3", "global_batch": "16"}).accum == 6
+
+
+def test_the_names_of_the_models_are_those_of_the_reference_llama() -> None:
+    assert {name: shape.seq_len for name, shape in SIZES.items()} == MODELS
+    assert parse({"model": "1b"}).seq_len == 4096
+    assert parse({"model": "1b", "seq_len": "512"}).seq_len == 512
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_config_names_a_model(tmp_path: Path, tied: bool) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied, "rope_theta": 5e5}))
+    shape = shape_of(parse({"model": str(file), "seq_len": "64"}), vocab=256)
+    assert (shape.dim, shape.layers, shape.kv_heads, shape.rope_theta) == (32, 1, 1, 5e5)
+    assert parameters_of(shape) == sum(p.numel() for p in Llama(shape).parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "gpt2"}, "not 'llama'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling"),
+        ({"hidden_act": "gelu"}, "other than silu"),
+        ({"hidden_size": 33}, "not a multiple of heads"),
+        ({"vocab_size": 100}, "only 100"),
+    ],
+)
+def test_a_model_that_is_not_the_reference_llama_is_refused(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**SHAPE, **change}))
+    with pytest.raises(ConfigError, match=said):
+        shape_of(parse({"model": str(file), "seq_len": "64"}), vocab=256)
+
+
+def test_a_dry_run_shows_grid_memory_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*small_world(tmp_path), "replicas=3", "accum=4", "policy=static", "samples=partitioned"]
+    assert train(words, tmp_path / "run", ["2:1:vote"], None, dry_run=True) == 0
+    text = capsys.readouterr().out
+    for expected in ("3 replicas of 1 rank", "optimizer (adamw)", "3 alive: 3 major x 4 = 12", "2:1.0:vote"):
+        assert expected in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_file_adds_to_the_kills(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.yaml"
+    faults.write_text(
+        "- {step: 3, replica: 1, location: in-reduce}\n- {step: 4, replica: 2, location: vote}\n"
+    )
+    words = [*small_world(tmp_path), f"faults={faults}"]
+    prepared = prepare_run(words, tmp_path / "run", ["5:0:update"], None)
+    assert [str(kill) for kill in prepared.kills] == ["5:0.0:update", "3:1.0:in-reduce", "4:2.0:vote"]
+    faults.write_text("- {step: 3}\n")
+    assert "must be a YAML list like" in refusal(f"faults={faults}", place=tmp_path)
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps.jsonl").write_text("")
+    assert "--resume" in refusal(place=tmp_path)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert "make room" in refusal("checkpoint.every=5", place=tmp_path)
+
+
+def pretend_checkpoint(place: Path, *words: str) -> Path:
+    """The readable half of a checkpoint: all that is looked at before the start."""
+    prepared = prepare_run([*small_world(place), *words], place / "old", (), None)
+    path = place / "old" / "checkpoints" / "step-4"
+    path.mkdir(parents=True)
+    shape = asdict(shape_of(prepared.config, prepared.stream.vocab))
+    facts = {"format": checkpoint.FORMAT, "config": prepared.config.model_dump(), "model": shape, "files": {}}
+    (path / checkpoint.FACTS).write_text(json.dumps(facts))
+    return place / "old"
+
+
+def test_resuming_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
+    old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
+    for replicas, accum in ((1, 16), (3, 6), (5, 4), (16, 1)):
+        config = prepare_run([f"replicas={replicas}"], None, (), old).config
+        assert (config.global_batch, config.accum, config.steps) == (16, accum, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replicas=2", "accum=4"], "8 microbatches a step, but global_batch is 16"),
+        (["global_batch=32"], "global_batch=16"),
+        (["seed=1"], "seed=0"),
+        (["samples=partitioned"], "samples=exact"),
+        (["model=tiny"], "another model (dim 32, not 256"),
+        (["steps=4"], "all 4 steps already"),
+    ],
+)
+def test_resuming_as_another_run_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(words, None, (), old)
+    assert said in str(caught.value)
+
+
+def test_resuming_what_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    assert "no such directory" in refusal(place=tmp_path, resume=tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert "no whole checkpoint" in refusal(place=tmp_path, resume=tmp_path / "empty")
+
+
+def test_a_run_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert "is a file" in refusal(place=tmp_path)
+    assert os.path.isfile(tmp_path / "run")

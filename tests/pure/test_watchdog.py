@@ -1,0 +1,312 @@
+"""Hung ranks: a stopped or stuck one is fenced, a slow one is not, and no machine that has slept kills anybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover.job.grid import Grid
+from recover.job.spec import read_hang_limit
+from recover.launch.preflight import Refusal, check_hang_limit
+from recover.liveness.board import ACTIVITY, Board
+from recover.liveness.signs import Sign
+from recover.step.step import Step
+from recover.step.stragglers import NOISE, WINDOW, Stragglers
+from recover.world.watchdog import (
+    FACTOR,
+    FORGOTTEN_AFTER,
+    LAST_STEPS,
+    STOPPED,
+    STUCK,
+    AgreementWatchdog,
+    HangWatchdog,
+)
+
+LOOK = 0.05
+
+
+class Peer:
+    """One other rank, as the board shows it."""
+
+    def __init__(self, slot: int = 3) -> None:
+        self.beats, self.done, self.late, self.stopped, self.slot = 1, 0, True, False, slot
+
+    def sign(self) -> Sign:
+        return Sign(
+            self.beats, (self.done,), self.late, self.stopped, step=6, suspects=((self.slot, 40 + self.slot),)
+        )
+
+    def stop(self) -> Peer:
+        self.stopped = True
+        return self
+
+
+def company(*peers: Peer, healthy: int = 4) -> dict[int, Peer]:
+    """These peers, as ranks 1, 2, ..., among so many who wait as the watching one does."""
+    waiting = [Peer() for _ in range(healthy)]
+    for one in waiting:
+        one.late = False
+    return dict(enumerate([waiting[0], *peers, *waiting[1:]]))
+
+
+def watch(
+    watchdog: HangWatchdog,
+    peers: dict[int, Peer] | Peer,
+    seconds: float,
+    now: float,
+    ticks: bool = True,
+    waiting: bool = True,
+) -> tuple[dict[int, float], float]:
+    """Look for so long; who was found to hang, after how long, and the time afterwards. A fenced one is dead.
+
+    Whoever is stopped does not tick; `ticks`: whether the other late ones do.
+    """
+    peers = company(peers) if isinstance(peers, Peer) else peers
+    started, found = now, dict[int, float]()
+    while now - started < seconds:
+        now += LOOK
+        for peer in peers.values():
+            peer.beats += not peer.stopped and (ticks or not peer.late)
+        signs = {rank: peer.sign() for rank, peer in peers.items() if rank not in found}
+        for rank in watchdog.look(waiting, signs, now):
+            found[rank] = pytest.approx(now - started, abs=0.2)
+    return found, now
+
+
+def running(
+    limit: float | None = None, step: float = 0.2, replica_size: int = 1, **more: Any
+) -> HangWatchdog:
+    watchdog = HangWatchdog(Grid(64 // replica_size, replica_size), limit, **more)
+    for _ in range(3):
+        watchdog.committed(step)
+    return watchdog
+
+
+def test_a_process_that_is_stopped_is_fenced_after_the_limit_and_a_shorter_pause_costs_nothing() -> None:
+    watchdog, peer = running(), Peer().stop()
+    found, now = watch(watchdog, peer, STOPPED - 1, 100.0)
+    assert found == {}
+    peer.stopped = False
+    found, now = watch(watchdog, peer, 1, now)
+    assert found == {}
+    found, _ = watch(watchdog, peer.stop(), STOPPED + 1, now)
+    assert found == {1: STOPPED}
+
+
+def test_stopped_processes_are_fenced_however_many_they_are_and_in_whatever_step() -> None:
+    one, two, three = Peer().stop(), Peer().stop(), Peer().stop()
+    assert watch(running(), company(one, healthy=1), STOPPED + 1, 0.0)[0] == {1: STOPPED}
+    assert watch(running(), company(one, two, three, healthy=1), STOPPED + 1, 0.0)[0] == dict.fromkeys(
+        (1, 2, 3), STOPPED
+    )
+    one.late = False  # between two steps, before the first, or on its way out
+    assert watch(HangWatchdog(Grid(64)), company(one), STOPPED + 1, 0.0)[0] == {1: STOPPED}
+
+
+def test_a_call_that_holds_pythons_lock_counts_as_a_long_microbatch_and_between_steps_as_nothing() -> None:
+    """Its heartbeat stands still, but the kernel does not say that it was stopped."""
+    silent = Peer()
+    assert watch(running(), silent, STUCK + 1, 0.0, ticks=False)[0] == {1: STUCK}
+    silent.late = False
+    peers = {**company(), 4: silent}
+    watchdog, now = running(), 0.0
+    while now < 5 * STUCK:
+        now += LOOK
+        for rank in range(4):
+            peers[rank].beats += 1
+        assert watchdog.look(True, {rank: peer.sign() for rank, peer in peers.items()}, now) == {}
+
+
+def test_a_rank_that_computes_for_long_is_not_stuck_until_all_have_waited_many_steps_for_it() -> None:
+    peer = Peer()
+    assert watch(running(step=0.2), peer, STUCK + 2, 0.0)[0] == {1: STUCK}
+    assert watch(running(step=20), peer, FACTOR * 20 + 2, 0.0)[0] == {1: FACTOR * 20}
+    watchdog, now = running(step=0.2), 0.0
+    for _ in range(4):  # it finishes a microbatch now and then
+        found, now = watch(watchdog, peer, STUCK - 5, now)
+        assert found == {}
+        peer.done += 1
+
+
+def test_the_limit_follows_typical_steps_and_neither_the_first_nor_a_long_one() -> None:
+    watchdog = HangWatchdog(Grid(64))
+    watchdog.committed(900.0)  # it compiled
+    assert watchdog.stuck_limit == STUCK
+    for seconds in (20.0, 20.0, 700.0, 20.0):
+        watchdog.committed(seconds)
+    assert watchdog.stuck_limit == FACTOR * 20
+    for _ in range(LAST_STEPS):  # the job has become faster
+        watchdog.committed(1.0)
+    assert watchdog.stuck_limit == STUCK
+
+
+@pytest.mark.parametrize("replica_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stuck", "healthy"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 1), (3, 4), (7, 1)]
+)
+def test_the_many_are_never_fenced_for_the_few(stuck: int, healthy: int, replica_size: int) -> None:
+    """Replicas count, not ranks: of each stuck one only the first rank, or all of them, may look stuck."""
+    for whole in (False, True):
+        ranks = {}
+        for replica in range(stuck + healthy):
+            for shard in range(replica_size):
+                peer = ranks[replica * replica_size + shard] = Peer()
+                peer.late = replica < stuck and (whole or shard == 0)
+        said: list[str] = []
+        watchdog = running(replica_size=replica_size, report=said.append)
+        found, _ = watch(watchdog, ranks, 3 * STUCK, 0.0)
+        fenced = {rank for rank in found if rank < stuck * replica_size}
+        if 2 * stuck < stuck + healthy:
+            assert fenced == set(found) == {rank for rank, peer in ranks.items() if peer.late}
+            continue
+        assert found == {}
+        assert [f"{stuck} of {stuck + healthy} replicas" in text for text in said] == [
+            True,
+            True,
+        ]  # rarer and rarer
+        assert "rank 0 for 60 s in step 6, slot 3 (sample 43)" in said[0]
+
+
+def test_a_stall_that_ends_for_one_after_the_other_costs_nobody() -> None:
+    """Three of four wait for a file system, each a little later than the one before, and so they go on."""
+    stalled = [Peer(), Peer(), Peer()]
+    peers = company(healthy=1)
+    watchdog, now = running(), 0.0
+    for number, peer in enumerate(stalled, start=1):
+        peers[number] = peer
+    for second in range(200):
+        for number, peer in enumerate(stalled):
+            peer.done += second <= number or second > 75 + 20 * number
+        found, now = watch(watchdog, peers, 1, now)
+        assert found == {}, second
+
+
+def test_a_slot_that_has_cost_a_replica_gives_the_next_one_six_times_as_long() -> None:
+    watchdog = running(blamed=lambda step: frozenset({(3, 43)} if step == 6 else ()))
+    assert watch(watchdog, Peer(slot=4), STUCK + 1, 0.0)[0] == {1: STUCK}
+    assert watch(watchdog, Peer(slot=3), 7 * STUCK, 1000.0)[0] == {1: 6 * STUCK}
+
+
+def test_with_one_limit_for_both_a_stopped_process_is_not_said_to_run() -> None:
+    watchdog, peer = running(limit=2), Peer()
+    _, now = watch(watchdog, peer, 0.3, 0.0)  # busy with a microbatch, then stopped
+    peers, hung = company(peer.stop()), {}
+    for _ in range(50):
+        now += LOOK
+        for rank in (0, 2, 3, 4):
+            peers[rank].beats += 1
+        hung |= watchdog.look(True, {rank: one.sign() for rank, one in peers.items()}, now)
+    assert set(hung) == {1}
+    assert "has been stopped" in hung[1]
+
+
+def test_one_that_dies_of_a_fence_for_being_stopped_is_not_taken_for_stuck_by_the_next_to_look() -> None:
+    """Between SIGKILL and its end a process is no longer stopped; its slot must not be blamed."""
+    watchdog, peer = running(limit=2), Peer().stop()
+    peers = company(peer)
+    _, now = watch(watchdog, peers, 1.9, 0.0)
+    peer.stopped = False
+    found, _ = watch(watchdog, peers, 1.5, now, ticks=False)
+    assert found == {}
+
+
+def test_who_waits_for_a_stopped_process_is_not_taken_for_stuck() -> None:
+    """One has stopped in the middle of telling an agreement's result; its neighbour waits for it, healthy."""
+    found, _ = watch(running(limit=5), company(Peer().stop(), Peer()), 8, 0.0)
+    assert set(found) == {1}
+
+
+def test_one_who_has_died_meanwhile_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(tmp_path / "board", 1)
+    monkeypatch.setattr(board, "pid", lambda rank: 2**22 + 1)  # it lived when it was looked up
+    board.kill(0)
+
+
+def test_nobody_is_suspected_by_one_who_does_not_wait_outside_of_a_step_or_before_the_first() -> None:
+    peer = Peer()
+    assert watch(running(), peer, 5 * STUCK, 0.0, waiting=False)[0] == {}
+    assert watch(running(), Peer().stop(), 5 * STUCK, 0.0, waiting=False)[0] == {}
+    assert watch(HangWatchdog(Grid(64)), peer, 5 * STUCK, 0.0)[0] == {}
+    assert watch(HangWatchdog(Grid(64)), peer, 5 * STUCK, 0.0, ticks=False)[0] == {}
+    peer.late = False  # it evaluates, or writes a checkpoint
+    assert watch(running(), peer, 5 * STUCK, 0.0)[0] == {}
+
+
+def test_a_machine_that_slept_as_a_whole_fences_nobody() -> None:
+    watchdog, peer = running(), Peer().stop()
+    found, now = watch(watchdog, peer, STOPPED - 1, 0.0)
+    found, now = watch(watchdog, peer, STOPPED - 1, now + 3600)  # this watcher was asleep, too
+    assert found == {}
+
+
+def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() -> None:
+    watchdog, peers = running(), company(Peer())
+    _, now = watch(watchdog, peers, 2.0, 0.0, ticks=False)
+    assert watchdog.hushed == [1]
+    watch(watchdog, peers, 0.2, now)
+    assert watchdog.hushed == []
+
+
+def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 1)
+    step: Any = SimpleNamespace(_world=SimpleNamespace(board=board, rank=0), _ran=set())
+
+    def shown(*slots: int) -> tuple[bool, bool]:
+        step._pending = [(slot, 40 + slot) for slot in slots]
+        before = board.accomplished(), board._table[0, ACTIVITY]
+        Step._show_progress(step)
+        return board.accomplished() != before[0], board._table[0, ACTIVITY] != before[1]
+
+    assert [shown(3), shown(3), shown(2, 3), shown(2), shown(3)] == [
+        (True, True),
+        (False, True),
+        (True, True),
+        (False, True),
+        (False, True),
+    ]
+    before = board.accomplished()
+    for rite in (board.enter, board.finish, board.arrive):
+        rite(0, 7)
+    board.come_to_vote(0)
+    assert board.accomplished() == before
+
+
+def test_an_agreement_has_forgotten_whoever_waits_for_seconds_although_others_hold_the_result() -> None:
+    def given_up_after(held: list[bool], gap: float = LOOK) -> int | None:
+        watchdog = AgreementWatchdog()
+        gone = (watchdog.forgotten(7, each, number * gap) for number, each in enumerate(held))
+        return next((number for number, left in enumerate(gone) if left), None)
+
+    long = int(FORGOTTEN_AFTER / LOOK)
+    assert given_up_after([True] * 2 * long) == pytest.approx(long, abs=2)
+    assert given_up_after([False] * 2 * long) is None
+    assert (
+        given_up_after([True] * (long - 2) + [False] + [True] * (long - 2)) is None
+    )  # a silent one explains it
+    assert given_up_after([True] * 10, gap=2.0) is None  # this rank was asleep itself
+
+
+@pytest.mark.parametrize("text", ["0.5", "-3", "soon", "inf", "nan"])
+def test_a_limit_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="give seconds, 1 or more"):
+        read_hang_limit(text)
+
+
+def test_a_limit_longer_than_the_timeout_is_refused() -> None:
+    with pytest.raises(Refusal, match="lower the hang limit or raise the timeout"):
+        check_hang_limit(60, timeout=60)
+    assert check_hang_limit(2.5, timeout=60) == 2.5
+
+
+def test_a_straggler_is_named_with_its_factor_once_it_has_been_slow_for_a_while() -> None:
+    stragglers = Stragglers()
+    for _ in range(WINDOW - 1):
+        assert stragglers.committed({0: 0.1, 1: 0.1, 2: 0.35}) == {}
+    assert stragglers.committed({0: 0.1, 1: 0.1, 2: 9.0}) == {2: 3.5}  # the median: one step is noise
+    assert stragglers.committed({0: 0.1, 2: 0.35}) == {2: 3.5}
+    assert stragglers.committed({2: 0.35}) == {}
+    unrest = Stragglers()
+    assert [unrest.committed({0: NOISE / 10, 1: NOISE / 2}) for _ in range(WINDOW)][-1] == {}

@@ -1,0 +1,185 @@
+"""The protocol under thousands of schedules that no real machine would show us in a year: the code that users run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+from simulated_run import Schedule, large_schedule, play, random_schedule, shrink, violation
+
+from recover.carriers.simulated_carriers import SimulatedCarrier, SimulatedCarriers
+from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
+from recover.job.grid import Grid
+from recover.world.membership import (
+    FAILURES,
+    FRUITLESS,
+    WORD_BITS,
+    ExcludedError,
+    Membership,
+    NoCarrierError,
+)
+from recover.world.simulated_parts import InlineWorker
+
+SCHEDULES = 1500
+
+
+def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_schedule) -> Counter[str]:
+    """How ranks died and how runs ended. A violation is told with the smallest schedule that still shows it."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        schedule = draw(seed)
+        try:
+            simulation = play(schedule)
+        except (AssertionError, HangError) as wrong:
+            small = shrink(schedule)
+            pytest.fail(f"seed {seed}: {wrong!r}\nreplay it with play({small}): {violation(small)}")
+        seen.update(simulation.dead.values())
+        seen.update(set(simulation.finished.values()))
+        seen.update(["stopped"] * bool(simulation.stopped))
+        seen.update(["left out"] * any(simulation.dead.get(rank) == "excluded" for rank in simulation.sick))
+        beyond = [rank for rank in simulation.dead if rank >= WORD_BITS]
+        seen.update([f"of {simulation.grid.ranks // WORD_BITS} words"] * bool(beyond))
+    return seen
+
+
+@pytest.mark.slow
+def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
+    seen = explore(range(SCHEDULES))
+    # The schedules must really contain what they claim to explore.
+    assert seen["killed"] > SCHEDULES
+    assert min(seen[how] for how in ("orphan", "excluded", "fenced", "raised", "stopped")) > 50, seen
+    assert min(seen[how] for how in ("seen off", "left out", "no carrier")) > 5, seen
+    assert min(seen[end] for end in ("diverged", "poisoned", "out of range")) > 5, seen
+
+
+def test_deaths_among_more_ranks_than_a_word_has_bits_are_seen_like_all_others() -> None:
+    seen = explore(range(5), large_schedule)
+    assert seen["of 1 words"] > 0, seen
+    assert seen["of 2 words"] > 0, seen
+
+
+@pytest.mark.soak
+def test_no_schedule_out_of_a_hundred_thousand_tears_hangs_or_corrupts_the_world() -> None:
+    explore(range(100_000))
+
+
+def test_a_violation_is_shrunk_to_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a transaction that commits whatever it has: one fault is enough, and nothing else is left."""
+    from recover.step.transaction import Transaction
+
+    monkeypatch.setattr(Transaction, "recover", lambda self: True)
+    schedule = next(s for seed in range(500) if violation(s := random_schedule(seed)) and len(s.kills) > 2)
+    small = shrink(schedule)
+    assert violation(small)
+    faults = [small.kills, small.stops, small.sick, small.drifts, small.leaves]
+    assert sum(map(len, faults)) + bool(small.stalls) + bool(small.poison) == 1, small
+
+
+def repaired(simulation: Simulation) -> dict[int, str]:
+    """One repair; what each rank made of it."""
+
+    def run(fabric: SimulatedFabric) -> str:
+        carriers = SimulatedCarriers(simulation, fabric, InlineWorker())
+        world = Membership(fabric, simulation.grid, carriers, lambda location, detail: None)
+        try:
+            members = world.repair(b"").members
+            fabric.linger(5.0)
+            return f"members {list(members)}"
+        except ExcludedError as excluded:
+            simulation.kill(fabric.rank, str(excluded))
+            return ""
+        except NoCarrierError as error:
+            return str(error)
+
+    return {**simulation.run(run), **simulation.dead}
+
+
+def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -> None:
+    told = repaired(Simulation(Grid(3, 2), 1, sick={3: (1, 10**6, False)}))
+    assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
+    assert "was excluded by the others, for it failed in 3 rounds of a repair" in told[3]
+    assert "no carrier could be made: OSError: no socket is left" in told[3]
+    assert "lost a mate of its replica" in told[2]
+    told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # it says so itself: half may say so
+    assert told[1] == "members [1]"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_fails_for_less_than_the_limit_is_kept(seed: int) -> None:
+    for can_be_made in (False, True):
+        told = repaired(Simulation(Grid(3), seed, sick={1: (1, FAILURES - 1, can_be_made)}))
+        assert told == dict.fromkeys(range(3), "members [0, 1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("sick", "cause"),
+    [
+        (
+            dict.fromkeys(range(4), (1, 10**6, False)),
+            "no carrier could be made: OSError: no socket is left",
+        ),
+        (
+            dict.fromkeys((0, 1), (1, 10**6, True)),
+            "the carrier failed here: CarrierError: the trial sum took",
+        ),
+    ],
+)
+def test_without_a_majority_that_can_build_all_give_up_and_name_the_cause_of_each(
+    sick: dict[int, tuple[int, int, bool]], cause: str
+) -> None:
+    told = repaired(Simulation(Grid(4), 1, sick=sick))
+    assert len(told) == 4
+    for text in told.values():
+        assert "the world cannot be repaired: nobody died" in text
+        assert all(f"rank {rank}: {cause}" in text for rank in sick), text
+
+
+def test_rounds_that_come_to_nothing_are_bounded_whatever_they_fail_by() -> None:
+    """Each round another one fails, so nobody ever fails often enough to be left out."""
+    simulation = Simulation(Grid(5), 1)
+
+    class Fickle(SimulatedCarriers):
+        def make(self, members: tuple[int, ...]) -> SimulatedCarrier:
+            self._simulation.sick = {self._made % 5: (1, 10**6, False)}
+            return super().make(members)
+
+    rounds: Counter[int] = Counter()
+
+    def run(fabric: SimulatedFabric) -> str:
+        world = Membership(
+            fabric, simulation.grid, Fickle(simulation, fabric, InlineWorker()), lambda location, detail: None
+        )
+        world._report = lambda text: rounds.update([fabric.rank] * ("once more" in text))
+        with pytest.raises(NoCarrierError, match=f"{FRUITLESS} rounds came to nothing"):
+            world.repair(b"")
+        return "ended"
+
+    assert simulation.run(run) == dict.fromkeys(range(5), "ended")
+    assert rounds == dict.fromkeys(range(5), FRUITLESS)
+
+
+def test_who_is_to_be_evicted_is_left_out_with_its_replica_and_nobody_else_is() -> None:
+    for seed in range(50):
+        grid = Grid(3, 2)
+        simulation = Simulation(grid, seed, {}, 0)
+        members: dict[int, tuple[int, ...]] = {}
+
+        def run(fabric: SimulatedFabric) -> str:
+            carriers = SimulatedCarriers(simulation, fabric, InlineWorker())  # noqa: B023
+            world = Membership(fabric, grid, carriers, lambda location, detail: None)  # noqa: B023
+            world.repair(b"")
+            try:
+                members[fabric.rank] = world.repair(b"", evict=frozenset({3})).members  # noqa: B023
+            except ExcludedError:
+                simulation.kill(fabric.rank, "excluded")  # noqa: B023
+                return "excluded"
+            fabric.linger(5.0)
+            return "done"
+
+        simulation.run(run)
+        # Whoever an agreement forgets gives itself up, and takes its replica along; but nobody else is left out.
+        assert {rank for rank, why in simulation.dead.items() if why == "excluded"} >= {2, 3}, seed
+        assert members, seed
+        assert all({2, 3}.isdisjoint(those) for those in members.values()), seed
+        assert simulation.dead.keys() == {2, 3} or "fenced" in simulation.dead.values(), seed
