@@ -21,10 +21,10 @@ from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.policy import SlotSet, get_policy
-from recover.step.buckets import Bucket
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.poison import PoisonedSampleError
 from recover.step.transaction import Transaction
+from recover.sums.buckets import Bucket
 from recover.train.journal import Journal, do_despite_losses
 from recover.world.membership import FAILURES, WORD_BITS, NoCarrierError
 from recover.world.simulated_parts import simulated_parts

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from recover.carriers.worker import Work, Worker
 from recover.launch.join import init
 from recover.policy import SlotSet
-from recover.step.accumulation import ignore
-from recover.step.buckets import Bucket
-from recover.step.gradients import NO_SLOTS, Post, squared_norm
-from recover.step.ledger import with_slots
-from recover.step.reduction import FastSum, Sum
+from recover.sums.accumulation import ignore
+from recover.sums.buckets import Bucket
+from recover.sums.gradients import NO_SLOTS, Post, squared_norm
+from recover.sums.ledger import with_slots
+from recover.sums.reduction import FastSum, Sum
 
 Restore = Literal["auto", "blocking", "non-blocking"]
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from recover.replica.hsdp import ShardedReplica
-from recover.step.accumulation import ignore
-from recover.step.gradients import OwnedGradients
-from recover.step.inside import mark
 from recover.step.step import BUCKET_MB
+from recover.sums.accumulation import ignore
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import mark
 from recover.world.world import World
 
 SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from recover.replica.threed import threed
-from recover.step.inside import replica_of
-from recover.step.parts import as_gradient, own_gradient
+from recover.sums.inside import replica_of
+from recover.sums.parts import as_gradient, own_gradient
 
 
 class GridTraining:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from recover.replica.blocks import blocks_of, recompute_blocks
 from recover.replica.torch_world import init_replica_world
-from recover.step.accumulation import ignore
-from recover.step.inside import Replica, mark
+from recover.sums.accumulation import ignore
+from recover.sums.inside import Replica, mark
 
 if TYPE_CHECKING:
     from recover.world.world import World

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from recover.step.gradients import Gradients
-from recover.step.inside import is_marked, replica_of
-from recover.step.parts import local_part
 from recover.step.totals import all_equal, on_the_wire
+from recover.sums.gradients import Gradients
+from recover.sums.inside import is_marked, replica_of
+from recover.sums.parts import local_part
 from recover.world.world import World
 
 SHOWN = 3  # names in a message

@@ -9,45 +9,37 @@ while step.index < 1000:
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
-from recover.step import poison
-from recover.step.belonging import Belonging, refuse_different_models
-from recover.step.gradients import Gradients, OwnedGradients
+from recover.step.belonging import Belonging
 from recover.step.habits import Habits
-from recover.step.incident import Incident
-from recover.step.inside import replica_of
-from recover.step.moving import MovingBuffers
-from recover.step.parts import as_real, local_part
+from recover.step.handed_out import HandedOut, Stream
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
-from recover.step.reduction import Reduction, make_sum
+from recover.step.result import StepResult, TellsOfLastStep
+from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
-from recover.step.state_hash import fingerprint, optimizer_tensors
 from recover.step.stragglers import Stragglers
 from recover.step.transaction import Transaction
 from recover.step.weights import Weight, weighted, weights_of
+from recover.sums.gradients import Gradients, OwnedGradients
+from recover.sums.inside import replica_of
+from recover.sums.moving import MovingBuffers
+from recover.sums.reduction import Reduction, make_sum
+from recover.sums.state_hash import fingerprint, optimizer_tensors
 from recover.world import ending
 from recover.world.world import World
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 BUCKET_MB = 25.0
 
 
-class Stream(Protocol[T_co]):
-    """Microbatches by number, as many as anybody may ask for."""
-
-    def __getitem__(self, index: int, /) -> T_co: ...
-
-
-class Step:
+class Step(TellsOfLastStep):
     """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
 
     world:         from `recover.init()`
@@ -97,19 +89,8 @@ class Step:
                 f"{replica_of(model).size}; build it with recover.hsdp or recover.threed, or use --replica-size 1"
             )
         self._index = 0
-        self.loss = float("nan")
-        self.grad_norm = float("nan")
+        self.result = StepResult()  # of the last committed step
         self.skipped = 0  # committed steps whose gradient was not finite: the optimizer was not called
-        self.incidents: list[Incident] = []  # what happened in the last committed step
-        self.samples: list[int] = []  # the samples that this replica contributed to the last committed step
-        self.all_samples: list[int] = []  # those of all replicas
-        self.stragglers: dict[
-            int, float
-        ] = {}  # replicas far slower than the median of the others, and how much
-        self.stop_agreed = False  # somebody had asked to stop, and all survivors know it
-        self.weight = (
-            0.0  # the sum of weights of the last committed step: its number of microbatches, by default
-        )
         self._world, self._model, self._optimizer = world, model, optimizer
         self._clip, self._scheduler = clip, scheduler
         self._randomness = Randomness(seed, world.shard)
@@ -137,18 +118,15 @@ class Step:
             replica_of(model),
             self._moving,
         )
-        self._paces = Stragglers()
-        self._handed_out = 0.0  # when the microbatch under way was
-        self._ran: set[int] = set()  # slots of the step under way, however often it was begun
+        self._stragglers = Stragglers(ending.log)
+        self._handed_out = HandedOut(world, self._samples, self._randomness)
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
         self._compares_optimizers = False  # whether the next vote does
-        self._pending: list[tuple[int, int]] = []  # slots, and their samples, that wait for their backward
-        self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
-        self._copy_state_from_first_replica()
+        copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
-        ending.on_raise(self._leave_note)
+        ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
 
     @property
@@ -180,12 +158,13 @@ class Step:
         and `weight` may be a list. A loss without a graph is only recorded: a pipeline has run its backward passes
         already, with these weights.
         """
-        if not self._pending:
+        pending = self._handed_out.pending
+        if not pending:
             raise RuntimeError(
                 "step.backward was called without a microbatch; call it once for each one handed out"
             )
         ran_with = self._transaction.replica.weights_of_round()
-        weights = weights_of(weight, ran_with, loss, len(self._pending), self._exact_sum)
+        weights = weights_of(weight, ran_with, loss, len(pending), self._exact_sum)
         if not loss.requires_grad and not self._by_rounds:
             raise ValueError(
                 "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
@@ -200,13 +179,12 @@ class Step:
         self._gradients.collect()
         losses = loss.detach().flatten().tolist()
         if len(losses) == 1:
-            losses = [losses[0] / len(self._pending)] * len(self._pending)
-        for (slot, sample), value, each in zip(self._pending, losses, weights, strict=True):
+            losses = [losses[0] / len(pending)] * len(pending)
+        for (slot, sample), value, each in zip(pending, losses, weights, strict=True):
             self._transaction.finish_slot(slot, sample, value, each)
-        self._world.hooks.computed(time.perf_counter() - self._handed_out)
-        self._transaction.computed(time.perf_counter() - self._handed_out, len(self._pending))
-        self._show_progress()
-        self._pending, self._suspects = [], []
+        self._world.hooks.computed(self._handed_out.seconds)
+        self._transaction.computed(self._handed_out.seconds, len(pending))
+        self._handed_out.computed()
 
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
         """Random draws from here on are those of microbatch `number` (from 0) of the round handed out.
@@ -214,8 +192,7 @@ class Step:
         For a pipeline of your own, before each forward pass; `stage` tells apart what one rank computes in several
         pieces. Without it a whole round draws as its first microbatch, and so depends on who computes what.
         """
-        if self._pending:  # a rehearsal outside of any step draws as it likes
-            self._randomness.compute(self._transaction.index, self._pending[number][0], stage)
+        self._handed_out.seed(number, stage)
 
     @property
     def numerics(self) -> dict[str, Any]:
@@ -311,7 +288,7 @@ class Step:
                 self._world.hooks.dealt({share.replica: share.run for share in self.layout.shares})
                 for slots, place, post in transaction.attempts(cut, overlap, self._samples.put_back):
                     yield self._hand_out(stream, slots, place, post)
-                    if self._pending:
+                    if self._handed_out.pending:
                         raise RuntimeError(
                             "the microbatch was not followed by step.backward(loss); call it for each one"
                         )
@@ -341,7 +318,7 @@ class Step:
         """
         if not ending.is_rank():
             return  # a forked child has its copy of the iterator
-        self._pending = []  # but if nobody catches the exception, the suspects are to blame for it
+        self._handed_out.leave()
         self._world.cross.break_off("a replica has left its step early")
         self._world.cross.drain()
         self._gradients.release()
@@ -351,19 +328,7 @@ class Step:
 
     def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
         self._world.hooks(place)
-        self._handed_out = time.perf_counter()
-        number = self._transaction.index
-        batches = []
-        self._pending = []
-        for slot in slots:
-            self._suspects = [(slot, self._samples.index(number, slot))]
-            self._world.board.compute(self._world.rank, self._suspects)
-            self._world.hooks.reading(slot)
-            self._randomness.read(number, slot)
-            batches.append(stream[self._suspects[0][1]])
-            self._pending += self._suspects
-        self._suspects = self._pending
-        self._world.board.compute(self._world.rank, self._suspects)
+        batches = self._handed_out.read(stream, self._transaction.index, slots)
         self._moving.hand_out()
         expected = SlotSet((slot, slot + 1) for slot in slots)
         self._gradients.expect(self._transaction.post if post else None, expected)
@@ -390,30 +355,26 @@ class Step:
         return fingerprint(tensors, number, self._belonging.trained)
 
     def _commit(self, number: int) -> None:
-        transaction = self._transaction
-        totals = transaction.totals
-        self.weight = weight = totals.weight
-        if not weight:
+        transaction, totals = self._transaction, self._transaction.totals
+        if not totals.weight:
             raise ValueError(
                 f"the weights of step {number} add up to 0: there is nothing to take the mean over"
             )
-        self.loss = totals.loss * self._gradients.sum.loss_unit / weight
-        self.grad_norm = transaction.grad_norm / weight
-        self.incidents = transaction.incidents
-        self.samples, self.all_samples = transaction.contributed, totals.samples
+        self.result = StepResult(
+            loss=totals.loss * self._gradients.sum.loss_unit / totals.weight,
+            grad_norm=transaction.grad_norm / totals.weight,
+            weight=totals.weight,
+            samples=transaction.contributed,
+            all_samples=totals.samples,
+            incidents=transaction.incidents,
+            stragglers=self._stragglers.committed(totals.paces, number),
+            skipped=not transaction.finite,
+            stop_agreed=transaction.stop_agreed,
+        )
         self._samples.committed(self.all_samples, contributed=bool(self.samples))
-        self.stop_agreed = transaction.stop_agreed
-        self._name_stragglers(number)
         self._world.hooks("update")
         if transaction.finite:
-            shrink = 1.0
-            if self._clip is not None and self.grad_norm > self._clip:
-                shrink = self._clip / (self.grad_norm + 1e-6)
-            self._gradients.install(weight, shrink, totals.used.tolist())
-            self._randomness.update(number)
-            with self._habits.updating():
-                self._optimizer.step()
-            self._moving.settle(torch.from_numpy(totals.changes), len(self.all_samples))
+            self._update(number)
         else:
             self._moving.restore()
             self.skipped += 1
@@ -423,41 +384,16 @@ class Step:
             self._habits.step_scheduler(self._scheduler)
         self._index = number
         self._compares_optimizers = False
-        self._ran.clear()
+        self._handed_out.committed()
         self._world.board.accomplish(self._world.rank)
         self._world.hooks("advance")
 
-    def _show_progress(self) -> None:
-        """To the watchers, and, the first time that these slots are run in this step, to the launcher."""
-        world, slots = self._world, {slot for slot, _ in self._pending}
-        world.board.touch(world.rank)
-        world.board.compute(world.rank, ())
-        if slots - self._ran:
-            world.board.accomplish(world.rank)
-        self._ran |= slots
-
-    def _name_stragglers(self, number: int) -> None:
-        before, self.stragglers = self.stragglers, self._paces.committed(self._transaction.totals.paces)
-        for replica, factor in self.stragglers.items():
-            if replica not in before:
-                ending.log(f"step {number}: replica {replica} takes {factor:g} times as long as the others")
-
-    def _copy_state_from_first_replica(self) -> None:
-        """All replicas start from the same bits, whatever each of them has made."""
-        tensors = [local_part(t.data) for t in (*self._model.parameters(), *self._model.buffers())]
-        tensors = [as_real(t) for t in tensors]
-        while True:
-            # Into copies: if the first replica dies halfway, nobody holds a mixture of two.
-            received = [tensor.clone() for tensor in tensors]
-            refuse_different_models(self._world, self._model)
-            works = [self._world.cross.broadcast(tensor) for tensor in received]
-            complete = [work.wait() for work in works]  # each one: the communication thread must come to rest
-            if self._world.agree(all(complete)) == 1:
-                break
-            self._world.repair()
-        for tensor, value in zip(tensors, received, strict=True):
-            tensor.copy_(value)
-
-    def _leave_note(self, error: BaseException) -> None:
-        if self._suspects:
-            poison.leave_note(self._world.notes, self._transaction.index, self._suspects, error)
+    def _update(self, number: int) -> None:
+        totals, shrink = self._transaction.totals, 1.0
+        if self._clip is not None and self.grad_norm > self._clip:
+            shrink = self._clip / (self.grad_norm + 1e-6)
+        self._gradients.install(totals.weight, shrink, totals.used.tolist())
+        self._randomness.update(number)
+        with self._habits.updating():
+            self._optimizer.step()
+        self._moving.settle(torch.from_numpy(totals.changes), len(self.all_samples))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 WINDOW = 8  # steps: a single slow one is noise
 FAR = 2.0  # times the median of the others
@@ -18,10 +18,12 @@ NOISE = 0.005  # seconds per microbatch: less than that is the machine's own unr
 class Stragglers:
     """Fed with each committed step; remembers the last few."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str], None] = lambda text: None) -> None:
         self._paces: dict[int, deque[float]] = {}
+        self._told: set[int] = set()
+        self._report = report
 
-    def committed(self, paces: Mapping[int, float]) -> dict[int, float]:
+    def committed(self, paces: Mapping[int, float], step: int = 0) -> dict[int, float]:
         """`paces`: seconds per microbatch of every replica that has run some. Who straggles, and by which factor."""
         self._paces = {
             replica: self._paces.get(replica, deque(maxlen=WINDOW)) for replica in paces
@@ -34,4 +36,9 @@ class Stragglers:
             others = [value for other, value in typical.items() if other != replica]
             if others and seconds > FAR * statistics.median(others) + NOISE:
                 found[replica] = round(seconds / statistics.median(others), 2)
+        for replica in found.keys() - self._told:
+            self._report(
+                f"step {step}: replica {replica} takes {found[replica]:g} times as long as the others"
+            )
+        self._told = set(found)
         return found

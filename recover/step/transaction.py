@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
-from recover.step import ledger, poison
+from recover.step import poison
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident
 from recover.step.record import Record
 from recover.step.totals import Totals
+from recover.sums import ledger
 from recover.world.membership import Census
 from recover.world.world import World
 
 if TYPE_CHECKING:  # tensors are the sums' own business
-    from recover.step.buckets import Bucket
-    from recover.step.gradients import Gradients
-    from recover.step.inside import Replica
-    from recover.step.moving import MovingBuffers
+    from recover.sums.buckets import Bucket
+    from recover.sums.gradients import Gradients
+    from recover.sums.inside import Replica
+    from recover.sums.moving import MovingBuffers
 
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
 FRUITLESS = 8

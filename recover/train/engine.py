@@ -10,7 +10,7 @@ import torch
 import recover
 from recover.models import Llama, LlamaConfig
 from recover.replica import plain_name, recompute_blocks, rows
-from recover.step.inside import replica_of
+from recover.sums.inside import replica_of
 from recover.train.config import Config
 from recover.train.pace import Pace
 from recover.world.world import World

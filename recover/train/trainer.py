@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import recover
 from recover.faults import parse_faults
-from recover.step.inside import replica_of
+from recover.sums.inside import replica_of
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
 from recover.train.device import pick_device

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import recover
 from recover.models import Llama
 from recover.replica import plain_name
-from recover.step.parts import local_part
+from recover.sums.parts import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_llama import Tokens

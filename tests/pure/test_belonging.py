@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.step.belonging import Belonging
-from recover.step.inside import Replica, mark
+from recover.sums.inside import Replica, mark
 
 
 class Sharded(Replica):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover.step.reduction import ReproducibleSum, make_sum
+from recover.sums.reduction import ReproducibleSum, make_sum
 
 
 @given(st.integers(1, 64), st.integers(0, 2**32 - 1))

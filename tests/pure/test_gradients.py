@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from recover.faults.damage import flip
-from recover.step.buckets import Bucket
-from recover.step.gradients import OwnedGradients
-from recover.step.inside import PLAIN, PlainReplica, mark, replica_of
-from recover.step.reduction import ReproducibleSum
-from recover.step.state_hash import fingerprint
 from recover.step.totals import MODULUS, all_equal, on_the_wire
+from recover.sums.buckets import Bucket
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import PLAIN, PlainReplica, mark, replica_of
+from recover.sums.reduction import ReproducibleSum
+from recover.sums.state_hash import fingerprint
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -82,7 +82,7 @@ def test_parameters_that_a_microbatch_does_not_use_count_as_zero() -> None:
     assert run(gradients, used, torch.randn(2, 4), last=True) == [0]
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    assert gradients.usage.tolist() == [1, 1, 0, 0]
+    assert gradients.usage == [1, 1, 0, 0]
     gradients.install(1.0, 1.0, elsewhere)
     assert unused.weight.grad.abs().max() == 0
     assert unused.bias.grad is None, "nobody has used it, and an optimizer would decay it"

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import recover.dropin
 from recover.carriers.worker import Worker
 from recover.policy import SlotSet
-from recover.step.buckets import Bucket
-from recover.step.gradients import OwnedGradients
-from recover.step.inside import PlainReplica, Sharing
-from recover.step.ledger import LedgerError, check_buckets
+from recover.sums.buckets import Bucket
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import PlainReplica, Sharing
+from recover.sums.ledger import LedgerError, check_buckets
 
 SAMPLES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(slot)) for slot in range(8)]
 

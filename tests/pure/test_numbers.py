@@ -12,13 +12,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from toy_numbers import Net, draws, make_net, seed_user
 
-from recover.step.inside import PLAIN, PlainReplica
-from recover.step.moving import MovingBuffers
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
-from recover.step.reduction import FastSum, ReproducibleSum
 from recover.step.samples import ExactSamples
 from recover.step.weights import weighted, weights_of
+from recover.sums.inside import PLAIN, PlainReplica
+from recover.sums.moving import MovingBuffers
+from recover.sums.reduction import FastSum, ReproducibleSum
 
 STATE = {"index": 3, "skipped": 0, "global_batch": 6, "samples": {"mode": "exact", "next": 18}}
 
@@ -103,8 +103,8 @@ def test_the_change_of_a_microbatch_is_that_of_its_forward_even_if_backward_runs
         alone(x)
         after = MovingBuffers(alone, ["seen"], FastSum(), PLAIN).tensors()
         expected += torch.cat([(a.double() - b).flatten() for a, b in zip(after, start, strict=True)])
-    torch.testing.assert_close(moving.changes, expected)
-    moving.settle(moving.changes, 3)
+    torch.testing.assert_close(torch.from_numpy(moving.changes), expected)
+    moving.settle(torch.from_numpy(moving.changes), 3)
     assert net.norm.num_batches_tracked == 3
     torch.testing.assert_close(net.norm.running_mean, expected[1:17].float() / 3)
 
@@ -123,7 +123,7 @@ def test_changes_of_buffers_do_not_depend_on_order_or_grouping(slots: int) -> No
                     moving.hand_out()
                     net(torch.randn(8, 8, generator=torch.Generator().manual_seed(slot)) * 3.0**slot % 17)
                     assert moving.take()
-                totals.append(moving.changes)
+                totals.append(torch.from_numpy(moving.changes))
             moving.settle(torch.stack(totals).sum(0), slots)
             settled.add(torch.cat([t.double().flatten() for t in moving.tensors()]).numpy().tobytes())
     assert len(settled) == 1

@@ -9,9 +9,9 @@ import torch
 from toy_threed import config_of
 
 from recover.replica.model_cut import ModelCut
-from recover.step.gradients import OwnedGradients
-from recover.step.inside import PlainReplica, Sharing
-from recover.step.reduction import ReproducibleSum
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import PlainReplica, Sharing
+from recover.sums.reduction import ReproducibleSum
 
 
 class Doubling:
@@ -83,16 +83,16 @@ def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None
     replica._sharing = Sharing(copies=2, partners=Busy())
     gradients = OwnedGradients([shared, own], bucket_mb=1, replica=replica)
     gradients.begin()
-    assert gradients.usage.tolist() == [0, 0]
+    assert gradients.usage == [0, 0]
     gradients.expect(None)
     gradients.collect()
-    assert gradients.usage.tolist() == [1, 0]
+    assert gradients.usage == [1, 0]
     gradients.post_all(lambda index, bucket: bucket.result.copy_(bucket.local))
     gradients.install(1.0, 1.0, gradients.usage)
     assert shared.grad.tolist() == [1.0] * 3
     assert own.grad is None
     gradients.begin()
-    assert gradients.usage.tolist() == [0, 0]
+    assert gradients.usage == [0, 0]
 
 
 def test_a_part_of_a_gradient_must_leave_room_for_the_others() -> None:

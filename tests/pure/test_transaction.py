@@ -13,14 +13,14 @@ import torch
 from recover.job.grid import Grid
 from recover.policy import get_policy
 from recover.step.errors import OutOfRangeError, StateDivergedError
-from recover.step.gradients import OwnedGradients
-from recover.step.inside import PLAIN
-from recover.step.ledger import LedgerError
-from recover.step.moving import MovingBuffers
 from recover.step.record import Record
-from recover.step.reduction import make_sum
 from recover.step.totals import SAMPLES
 from recover.step.transaction import COMPLETE, FRUITLESS, Transaction
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import PLAIN
+from recover.sums.ledger import LedgerError
+from recover.sums.moving import MovingBuffers
+from recover.sums.reduction import make_sum
 from recover.world.hooks import NoHooks
 from recover.world.membership import Census
 

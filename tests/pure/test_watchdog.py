@@ -13,7 +13,7 @@ from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
 from recover.liveness.board import ACTIVITY, Board
 from recover.liveness.signs import Sign
-from recover.step.step import Step
+from recover.step.handed_out import HandedOut
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
 from recover.world.watchdog import (
     FACTOR,
@@ -252,12 +252,12 @@ def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() 
 
 def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
-    step: Any = SimpleNamespace(_world=SimpleNamespace(board=board, rank=0), _ran=set())
+    handed_out = HandedOut(SimpleNamespace(board=board, rank=0), None, None)  # type: ignore[arg-type]
 
     def shown(*slots: int) -> tuple[bool, bool]:
-        step._pending = [(slot, 40 + slot) for slot in slots]
+        handed_out.pending = [(slot, 40 + slot) for slot in slots]
         before = board.accomplished(), board._table[0, ACTIVITY]
-        Step._show_progress(step)
+        handed_out.computed()
         return board.accomplished() != before[0], board._table[0, ACTIVITY] != before[1]
 
     assert [shown(3), shown(3), shown(2, 3), shown(2), shown(3)] == [

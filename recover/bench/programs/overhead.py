@@ -28,7 +28,7 @@ import recover
 from recover.models import SIZES, Llama
 from recover.replica import rows
 from recover.replica.blocks import blocks_of
-from recover.step.reduction import Reduction
+from recover.sums.reduction import Reduction
 
 size, seq_len, accum, turns, which = (
     sys.argv[1],

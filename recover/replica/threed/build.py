@@ -14,8 +14,8 @@ from recover.replica.threed.pipeline import Pipeline
 from recover.replica.threed.replica_mesh import MeshReplica, ReplicaMesh
 from recover.replica.threed.tensor import cut_block, cut_ends, cut_experts, is_cut, is_experts
 from recover.replica.torch_world import init_replica_world
-from recover.step.inside import Sharing, mark
-from recover.step.parts import local_part
+from recover.sums.inside import Sharing, mark
+from recover.sums.parts import local_part
 
 if TYPE_CHECKING:
     from recover.world.world import World

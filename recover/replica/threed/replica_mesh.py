@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from recover.replica.hsdp import ShardedReplica
 from recover.replica.model_cut import ModelCut
 from recover.replica.torch_world import TIMEOUT
-from recover.step.inside import Sharing
+from recover.sums.inside import Sharing
 
 
 class Holders:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from recover.policy import SlotSet
 
 if TYPE_CHECKING:
-    from recover.step.buckets import Bucket
+    from recover.sums.buckets import Bucket
 
 
 class LedgerError(RuntimeError):

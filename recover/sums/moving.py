@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from recover.step.inside import Replica
-from recover.step.reduction import Sum
-from recover.step.state_hash import fingerprint
+from recover.sums.inside import Replica
+from recover.sums.reduction import Sum
+from recover.sums.state_hash import fingerprint
 
 Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
 

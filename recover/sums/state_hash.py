@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recover.step.parts import local_part
+from recover.sums.parts import local_part
 
 
 def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> int:

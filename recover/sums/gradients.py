@@ -15,11 +15,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from recover.policy import SlotSet
-from recover.step.buckets import Bucket
-from recover.step.inside import PLAIN, Partners, Replica, Sharing
-from recover.step.ledger import with_slots
-from recover.step.parts import as_gradient, as_real, local_part, own_gradient
-from recover.step.reduction import FastSum, Sum
+from recover.sums.buckets import Bucket
+from recover.sums.inside import PLAIN, Partners, Replica, Sharing
+from recover.sums.ledger import with_slots
+from recover.sums.parts import as_gradient, as_real, local_part, own_gradient
+from recover.sums.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
 MEGABYTE = 1 << 20

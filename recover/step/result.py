@@ -1,0 +1,43 @@
+"""What a committed step was: the same on all replicas, but for the samples that each of them brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover.step.incident import Incident
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    weight: float = 0.0  # the sum of weights: the number of microbatches, by default
+    samples: list[int] = field(default_factory=list)  # those that this replica contributed
+    all_samples: list[int] = field(default_factory=list)  # those of all replicas
+    incidents: list[Incident] = field(default_factory=list)  # what happened in it
+    stragglers: dict[int, float] = field(
+        default_factory=dict
+    )  # replicas far slower than the median, by how much
+    skipped: bool = False  # its gradient was not finite: the optimizer was not called
+    stop_agreed: bool = False  # somebody had asked to stop, and all survivors know it
+
+
+class TellsOfLastStep:
+    """The last result's fields, under the names of the whole."""
+
+    result: StepResult
+
+    def _told(name: str) -> Any:  # type: ignore[misc]  # a helper of this class body alone
+        return property(lambda self: getattr(self.result, name), doc=f"`{name}` of the last committed step.")
+
+    loss: float = _told("loss")
+    grad_norm: float = _told("grad_norm")
+    weight: float = _told("weight")
+    samples: list[int] = _told("samples")
+    all_samples: list[int] = _told("all_samples")
+    incidents: list[Incident] = _told("incidents")
+    stragglers: dict[int, float] = _told("stragglers")
+    stop_agreed: bool = _told("stop_agreed")
+
+    del _told
