@@ -15,12 +15,13 @@ class Work:
         self._finished = threading.Event()
         self.started = threading.Event()
         self.error: BaseException | None = None
+        self.refused = False  # before it began: no library has seen its buffers
 
     @classmethod
     def failed(cls, error: BaseException) -> Work:
         """A work that was refused before it began."""
         work = cls(lambda: None)
-        work.error = error
+        work.error, work.refused = error, True
         work.started.set()
         work._finished.set()
         return work

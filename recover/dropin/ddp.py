@@ -76,6 +76,11 @@ class DDPGradients:
                 "rebuilding buckets) would break when one dies; call recover.dropin.init_replica_world(world) "
                 "before wrapping it"
             )
+        if model.static_graph:
+            raise ValueError(
+                "this DDP model has static_graph=True, with which its first backward hands all buckets over under one "
+                "number, so that they would be mistaken for one another; leave static_graph out"
+            )
         self.sum: Sum = FastSum()
         self.in_range = True
         self._model = model
@@ -97,10 +102,23 @@ class DDPGradients:
         # to run would not come there and keep another layout than the others: do it now, on all alike.
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
+        self._refuse_ignored()
         model.register_comm_hook(self, ddp_comm_hook)
         ignore(model, "no_sync")
         # Nobody to broadcast to; the step keeps buffers equal between replicas.
         model.broadcast_buffers = False
+
+    def _refuse_ignored(self) -> None:
+        """What DDP was told to leave out of its buckets would not be summed over replicas."""
+        summed = {
+            p for bucket in self._model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()
+        }
+        if ignored := [n for n, p in self._model.named_parameters() if p.requires_grad and p not in summed]:
+            raise ValueError(
+                f"DDP leaves {len(ignored)} trainable parameter(s) out of its buckets (the first is {ignored[0]}); "
+                "leave out delay_all_reduce_named_params and _ddp_params_and_buffers_to_ignore, or give Step the plain "
+                "module"
+            )
 
     @property
     def buckets(self) -> list[Bucket]:

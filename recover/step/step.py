@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.step.belonging import Belonging
 from recover.step.habits import Habits
-from recover.step.handed_out import HandedOut, Stream
+from recover.step.handed_out import HandedOut, Stream, T
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
 from recover.step.result import StepResult, TellsOfLastStep
@@ -35,7 +35,6 @@ from recover.sums.state_hash import fingerprint, optimizer_tensors
 from recover.world import ending
 from recover.world.world import World
 
-T = TypeVar("T")
 BUCKET_MB = 25.0
 
 
@@ -293,6 +292,8 @@ class Step(TellsOfLastStep):
                             "the microbatch was not followed by step.backward(loss); call it for each one"
                         )
             except GeneratorExit:
+                if not self._handed_out.pending:  # by a `break`, or by an exception that is no microbatch's
+                    ending.in_step(False)
                 self._leave()
                 warnings.warn(
                     f"step {number} was left before it was complete: nothing was committed", stacklevel=4

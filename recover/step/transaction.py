@@ -58,16 +58,18 @@ class Transaction:
         self.stop_agreed = False
         self.totals = Totals(global_batch, world.grid.replicas, moving.size)
         self._loss = self._weight = 0.0  # of this replica's slots
-        self._left: int | None = None  # the step that was given up here and is not begun again yet
+        # The step that was given up here and is not begun again yet, and the epoch of that.
+        self._left: tuple[int, int] | None = None
         self.begin(0, 0)
 
     def leave(self) -> None:
         """This rank gives the step up, and will begin it again."""
-        self._left = self.index
+        self._left = self.index, self.world.epoch
 
     def begin(self, index: int, fingerprint: int) -> None:
         """Step number `index` begins, from parameters with this fingerprint."""
-        again, self._left = index == self._left, None
+        # A repair takes all. If there was one since this rank left, nobody is inside of the step any more.
+        again, self._left = (index, self.world.epoch) == self._left, None
         if not again:
             self._since = self.world.epoch
         self.index, self.fingerprint = index, fingerprint

@@ -62,7 +62,7 @@ class Bucket:
 
     def forget(self) -> None:
         """A new step, or a new attempt: whatever was reduced before does not count."""
-        if self._work is not None and not self._work.ok and not self._in_place:
+        if self._work is not None and not (self._work.ok or self._work.refused or self._in_place):
             # The library may still write to a result it gave up. The world keeps it for as long as that may happen.
             self.result = _empty_like(self.local)
         self._epoch, self._work, self.posted = None, None, None

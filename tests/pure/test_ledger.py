@@ -49,7 +49,7 @@ class Group:
         ok = self.failing <= 0
         self.failing -= 1
         target.copy_(source * 2 if ok else torch.full_like(source, 7.0))
-        return SimpleNamespace(ok=ok)
+        return SimpleNamespace(ok=ok, refused=False)
 
 
 @pytest.fixture
@@ -145,6 +145,18 @@ def test_a_no_sync_that_does_nothing_says_so_once(world: None) -> None:
     (once,) = said
     assert "it can be left out" in str(once.message)
     copy.deepcopy(model.no_sync)
+
+
+def test_buckets_that_could_be_mistaken_or_lack_a_parameter_are_refused(world: None) -> None:
+    ignoring = net()
+    first = next(name for name, _ in ignoring.named_parameters())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, [first])
+    for model, words in (
+        (DistributedDataParallel(net(), static_graph=True), "leave static_graph out"),
+        (DistributedDataParallel(ignoring), f"the first is module.{first}"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            recover.dropin.DDPGradients(model)
 
 
 class TwoPartners:

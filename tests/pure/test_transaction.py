@@ -39,7 +39,7 @@ class Cross:
         if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
-        return SimpleNamespace(ok=self._world.carries)
+        return SimpleNamespace(ok=self._world.carries, refused=False)
 
     def drain(self) -> None:
         pass
@@ -186,6 +186,18 @@ def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
     transaction.gradients.buckets[-1].posted = None
     with pytest.raises(LedgerError, match="was not handed to the reduction"):
         transaction.vote()
+
+
+def test_who_left_a_step_brings_its_share_again_unless_the_others_were_dealt_it_meanwhile() -> None:
+    """A repair after it left has found nobody inside of the step, whatever it was for: then all begin anew."""
+    for inside, outside, brings in ((0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 1, 1)):
+        world = World(Grid(3, 1), {})
+        transaction = begun(world)
+        world.epoch += inside
+        transaction.leave()
+        world.epoch += outside
+        transaction.begin(1, 77)
+        assert len(transaction.share.run) == brings, (inside, outside)
 
 
 def take(transaction: Transaction) -> None:
