@@ -38,7 +38,7 @@ def small_world(place: Path, **shape: int) -> list[str]:
     """The keys for a model and a corpus that cost nothing, made in `place`; `shape`: what the model has otherwise."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.json").write_text(json.dumps({**SHAPE, **shape}))
-    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
     (place / "corpus.txt").write_bytes(text[:120_000])
     return [
         f"model={place / 'model.json'}",

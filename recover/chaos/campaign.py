@@ -147,7 +147,9 @@ def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> I
     what, step, number = rng.random(), rng.randint(1, config.steps), rng.randrange(config.replicas)
     limit = config.hang_limit or HANG_LIMIT
     drifts = any(fault.action == "corrupt:weights" for fault in faults)
-    if what < 0.1:
+    # A replica that comes to the stall later than the others is the last one left in it: one alone may be fenced.
+    early = any(fault.kind in ("hold", "pause", "stall", "slow") and fault.step <= step for fault in faults)
+    if what < 0.1 and not early:
         for replica in sorted({*range(config.replicas)} - {number}):
             yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
     elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:

@@ -145,7 +145,11 @@ def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -
         assert ends == ["done"] * 4, result.stderr
 
 
-WHERE = "from recover.launch.meeting_place import make_meeting_place; print(make_meeting_place())"
+# In one write: both ranks speak into the same pipe.
+WHERE = (
+    "import os; from recover.launch.meeting_place import make_meeting_place as make; "
+    "os.write(1, str(make()).encode() + bytes([10]))"
+)
 
 
 def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp_path: Path) -> None:
