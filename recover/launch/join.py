@@ -22,7 +22,6 @@ from recover.world import ending
 from recover.world.hooks import Hooks, NoHooks
 from recover.world.notes import RunNotes
 from recover.world.seams import Own, Parts
-from recover.world.watcher import Watcher
 from recover.world.world import World
 
 _current: World | None = None
@@ -80,7 +79,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: OpenMPIFabric, board: Board) -> Par
         carriers=choose(job.carrier, fabric, grid, worker),
         own=cast(Own, ending),  # a module, whose functions are what is asked for
         notes=RunNotes(job.run_dir, fabric.rank),
-        watch=Watcher.start,
+        watch=lambda watcher: watcher.start(),
     )
 
 

@@ -19,7 +19,6 @@ from recover.world.notes import Notes
 
 if TYPE_CHECKING:
     from recover.world.ending import End
-    from recover.world.watcher import Watcher
 
 
 class Own(Protocol):
@@ -38,6 +37,16 @@ class Own(Protocol):
     def in_step(self, inside: bool) -> None: ...
 
 
+class Looks(Protocol):
+    """A watcher, as far as whoever drives it must know."""
+
+    def start(self) -> None:
+        """Look around again and again, on a thread of its own."""
+
+    def look(self, now: float) -> None:
+        """Look around once."""
+
+
 @dataclass(frozen=True)
 class Parts:
     fabric: Fabric
@@ -47,4 +56,4 @@ class Parts:
     carriers: DataCarriers
     own: Own
     notes: Notes
-    watch: Callable[[Watcher], None]  # has the watcher look around again and again from here on
+    watch: Callable[[Looks], None]  # has the watcher look around again and again from here on

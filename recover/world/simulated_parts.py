@@ -11,8 +11,7 @@ from recover.fabrics.simulated import Died, SimulatedFabric, Simulation
 from recover.world.ending import End
 from recover.world.hooks import NoHooks
 from recover.world.notes import Note
-from recover.world.seams import Parts
-from recover.world.watcher import Watcher
+from recover.world.seams import Looks, Parts
 
 
 class InlineWorker(Worker):
@@ -99,7 +98,7 @@ class SimulatedNotes:
 def simulated_parts(simulation: Simulation, fabric: SimulatedFabric) -> Parts:
     worker = InlineWorker()
 
-    def watch(watcher: Watcher) -> None:
+    def watch(watcher: Looks) -> None:
         simulation.watchers[fabric.rank] = watcher.look
 
     return Parts(
