@@ -28,6 +28,7 @@ class Bucket:
         self.held = SlotSet()  # the slots of this step that are in the local sum
         # Those that were in it when it was handed over; None: not in this attempt.
         self.posted: SlotSet | None = None
+        self._spare: Any = None
         self._in_place = in_place
         self._work: Work | None = None
         self._epoch: int | None = None
@@ -63,8 +64,10 @@ class Bucket:
     def forget(self) -> None:
         """A new step, or a new attempt: whatever was reduced before does not count."""
         if self._work is not None and not (self._work.ok or self._work.refused or self._in_place):
-            # The library may still write to a result it gave up. The world keeps it for as long as that may happen.
-            self.result = _empty_like(self.local)
+            # The library may still write to a result it gave up, until all have been through another agreement. They
+            # have when the next one fails. So two take turns: allocating anew would scatter the heap.
+            spare = _empty_like(self.local) if self._spare is None else self._spare
+            self.result, self._spare = spare, self.result
         self._epoch, self._work, self.posted = None, None, None
 
 
