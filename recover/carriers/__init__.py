@@ -2,6 +2,7 @@
 
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
+`nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own.
 `auto`  `mpi`. Both pass the burst tests without losing a bystander (docs/world.md has the counts), and `mpi` is faster.
 """
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
-    """The maker of carriers of that name. gloo needs torch, so each is imported only when it is asked for."""
+    """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for."""
     if name in ("auto", "mpi"):
         from recover.carriers.mpi import MpiCarriers
 
@@ -28,6 +29,10 @@ def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> Data
         from recover.carriers.gloo import GlooCarriers
 
         return GlooCarriers(fabric, grid, worker)
+    if name == "nccl":
+        from recover.carriers.nccl import NcclCarriers
+
+        return NcclCarriers(fabric, grid, worker)
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
 
 

@@ -10,17 +10,38 @@ import numpy as np
 import numpy.typing as npt
 
 from recover.carriers.contract import CarrierError, Carriers
-from recover.carriers.worker import Work, Worker
+from recover.carriers.worker import Rest, Work, Worker
 
 Array = npt.NDArray[Any]
+Data = Any  # a NumPy array, or a torch tensor on whatever device
 WIRE_TYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.int64))
+_WIRE_NAMES = frozenset(map(str, WIRE_TYPES))
+
+
+class Ready:
+    """The moment at which data are complete, in the order of the device that makes them; on the host that is now."""
+
+    def __init__(self, *data: Data) -> None:
+        """Of all of `data`, as the caller's own stream of work leaves them."""
+        self.events: list[Any] = []
+        for each in data:
+            if getattr(each, "is_cuda", False) and not self.events:
+                import torch
+
+                self.events.append(torch.cuda.current_stream(each.device).record_event())
+
+    def wait(self) -> None:
+        """The host waits for it."""
+        for event in self.events:
+            event.synchronize()
 
 
 class DataCarrier(ABC):
     """The cross-replica group of one epoch: the ranks of all replicas that hold the same shard.
 
-    Operations block, run on the communication thread, work on contiguous arrays of `WIRE_TYPES`, and raise
-    CarrierError. A group of one needs no wire.
+    Operations run on the communication thread, take arrays and tensors of any real type wherever they are, once they
+    are `ready`, and raise CarrierError. They block, or return what is left to wait for when a device goes on with them.
+    A group of one needs no wire.
     """
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int) -> None:
@@ -45,18 +66,18 @@ class DataCarrier(ABC):
     def free(self) -> None: ...
 
     @abstractmethod
-    def all_reduce(self, source: Array, out: Array) -> None:
+    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         """Sum over the group; `out` may be `source`, otherwise the source stays as it was."""
 
     @abstractmethod
-    def broadcast(self, data: Array, root: int) -> None: ...
+    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None: ...
 
     @abstractmethod
-    def all_gather(self, source: Array, out: Array) -> None:
+    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         """`out` has one row per group member."""
 
     @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> Rest | None: ...
 
     def build(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
@@ -64,7 +85,7 @@ class DataCarrier(ABC):
         self.connect(offers, confirm, alarmed)
         ones = np.ones(4096, dtype=np.int64)
         total = np.empty_like(ones)
-        work = self._worker.post(lambda: self.all_reduce(ones, total))
+        work = self._worker.post(lambda: self.all_reduce(ones, total, Ready()))
         self.await_or_free(work, alarmed)
         if not work.ok:
             raise CarrierError(f"the trial reduction failed: {work.error}")
@@ -87,3 +108,11 @@ class DataCarriers(Carriers[DataCarrier], ABC):
 
     @abstractmethod
     def make(self, members: tuple[int, ...]) -> DataCarrier: ...
+
+
+def wire_type(data: Data) -> str:
+    """The type in which data travel: their own, or float32. Raises TypeError for what has no sum of that kind."""
+    name = str(data.dtype).removeprefix("torch.")
+    if name.startswith("complex"):
+        raise TypeError(f"{name} does not travel; pass the real view of the tensor (torch.view_as_real)")
+    return name if name in _WIRE_NAMES else "float32"

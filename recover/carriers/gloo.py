@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover.carriers.base import Array, DataCarrier, DataCarriers
+from recover.carriers.base import Array, DataCarriers
 from recover.carriers.contract import CarrierError
+from recover.carriers.host import AllLanes, HostCarrier, Wait
 from recover.carriers.worker import Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
@@ -41,14 +42,17 @@ class GlooCarriers(DataCarriers):
 
     def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
+        self._lanes = AllLanes()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
-        return GlooCarrier(self._fabric.rank, self._grid, self._worker, members)
+        return GlooCarrier(self._fabric.rank, self._grid, self._worker, members, self._lanes)
 
 
-class GlooCarrier(DataCarrier):
-    def __init__(self, rank: int, grid: Grid, worker: Worker, members: tuple[int, ...]) -> None:
-        super().__init__(worker, grid.peers(rank, members), rank)
+class GlooCarrier(HostCarrier):
+    def __init__(
+        self, rank: int, grid: Grid, worker: Worker, members: tuple[int, ...], lanes: AllLanes
+    ) -> None:
+        super().__init__(worker, grid.peers(rank, members), rank, lanes)
         self._before = _sockets()
         self._device = dist.ProcessGroupGloo.create_device(hostname=_own_address(), lazy_init=False)
         self._listener = _listening_port(self._before)
@@ -171,28 +175,35 @@ class GlooCarrier(DataCarrier):
                 line.close()
             self._lines = []
 
-    def all_reduce(self, source: Array, out: Array) -> None:
+    def sum(self, source: Array, out: Array) -> None:
         if source is not out:
             out[...] = source
-        tensor = torch.from_numpy(out)
-        self._call(lambda: self._group.allreduce([tensor]))
+        self.begin_sum(out)()
 
-    def broadcast(self, data: Array, root: int) -> None:
+    def begin_sum(self, piece: Array) -> Wait:
+        tensor = torch.from_numpy(piece)
+        return self._begin(lambda: self._group.allreduce([tensor]))
+
+    def copy_from(self, data: Array, root: int) -> None:
         tensor = torch.from_numpy(data)
-        self._call(lambda: self._group.broadcast(tensor, root))
+        self._begin(lambda: self._group.broadcast(tensor, root))()
 
-    def all_gather(self, source: Array, out: Array) -> None:
+    def gather(self, source: Array, out: Array) -> None:
         tensor, rows = torch.from_numpy(source), list(torch.from_numpy(out))
-        self._call(lambda: self._group.allgather([rows], [tensor]))
+        self._begin(lambda: self._group.allgather([rows], [tensor]))()
 
-    def barrier(self) -> None:
-        self._call(lambda: self._group.barrier())
+    def meet(self) -> None:
+        self._begin(lambda: self._group.barrier())()
 
-    def _call(self, operation: Callable[[], Any]) -> None:
+    def _begin(self, operation: Callable[[], Any]) -> Wait:
         if self._freed:
             raise CarrierError("the group was freed after a death")
+        work = self._guarded(operation)
+        return lambda: self._guarded(work.wait)
+
+    def _guarded(self, part: Callable[[], Any]) -> Any:
         try:
-            operation().wait()
+            return part()
         except RuntimeError as error:
             self.free()
             raise CarrierError(f"gloo: {error}") from None

@@ -14,8 +14,9 @@ from functools import partial
 
 from mpi4py import MPI
 
-from recover.carriers.base import Array, DataCarrier, DataCarriers
+from recover.carriers.base import Array, DataCarriers
 from recover.carriers.contract import CarrierError
+from recover.carriers.host import AllLanes, HostCarrier
 from recover.carriers.worker import Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid
@@ -29,24 +30,25 @@ class MpiCarriers(DataCarriers):
 
     def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
-
+        self._lanes = AllLanes()
         self._made = 0
 
     def make(self, members: tuple[int, ...]) -> MpiCarrier:
         self._made += 1  # the same on all members: they make a carrier after the same agreements
-        return MpiCarrier(self._fabric, self._grid, self._worker, members, first_operation=self._made << 32)
+        return MpiCarrier(self._fabric, self._grid, self._worker, members, self._lanes, self._made << 32)
 
 
-class MpiCarrier(DataCarrier):
+class MpiCarrier(HostCarrier):
     def __init__(
         self,
         fabric: OpenMPIFabric,
         grid: Grid,
         worker: Worker,
         members: tuple[int, ...],
+        lanes: AllLanes,
         first_operation: int,
     ) -> None:
-        super().__init__(worker, grid.peers(fabric.rank, members), fabric.rank)
+        super().__init__(worker, grid.peers(fabric.rank, members), fabric.rank, lanes)
         self._fabric, self._grid = fabric, grid
         self._confirmed: list[MPI.Comm] = []
         self._lock = threading.Lock()
@@ -95,28 +97,24 @@ class MpiCarrier(DataCarrier):
                 except MPI.Exception:
                     pass  # revoking is best effort; the vote does not depend on it
 
-    def all_reduce(self, source: Array, out: Array) -> None:
+    def sum(self, source: Array, out: Array) -> None:
         in_place = source is out
         source, out = source.reshape(-1), out.reshape(-1)
-        self._arrive()
         for start in range(0, out.size, PIECE // out.itemsize):
             piece = slice(start, start + PIECE // out.itemsize)
             send = MPI.IN_PLACE if in_place else source[piece]
             self._call(partial(self._comm.Allreduce, send, out[piece], op=MPI.SUM))
 
-    def broadcast(self, data: Array, root: int) -> None:
-        self._arrive()
+    def copy_from(self, data: Array, root: int) -> None:
         self._call(partial(self._comm.Bcast, data, root=root))
 
-    def all_gather(self, source: Array, out: Array) -> None:
-        self._arrive()
+    def gather(self, source: Array, out: Array) -> None:
         self._call(partial(self._comm.Allgather, source, out))
 
-    def barrier(self) -> None:
-        self._arrive()
+    def meet(self) -> None:
         self._call(self._comm.Barrier)
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         """Wait for the peers without spinning; a group that is freed meanwhile runs into its error at once."""
         self._operation += 1
         operation, board = self._operation, self._fabric.board

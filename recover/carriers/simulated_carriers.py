@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recover.carriers.base import Array, DataCarrier, DataCarriers
+from recover.carriers.base import Array, DataCarrier, DataCarriers, Ready
 from recover.carriers.contract import CarrierError
 from recover.carriers.worker import Worker
 from recover.fabrics.simulated import SimulatedFabric, Simulation
@@ -72,13 +72,13 @@ class SimulatedCarrier(DataCarrier):
     def free(self) -> None:
         self._simulation.revoked.add(self._key)
 
-    def all_reduce(self, source: Array, out: Array) -> None:
+    def all_reduce(self, source: Array, out: Array, ready: Ready) -> None:
         out[...] = np.sum(self._exchange(source), axis=0)
 
-    def broadcast(self, data: Array, root: int) -> None:
+    def broadcast(self, data: Array, root: int, ready: Ready) -> None:
         data[...] = self._exchange(data)[root]
 
-    def all_gather(self, source: Array, out: Array) -> None:
+    def all_gather(self, source: Array, out: Array, ready: Ready) -> None:
         out[...] = self._exchange(source)
 
     def barrier(self) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+
+
+class Rest:
+    """What is left of an operation that a device goes on with: `wait` until it is through. May raise."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
 
 
 class Work:
@@ -39,38 +47,60 @@ class Work:
         self._finished.wait(timeout)
         return self.ok
 
-    def run(self) -> None:
+    def run(self) -> Rest | None:
+        """Run it, or, if a device goes on with it, begin it: then `finish` must be called with what is left."""
         self.started.set()
+        assert self._task is not None
+        rest = self._try(self._task)
+        if isinstance(rest, Rest) and self.error is None:
+            return rest
+        self._end()
+        return None
+
+    def finish(self, rest: Rest) -> None:
+        self._try(rest.wait)
+        self._end()
+
+    def _try(self, part: Callable[[], object]) -> object:
         try:
-            assert self._task is not None
-            self._task()
+            return part()
         except Exception as error:
             self.error = error
-        finally:
-            if self.error is None:
-                self._task = None  # frees the buffers; those of a failed operation may still be written to
-            self._finished.set()
+            return None
+
+    def _end(self) -> None:
+        if self.error is None:
+            self._task = None  # frees the buffers; those of a failed operation may still be written to
+        self._finished.set()
 
 
 class Worker:
-    """A thread that runs what it is given, in order."""
+    """A thread that runs what it is given, in order. A second one waits for what devices go on with, in that order, so
+    that the next operation is handed to the device while it is busy with the one before."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._failed: list[
-            Work
-        ] = []  # the library may still write to the buffers of an operation that failed
-        self._last = Work.failed(RuntimeError("nothing was posted yet"))
+        self._begun: queue.SimpleQueue[tuple[Work, Rest]] | None = None
+        # The library may still write to the buffers of an operation that failed.
+        self._failed: list[Work] = []
+        self._open: deque[Work] = deque()  # posted, and perhaps not ended
+        self._lock = threading.Lock()
         threading.Thread(target=self._loop, name="recover-communication", daemon=True).start()
 
     def post(self, task: Callable[[], object]) -> Work:
-        self._last = work = Work(task)
+        work = Work(task)
+        with self._lock:
+            self._forget_ended()
+            self._open.append(work)
         self._queue.put(work)
         return work
 
     def drain(self) -> None:
         """Wait until everything that was posted has ended."""
-        self._last.wait()
+        with self._lock:
+            posted = list(self._open)
+        for work in posted:
+            work.wait()
 
     def take_failed(self) -> list[Work]:
         """The works that have failed so far, to be kept until nothing can write to their buffers any more."""
@@ -80,12 +110,36 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether something that was posted has not ended."""
-        return not self._last.done
+        with self._lock:
+            self._forget_ended()
+            return bool(self._open)
+
+    def _forget_ended(self) -> None:
+        while self._open and self._open[0].done:
+            self._open.popleft()
 
     def _loop(self) -> None:
         while True:
             work = self._queue.get()
-            work.run()
+            rest = work.run()
+            if rest is not None:
+                self._hand_on(work, rest)
+            elif work.error is not None:
+                self._failed.append(work)
+            del work, rest  # while it waits for the next one, it must not keep the buffers of this one
+
+    def _hand_on(self, work: Work, rest: Rest) -> None:
+        if self._begun is None:
+            self._begun = queue.SimpleQueue()
+            threading.Thread(
+                target=self._complete, args=[self._begun], name="recover-completion", daemon=True
+            ).start()
+        self._begun.put((work, rest))
+
+    def _complete(self, begun: queue.SimpleQueue[tuple[Work, Rest]]) -> None:
+        while True:
+            work, rest = begun.get()
+            work.finish(rest)
             if work.error is not None:
                 self._failed.append(work)
-            del work  # while it waits for the next one, it must not keep the buffers of this one
+            del work, rest

@@ -23,7 +23,7 @@ from recover.job import process
 
 VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
 FILE = "job.json"
-CARRIERS = ("auto", "mpi", "gloo")
+CARRIERS = ("auto", "mpi", "gloo", "nccl")
 LEAST_HANG_LIMIT = (
     1.0  # seconds; on a busy machine a healthy process may well wait for a core for a good part of one
 )

@@ -149,7 +149,7 @@ class Config(Keys):
     timeout: NonNegativeFloat = Field(
         default=1800, description="end a run that shows no progress for so many seconds; 0: never"
     )
-    carrier: Literal["auto", "mpi", "gloo"] = Field(
+    carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
         default="auto", description="what moves the data between replicas"
     )
     bucket_mb: float = Field(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
-from recover.carriers.base import WIRE_TYPES, Array, DataCarrier
+from recover.carriers.base import DataCarrier, Ready, wire_type
 from recover.carriers.contract import CarrierError
-from recover.carriers.worker import Work, Worker
+from recover.carriers.worker import Rest, Work, Worker
+
+T = TypeVar("T")
 
 
 class CrossGroup:
@@ -32,30 +32,17 @@ class CrossGroup:
     def all_reduce(self, source: Any, out: Any = None) -> Work:
         """Sum over the group: in place, or into `out` with the source left as it was.
 
-        NumPy arrays and torch tensors of float32, float64, int32 and int64 that are contiguous and on the CPU travel
-        without a copy; anything else goes through float32 on the host.
+        NumPy arrays and torch tensors, as this thread leaves them: of a GPU, once what was asked of it so far is done.
+        float32, float64, int32 and int64 travel as they are, other types as float32.
         """
         out = source if out is None else out
-        send = _Staged(source)
-        receive = send if out is source else _Staged(out)
-
-        def task() -> None:
-            send.load()
-            self._carrier.all_reduce(send.array, receive.array)
-            receive.store()
-
-        return self._post(task)
+        ready = self._ready(source, out)
+        return self._post(lambda: self._carrier.all_reduce(source, out, ready))
 
     def broadcast(self, data: Any, root: int = 0) -> Work:
         """`data` of the group's member number `root`, in place on all others."""
-        staged = _Staged(data)
-
-        def task() -> None:
-            staged.load()
-            self._carrier.broadcast(staged.array, root)
-            staged.store()
-
-        return self._post(task)
+        ready = self._ready(data)
+        return self._post(lambda: self._carrier.broadcast(data, root, ready))
 
     def all_gather(self, source: Any, out: Any) -> Work:
         """Every member's `source`, as rows of `out`."""
@@ -63,14 +50,8 @@ class CrossGroup:
             raise ValueError(
                 f"all_gather: out has {len(out)} rows for a group of {self.size}; give it one per member"
             )
-        send, receive = _Staged(source), _Staged(out)
-
-        def task() -> None:
-            send.load()
-            self._carrier.all_gather(send.array, receive.array)
-            receive.store()
-
-        return self._post(task)
+        ready = self._ready(source, out)
+        return self._post(lambda: self._carrier.all_gather(source, out, ready))
 
     def barrier(self) -> Work:
         return self._post(self._carrier.barrier)
@@ -85,63 +66,35 @@ class CrossGroup:
             self.error = CarrierError(why)
         self._carrier.free()
 
-    def _post(self, task: Callable[[], None]) -> Work:
+    def _ready(self, *data: Any) -> Ready:
+        """In the thread of the caller, whose mistake a wrong type is."""
+        for each in data:
+            wire_type(each)
+        return Ready(*data)
+
+    def _post(self, task: Callable[[], Rest | None]) -> Work:
         if self.error is not None:
             return Work.failed(self.error)
         return self._worker.post(lambda: self._run(task))
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[], Rest | None]) -> Rest | None:
         if self.error is not None:
             raise self.error
+        rest = self._latched(task)
+        if rest is None:
+            self._reduced()
+            return None
+
+        def finish() -> None:
+            self._latched(rest.wait)
+            self._reduced()
+
+        return Rest(finish)
+
+    def _latched(self, part: Callable[[], T]) -> T:
         try:
-            task()
+            return part()
         except Exception as error:
             self.error = self.error or error
             self._carrier.free()
             raise
-        self._reduced()
-
-
-class _Staged:
-    """A view of the caller's memory that the wire can use, or a copy on the host where there is none.
-
-    The copy has the caller's type if that can travel, otherwise float32.
-    """
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self._is_tensor = not isinstance(data, np.ndarray)
-        name = str(data.dtype).removeprefix("torch.")
-        if name.startswith("complex"):
-            raise TypeError(f"{name} does not travel; pass the real view of the tensor (torch.view_as_real)")
-        travels = name in {str(dtype) for dtype in WIRE_TYPES}
-        if self._is_tensor:
-            direct = travels and data.device.type == "cpu" and data.is_contiguous()
-        else:
-            direct = travels and data.flags.c_contiguous
-        self._copied = not direct
-        if self._copied:
-            self.array: Array = np.empty(tuple(data.shape), name if travels else np.float32)
-        else:
-            self.array = data.detach().numpy() if self._is_tensor else data
-
-    def load(self) -> None:
-        if not self._copied:
-            return
-        if self._is_tensor:
-            self._host().copy_(self._data.detach())
-        else:
-            self.array[...] = self._data
-
-    def store(self) -> None:
-        if not self._copied:
-            return
-        if self._is_tensor:
-            self._data.detach().copy_(self._host())
-        else:
-            self._data[...] = self.array
-
-    def _host(self) -> Any:
-        import torch
-
-        return torch.from_numpy(self.array)

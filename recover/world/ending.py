@@ -19,7 +19,6 @@ import os
 import select
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -57,9 +56,6 @@ _exit_code: object = None  # what the script gave to sys.exit
 _inside = False  # a step, or one that was left before it was complete
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 
 
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
@@ -166,11 +162,15 @@ def die_of(error: BaseException, trace: TracebackType | None = None, where: str 
 
 def place_of(trace: TracebackType | None) -> str:
     """Where the user's own code was: the innermost frame that is neither a library's nor ours; else ours; else any."""
+    import sysconfig  # only here: every rank would pay for it when it starts
+
+    paths = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    libraries = tuple(path + os.sep for path in paths)
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(trace)
     ]
     ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
-    users = [frame for frame in frames if frame not in ours and not frame[0].startswith((*_LIBRARIES, "<"))]
+    users = [frame for frame in frames if frame not in ours and not frame[0].startswith((*libraries, "<"))]
     for among in (users, ours, frames):
         if among:
             file, line, function = among[-1]

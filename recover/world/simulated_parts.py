@@ -25,7 +25,8 @@ class InlineWorker(Worker):
         work = Work(task)
         self._running = True
         try:
-            work.run()
+            if (rest := work.run()) is not None:
+                work.finish(rest)
         finally:
             self._running = False
         if work.error is not None:

@@ -15,9 +15,8 @@ killed by its host's peers, so it can never come back and write, and it becomes 
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from recover.job.grid import Grid
 from recover.liveness.signs import Sign, Suspects
@@ -84,7 +83,7 @@ class HangWatchdog:
         """A step in which nobody was lost was committed, so long after it began."""
         if self._warm:
             self._steps.append(seconds)
-            self.stuck_limit = max(self._stuck, FACTOR * statistics.median(self._steps))
+            self.stuck_limit = max(self._stuck, FACTOR * _middle(self._steps))
         self._warm = True
 
     def look(self, waiting: bool, signs: Mapping[int, Sign], now: float) -> dict[int, str]:
@@ -157,3 +156,9 @@ def describe(step: int, suspects: Suspects) -> str:
     """` in step 6, slot 3 (sample 43)`"""
     slots = ", ".join(f"slot {slot} (sample {sample})" for slot, sample in suspects)
     return f" in step {step}" + (f", {slots}" if slots else "")
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The median, or the larger of the two in the middle."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ class World:
         self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits)
         parts.watch(self._watcher)
         # Start-up is the first pass of the repair loop.
-        self.last_census = self.repair(secrets.token_bytes(16))
+        self.last_census = self.repair(os.urandom(16))
         # A word that members alone know, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import recover
+from recover.carriers.base import Ready
 from recover.carriers.gloo import GlooCarrier
+from recover.carriers.host import AllLanes
 from recover.dropin import ProcessGroupULFM, ulfm_allreduce
 
 sizes, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
@@ -25,7 +27,7 @@ world = recover.init(carrier="mpi")
 ulfm = ProcessGroupULFM(world)
 
 # The gloo carrier beside the mpi one: its addresses travel as the record of a repair in which nobody died.
-gloo_carrier = GlooCarrier(world.rank, world.grid, world.worker, world.members)
+gloo_carrier = GlooCarrier(world.rank, world.grid, world.worker, world.members, AllLanes())
 offers = world.repair(gloo_carrier.offer()).records
 gloo_carrier.build(offers, bool, lambda: False)
 stock: Any = dist.ProcessGroupGloo(  # type: ignore[call-arg]
@@ -48,7 +50,7 @@ def measure(megabytes: float) -> dict[str, list[float]]:
     ways: dict[str, Callable[[], Any]] = {
         "mpi carrier": lambda: world.cross.all_reduce(source, out).wait(),
         "gloo carrier": lambda: world.worker.post(
-            lambda: gloo_carrier.all_reduce(source.numpy(), out.numpy())
+            lambda: gloo_carrier.all_reduce(source, out, Ready())
         ).wait(),
         "stock gloo": lambda: stock.allreduce([out]).wait(),
         "stock gloo + snapshot": stock_with_snapshot,

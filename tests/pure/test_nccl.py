@@ -1,0 +1,221 @@
+"""The `nccl` carrier against a library of the same rules on this machine: who waits for the dead is freed by an abort.
+
+What the real library does is tried on GPUs (docs/gpu.md). Here it is the order that is tried: that results are there
+when the work says so, that nobody is inside the library while a group is aborted, that buffers rest until the device is
+through with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from streams import LateDevice, LateStream, on_device
+
+from recover.carriers.base import Ready
+from recover.carriers.contract import CarrierError
+from recover.carriers.nccl import NcclCarrier
+from recover.carriers.worker import Worker
+from recover.world.cross import CrossGroup
+
+
+class Groups:
+    """What all ranks of a group know together."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.joined: dict[bytes, dict[int, Rank]] = {}
+        self.brought: dict[tuple[bytes, int], dict[int, torch.Tensor]] = {}
+
+
+class Rank:
+    """The library as one rank has it. Every call returns at once; what it began is through a few looks later."""
+
+    def __init__(self, groups: Groups, streams: dict[int, LateStream]) -> None:
+        self._groups, self._streams = groups, streams
+        self._threads_inside = 0
+        self.crowded = False  # two threads were inside at once
+        self.aborted = False
+        self.slow_look = 0.0
+        self.slow_abort = 0.0
+        self._looks = 0
+        self._operation = 0
+
+    def new_id(self) -> bytes:
+        return b"%0128d" % time.monotonic_ns()
+
+    def begin_group(self, address: bytes, size: int, index: int) -> int:
+        with self._inside():
+            self._address, self._size, self._index = address, size, index
+            self.aborted = False
+            with self._groups.lock:
+                self._groups.joined.setdefault(address, {})[index] = self
+            return 1
+
+    def is_through(self, comm: int) -> bool:
+        with self._inside():
+            assert not self.aborted, "a communicator was used after its abort"
+            self._looks += 1
+            time.sleep(self.slow_look)
+            return len(self._groups.joined[self._address]) == self._size and self._looks % 3 == 0
+
+    def all_reduce(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
+        with self._inside():
+            self._operation += 1
+            key, here = (self._address, self._operation), self._index
+            send, receive = _memory(source, count, kind), _memory(out, count, kind)
+
+            def bring() -> bool:
+                self._groups.brought.setdefault(key, {}).setdefault(here, send.clone())
+                return True
+
+            def kernel() -> bool:
+                brought = self._groups.brought[key]
+                if self.aborted:
+                    receive.fill_(-7)  # half a result
+                    return True
+                if len(brought) < self._size:
+                    return False
+                receive.copy_(sum(brought.values()))  # type: ignore[arg-type]
+                return True
+
+            self._streams[stream].launch(bring)
+            self._streams[stream].launch(kernel)
+
+    def abort(self, comm: int) -> None:
+        with self._inside():
+            time.sleep(self.slow_abort)
+            self.aborted = True
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._threads_inside += 1
+        self.crowded |= self._threads_inside > 1
+        yield
+        self._threads_inside -= 1
+
+
+def _memory(address: int, count: int, kind: str) -> torch.Tensor:
+    numbers = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64}[kind]
+    whole = (numbers * count).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(whole))
+
+
+def make_ranks(size: int, seed: int | None = None) -> tuple[list[Rank], list[NcclCarrier], list[CrossGroup]]:
+    """The ranks of a group, connected."""
+    groups, ranks, carriers, crosses = Groups(), [], [], []
+    peers = tuple(range(size))
+    for number in peers:
+        stream = LateDevice(seed).stream()
+        rank, worker = Rank(groups, {stream.handle: stream}), Worker()
+        ranks.append(rank)
+        carriers.append(NcclCarrier(worker, peers, number, rank, stream, []))
+        crosses.append(CrossGroup(carriers[-1], worker))
+    offers = {number: carrier.offer() for number, carrier in enumerate(carriers)}
+    builders = [
+        threading.Thread(target=carrier.build, args=(offers, bool, lambda: False)) for carrier in carriers
+    ]
+    for each in builders:
+        each.start()
+    for each in builders:
+        each.join(10)
+    return ranks, carriers, crosses
+
+
+def test_sums_are_there_when_the_work_says_so() -> None:
+    _, _, crosses = make_ranks(3)
+    sources = [on_device(torch.full((100,), float(n + 1))) for n in range(3)]
+    outs = [on_device(torch.zeros(100)) for _ in range(3)]
+    rows = [np.full(4, n + 1.0) for n in range(3)]  # of the host: they travel, too
+    halves = [on_device(torch.full((8,), n + 1.0, dtype=torch.bfloat16)) for n in range(3)]
+    works: list[Any] = []
+    for cross, source, out, row, half in zip(crosses, sources, outs, rows, halves, strict=True):
+        works += [cross.all_reduce(source, out), cross.all_reduce(row), cross.all_reduce(half)]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    for n in range(3):
+        assert outs[n].tolist() == [6.0] * 100
+        assert sources[n].tolist() == [n + 1.0] * 100
+        assert rows[n].tolist() == [6.0] * 4
+        assert halves[n].tolist() == [6.0] * 8
+
+
+@pytest.mark.parametrize("slow_abort", [0.0, 0.2])
+def test_who_waits_for_the_dead_is_freed_by_an_abort_with_nobody_else_inside_the_library(
+    slow_abort: float,
+) -> None:
+    ranks, _, crosses = make_ranks(3)
+    locals_ = [on_device(torch.ones(10)) for _ in range(3)]
+    works = [
+        cross.all_reduce(local) for cross, local in zip(crosses[:2], locals_[:2], strict=True)
+    ]  # the third is dead
+    time.sleep(0.02)
+    assert not any(work.done for work in works)
+    for rank, cross in zip(ranks[:2], crosses[:2], strict=True):
+        rank.slow_abort = slow_abort
+        cross.break_off()
+        later = cross.all_reduce(on_device(torch.ones(3)))
+        assert later.refused
+    for rank, cross, work, local in zip(ranks, crosses, works, locals_, strict=False):
+        cross.drain()
+        assert not rank.crowded
+        assert work.done
+        assert not work.ok
+        assert rank.aborted  # the device is through with the buffers, whatever is in them now
+        local.fill_(3.0)
+        time.sleep(0.01)
+        assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
+
+
+def test_an_abort_waits_for_a_thread_that_is_inside_the_library() -> None:
+    ranks, carriers, crosses = make_ranks(2)
+    ranks[0].slow_look = 0.05
+    local = on_device(torch.ones(10))
+    work = crosses[0].all_reduce(local)
+    assert work.started.wait(5)
+    time.sleep(0.02)  # it asks after its operation now
+    crosses[0].break_off()
+    crosses[0].drain()
+    assert not work.ok
+    assert ranks[0].aborted
+    assert not ranks[0].crowded
+    local.fill_(3.0)
+    carriers[0]._stream.record().synchronize()
+    assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
+
+
+def test_a_death_while_the_group_is_made_is_not_waited_for() -> None:
+    groups, stream = Groups(), LateDevice().stream()
+    rank = Rank(groups, {stream.handle: stream})
+    carrier = NcclCarrier(Worker(), (0, 1), 0, rank, stream, [])
+    looks = iter([False, False, True])
+    with pytest.raises(CarrierError, match="a member died"):
+        carrier.build({0: carrier.offer(), 1: b""}, bool, lambda: next(looks))
+
+
+def test_a_member_that_has_no_library_is_told_from_one_that_is_late() -> None:
+    carrier = NcclCarrier(Worker(), (0, 1), 1, Rank(Groups(), {}), LateDevice().stream(), [])
+    with pytest.raises(CarrierError, match="could not offer"):
+        carrier.connect({0: b"", 1: b""}, bool, lambda: False)
+
+
+def test_data_are_waited_for_on_the_device_and_not_by_the_host() -> None:
+    ranks, carriers, _ = make_ranks(1)
+    del ranks
+    producer_device = LateDevice()
+    producer = producer_device.stream()
+    source, out = on_device(torch.zeros(5)), on_device(torch.zeros(5))
+    producer.copy(source, torch.full((5,), 4.0))
+    ready = Ready()
+    ready.events = [producer.record()]
+    rest = carriers[0].all_reduce(source, out, ready)
+    assert source.tolist() == [0.0] * 5  # asked for, and nobody has waited for it
+    assert rest is not None
+    rest.wait()
+    assert out.tolist() == [4.0] * 5

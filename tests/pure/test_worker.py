@@ -1,0 +1,66 @@
+"""The communication thread: what a device goes on with does not hold up what comes after it."""
+
+from __future__ import annotations
+
+import threading
+
+from recover.carriers.worker import Rest, Work, Worker
+
+
+def test_the_next_operation_begins_while_a_device_is_busy_with_the_one_before() -> None:
+    worker, device, begun = Worker(), threading.Event(), list[int]()
+
+    def task(number: int) -> Rest:
+        begun.append(number)
+        return Rest(device.wait)
+
+    works = [worker.post(lambda number=number: task(number)) for number in range(3)]  # type: ignore[misc]
+    for work in works:
+        assert work.started.wait(5)
+    while len(begun) < 3:
+        pass
+    assert begun == [0, 1, 2]
+    assert not any(work.done for work in works)
+    assert worker.busy
+    device.set()
+    worker.drain()
+    assert all(work.ok for work in works)
+    assert not worker.busy
+
+
+def test_drain_waits_for_what_the_device_does_although_a_later_operation_has_failed() -> None:
+    worker, device, drained = Worker(), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("refused")
+
+    first = worker.post(lambda: Rest(device.wait))
+    second = worker.post(fail)
+    assert not second.wait(5)
+    assert second.done
+
+    def drain() -> None:
+        worker.drain()
+        drained.set()
+
+    threading.Thread(target=drain, daemon=True).start()
+    assert not drained.wait(0.05)
+    assert not first.done
+    device.set()
+    assert drained.wait(5)
+    assert first.ok
+
+
+def test_an_error_on_the_device_is_kept_with_its_buffers() -> None:
+    worker = Worker()
+
+    def breaks() -> None:
+        raise RuntimeError("the kernel was aborted")
+
+    work: Work = worker.post(lambda: Rest(breaks))
+    assert not work.wait(5)
+    assert "aborted" in str(work.error)
+    worker.drain()
+    while not (failed := worker.take_failed()):
+        pass
+    assert failed == [work]
