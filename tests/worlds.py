@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import Any
 from recover.job.grid import Grid
 
 PROGRAMS = Path(__file__).parent / "programs"
+# On a machine with GPUs: TEST_DEVICE=cuda TEST_CARRIERS="mpi gloo nccl".
+CARRIERS = tuple(os.environ.get("TEST_CARRIERS", "mpi gloo").split())
 
 
 @dataclass
@@ -70,8 +73,6 @@ def run_world(
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
 
 

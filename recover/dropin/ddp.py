@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from recover.carriers.worker import Work, Worker
+from recover.carriers.worker import Rest, Work, Worker
 from recover.launch.join import init
 from recover.policy import SlotSet
 from recover.sums.accumulation import ignore
@@ -237,5 +237,6 @@ def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures
     if not state.take(bucket.index(), flat, bucket.parameters()):
         future.set_result(flat)
         return future
-    init().worker.post(lambda: future.set_result(flat))  # after the reduction: the thread keeps the order
+    # After the reduction, wherever it runs: the threads keep the order.
+    init().worker.post(lambda: Rest(lambda: future.set_result(flat)))
     return future

@@ -151,10 +151,10 @@ class Board:
         self._table[rank, HEARTBEAT] += 1
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:
-        """What the ranks of this host show of themselves, as far as they have joined the world and live."""
+        """What the ranks of this host show of themselves, from when they have claimed their place until they die."""
         rows = self._table.tolist()
         mine, here = rows[me][STEP], (rows[me][VOTES], rows[me][ENTERED])
-        states = {rank: self._state(row) for rank, row in enumerate(rows) if row[HEARTBEAT]}
+        states = {rank: self._state(row) for rank, row in enumerate(rows) if row[PID]}
         # Those behind me may themselves wait for the last of them.
         behind = [
             (row[VOTES], row[ENTERED])

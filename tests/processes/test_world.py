@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import PROGRAMS, run_world
+from worlds import CARRIERS, PROGRAMS, run_world
 
 from recover.job.grid import Grid
 from recover.launch import meeting_place
@@ -217,7 +217,7 @@ def test_programs_are_all_used() -> None:
     assert [p.name for p in PROGRAMS.glob("*.py") if p.name not in text] == []
 
 
-@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
     outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
     assert outcome.code == 0, outcome.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 import recover
 
+device = os.environ.get("TEST_DEVICE", "cpu")
 world = recover.init(carrier=sys.argv[1])
 group, ranks = world.cross, world.grid.ranks
 total = sum(range(1, ranks + 1))
@@ -21,23 +23,26 @@ for dtype in (
     torch.float16,
     torch.uint8,
 ):
-    mine = torch.full((3, 5), world.rank + 1, dtype=dtype)
+    mine = torch.full((3, 5), world.rank + 1, dtype=dtype, device=device)
     out = torch.empty_like(mine)
     assert group.all_reduce(mine, out).wait()
     assert (out == total).all(), (dtype, out)
     assert (mine == world.rank + 1).all(), "out of place, and the source has changed"
-    strided = torch.full((5, 3), world.rank + 1, dtype=dtype).t()
+    strided = torch.full((5, 3), world.rank + 1, dtype=dtype, device=device).t()
     assert group.all_reduce(strided).wait()
     assert (strided == total).all(), dtype
     assert group.broadcast(mine, root=1).wait()
     assert (mine == 2).all(), dtype
-    rows = torch.empty((ranks, 2), dtype=dtype)
-    assert group.all_gather(torch.full((2,), world.rank, dtype=dtype), rows).wait()
+    rows = torch.empty((ranks, 2), dtype=dtype, device=device)
+    assert group.all_gather(torch.full((2,), world.rank, dtype=dtype, device=device), rows).wait()
     assert rows[:, 0].tolist() == list(range(ranks)), dtype
-large = np.full(5_000_000, world.rank + 1, np.float32)  # several pieces
-assert group.all_reduce(large).wait()
-assert (large == total).all()
-big = torch.full((4,), 2**40 + world.rank, dtype=torch.int64)
+for large in (  # several pieces
+    np.full(5_000_000, world.rank + 1, np.float32),
+    torch.full((20_000_001,), world.rank + 1, dtype=torch.float32, device=device),
+):
+    assert group.all_reduce(large).wait()
+    assert (large == total).all()
+big = torch.full((4,), 2**40 + world.rank, dtype=torch.int64, device=device)
 assert group.broadcast(big).wait()
 assert big[0].item() == 2**40
 assert group.barrier().wait()

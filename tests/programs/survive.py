@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
@@ -55,8 +56,12 @@ def note_census(census: Census) -> None:
 
 
 note_census(world.last_census)
-mine = np.full(int(scenario["megabytes"] * 125_000), 2.0**world.replica, np.float64)
-total = np.empty_like(mine)
+mine: Any = np.full(int(scenario["megabytes"] * 125_000), 2.0**world.replica, np.float64)
+total: Any = np.empty_like(mine)
+if (device := os.environ.get("TEST_DEVICE", "cpu")) != "cpu":
+    import torch
+
+    mine, total = torch.from_numpy(mine).to(device), torch.from_numpy(total).to(device)
 for rank, seconds in scenario.get("timers", []):
     if rank == world.rank:
         kill_in(seconds)
