@@ -146,6 +146,9 @@ class Simulation:
                 if left == 0:
                     strike(rank)
 
+    def kill_at_next_call(self, rank: int) -> None:
+        self._kills[rank] = 0
+
     def _strike_dead(self, rank: int) -> None:
         self.kill(rank, "killed")
         raise Died
@@ -299,8 +302,8 @@ class SimulatedFabric:
 
     def wait(self, doing: str, ready: Callable[[], bool] = lambda: True) -> None:
         """Give the word to the scheduler until `ready()`; the rank may die here."""
-        self._simulation.count_call(self.rank)
         self.doing, self._ready = doing, ready
+        self._simulation.count_call(self.rank)
         self._simulation.switch()
         if self.rank in self._simulation.dead:
             raise Died

@@ -22,49 +22,32 @@ def survive(
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_eight_ranks_die_one_by_one_at_every_place_down_to_one(tmp_path: Path, carrier: str) -> None:
+def test_ranks_die_alone_together_and_inside_repairs_down_to_one(tmp_path: Path, carrier: str) -> None:
+    """What real carriers have to do with it: to be freed, and to be built, while somebody dies in them."""
     outcome = survive(
         tmp_path,
         carrier,
-        8,
-        victims={0, 1, 2, 3, 5, 6, 7},
-        kills=["1:3:bucket", "2:7:in-reduce", "3:1:vote", "5:0:in-reduce", "6:2:update", "8:6:vote"],
-        in_agreement=[[4, 5]],
-        megabytes=32,
-    )
-    assert outcome.notes(4, "done")[0]["epoch"] == 8  # start-up and seven repairs
-
-
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_death_inside_the_repair_of_another_is_repaired_too(tmp_path: Path, carrier: str) -> None:
-    survive(
-        tmp_path,
-        carrier,
-        8,
-        victims={0, 1, 2, 3, 4, 5, 6},
+        11,
+        victims={0, 1, 2, 3, 5, 6, 7, 8, 9, 10},
         kills=[
-            "1:1:in-reduce",
-            "1:0:repair:census",  # rank 0 gathers the census
-            "2:2:vote",
-            "2:3:repair:carrier",
-            "3:4:bucket",
-            "3:5:repair:closing",
-            "4:6:vote",
+            "1:3:bucket",
+            "2:7:in-reduce",
+            "2:0:repair:census",  # rank 0 gathers the census
+            "3:1:vote",
+            "3:2:repair:carrier",
+            "5:6:in-reduce",
+            "5:8:repair:closing",
+            "6:9:in-reduce",
+            "6:10:in-reduce",
         ],
+        in_agreement=[[4, 5]],
+        megabytes=16,
+        steps=7,
     )
+    assert outcome.notes(4, "done")[0]["epoch"] >= 7  # start-up and a repair in each of six steps, or more
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_two_at_once_and_then_all_but_one_at_once(tmp_path: Path, carrier: str) -> None:
-    survive(
-        tmp_path,
-        carrier,
-        8,
-        victims={0, 1, 2, 3, 4, 6, 7},
-        kills=["2:1:in-reduce", "2:6:in-reduce", "4:0:vote", "4:2:vote", "4:3:vote", "4:4:vote", "4:7:vote"],
-    )
-
-
+@pytest.mark.soak  # tests/simulated shows the same without the 32 processes
 def test_deaths_among_more_ranks_than_a_word_has_bits(tmp_path: Path) -> None:
     """32 ranks; two die of those beyond the 27 that one agreement can tell of, and one below."""
     kills = ["2:30:in-reduce", "3:28:vote", "3:5:bucket"]

@@ -92,46 +92,34 @@ def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:
     )
 
 
-def test_two_at_once_and_a_second_death_during_the_recovery(tmp_path: Path) -> None:
-    kills = [
-        "1:1:advance",
-        "3:2:in-reduce",
-        "3:3:repair",
-        "5:4:in-reduce",
-        "5:5:extra",
-        "7:0:bucket:1",
-        "7:6:bucket:1",
-    ]
-    outcome = train(tmp_path, 8, kills, steps=8)
-    check(outcome, {0, 1, 2, 3, 4, 5, 6}, batch=16)
-
-
 @pytest.mark.parametrize(
     "places",
     [
-        ("repair", "in-reduce:1"),
-        pytest.param(("bucket", "in-reduce"), marks=pytest.mark.soak),
+        ("bucket", "in-reduce:1"),
+        pytest.param(("repair", "in-reduce"), marks=pytest.mark.soak),
         pytest.param(("forward", "backward"), marks=pytest.mark.soak),
         pytest.param(("update", "advance"), marks=pytest.mark.soak),
     ],
 )
-def test_a_spare_takes_the_place_of_a_dead_major(tmp_path: Path, places: tuple[str, str]) -> None:
-    """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; after the next one major-spare."""
+def test_a_dead_spare_costs_nothing_and_another_takes_the_place_of_a_dead_major(
+    tmp_path: Path, places: tuple[str, str]
+) -> None:
+    """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; two losses later no spare."""
     first, second = places
-    kills = ["1:0:in-reduce", f"3:1:{first}", f"5:2:{second}"]
-    victims = {0, 1, 2}
-    if (
-        first == "repair"
-    ):  # somebody has to die for there to be a repair: the minor's spare, which costs nothing
-        kills.append("3:6:bucket")
-        victims.add(6)
+    # Somebody has to die for there to be a repair to die in.
+    spare = "3:6:bucket" if first == "repair" else "2:6:vote"
+    kills = ["1:0:in-reduce", spare, f"3:1:{first}", f"5:2:{second}"]
     outcome = train(tmp_path, 7, kills, policy="static", samples="partitioned", accum=1, steps=7)
-    check(outcome, victims, batch=7, exact=False)
-    (boundary,) = commits(outcome)[0]["incidents"]
-    assert (boundary["boundary"], boundary["extra_microbatches"]) == (True, 1)
-    later = [incident for entry in commits(outcome)[1:] for incident in entry["incidents"]]
-    if first != "repair":
-        assert [(i["boundary"], i["extra_microbatches"]) for i in later] == [(False, 0), (False, 0)]
+    check(outcome, {0, 1, 2, 6}, batch=7, exact=False)
+    told = [
+        (i["complete"], i["boundary"], i["extra_microbatches"])
+        for entry in commits(outcome)
+        for i in entry["incidents"]
+    ]
+    assert told[0] == (False, True, 1)
+    assert told[-1] == (False, True, 2)
+    if first != "repair":  # the spare costs a repair and no second reduction; the major's share is at hand
+        assert told[1:-1] == [(True, False, 0), (False, False, 0)]
 
 
 @pytest.mark.soak
@@ -143,14 +131,6 @@ def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, vi
     check(outcome, {0, victim}, batch=2 * replicas, exact=False)
     (promotion,) = commits(outcome)[2]["incidents"]
     assert (promotion["boundary"], promotion["restore"], promotion["complete"]) == (False, "blocking", False)
-
-
-def test_a_dead_spare_costs_a_repair_and_no_second_reduction(tmp_path: Path) -> None:
-    kills = ["1:0:in-reduce", "3:5:vote"]  # replica 5 of 6 x 2 is then the major-spare
-    outcome = train(tmp_path, 6, kills, policy="static", samples="partitioned", steps=4)
-    check(outcome, {0, 5}, batch=12, exact=False)
-    (incident,) = commits(outcome)[2]["incidents"]
-    assert (incident["complete"], incident["extra_microbatches"]) == (True, 0)
 
 
 @pytest.mark.parametrize(
@@ -172,19 +152,12 @@ def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
     assert outcome.notes(0, "end")[0]["rewinds"][restore] == 2
 
 
-@pytest.mark.parametrize(("reduction", "bit"), [("fast", 0), ("reproducible", 30)])
-def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path, reduction: str, bit: int) -> None:
-    outcome = train(tmp_path, 3, [], flip=[3, 1], reduction=reduction, bit=bit)
+def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
+    """Reproducible sums are those of one process, too."""
+    outcome = train(tmp_path, 3, [], flip=[3, 1], reduction="reproducible", bit=30)
     assert outcome.ends[1] == "excluded", outcome.output
     check(outcome, {1}, batch=6)
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
-
-
-def test_what_was_reduced_with_a_drifted_replica_is_not_committed_when_it_dies(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 3, ["3:1:vote"], flip=[3, 1], bit=25)
-    check(outcome, {1}, batch=6)
-    (incident,) = commits(outcome)[2]["incidents"]
-    assert not incident["complete"]
 
 
 def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None:
@@ -205,16 +178,6 @@ def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path:
     raised = [rank for rank, end in outcome.ends.items() if end == "raised"]
     assert len(raised) == 4  # two by the sample, two because they were told
     assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
-
-
-def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 2, [], nan=9)
-    assert outcome.code == 0, outcome.output
-    skipped = [[entry["skipped"] for entry in outcome.notes(rank, "commit")] for rank in (0, 1)]
-    assert skipped == [[0, 0, 1, 1, 1, 1]] * 2
-    digests = [entry["digest"] for entry in outcome.notes(0, "commit")]
-    assert digests[1] == digests[2]  # the parameters stayed as they were
-    assert digests == [entry["digest"] for entry in outcome.notes(1, "commit")]
 
 
 def test_the_gloo_carrier_commits_the_same(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def check_gradients(place: Path, name: str, ranks: list[int], expected: dict[str
     assert set(seen) == set(expected)
 
 
+@pytest.mark.soak  # the 2 x 2 grid below and the matrix show the same
 def test_two_tensor_parallel_replicas_of_three_die_in_one_step(tmp_path: Path) -> None:
     """At different positions; the gradients are right before and after."""
     sections = [section(tp=2, batch=6)]

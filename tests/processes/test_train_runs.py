@@ -35,40 +35,45 @@ from recover.train.run_records import data_digest
 PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "advance")
 
 
-def test_three_of_four_replicas_die_and_every_step_has_B_microbatches(tmp_path: Path) -> None:
-    """The writer is among the dead, and so is the rank that writes after it."""
+def test_four_of_five_replicas_die_and_every_step_has_B_microbatches(tmp_path: Path) -> None:
+    """The writer is among the dead, and so is the rank that writes after it: after its last commit, before it can write
+    it down."""
     words = [
         *small_world(tmp_path),
-        "replicas=4",
+        "replicas=5",
         "accum=4",
         "steps=12",
         "eval.every=5",
         "log.tensorboard=true",
     ]
-    run = train(tmp_path / "run", *words, kills=["3:1:in-reduce", "6:3:backward", "9:0:update"])
+    kills = ["3:1:in-reduce", "6:3:backward", "9:0:update", "12:2:advance"]
+    run = train(tmp_path / "run", *words, kills=kills)
     assert run.code == 0, run.output
-    check_lines(run, steps=12, batch=16)
+    check_lines(run, steps=12, batch=20)
     assert " ".join(run.steps[0]) == STEP_FIELDS
     assert {" ".join(line) for line in run.incidents} == {INCIDENT_FIELDS}
     assert " ".join(run.summary) == f"{SUMMARY_FIELDS} environment"
-    assert (run.summary["replicas_end"], run.summary["failures"], run.summary["steps"]) == (1, 3, 12)
+    assert (run.summary["replicas_end"], run.summary["failures"], run.summary["steps"]) == (1, 4, 12)
     assert [
         (i["step"], i["location"], i["dead_replicas"], i["extra_microbatches"]) for i in run.incidents
     ] == [
         (3, "in-reduce", [1], 4),
         (6, "backward", [3], 5),
-        (10, "update", [0], 8),  # it died after the verdict on step 9: the others learn of it in the next
+        (10, "update", [0], 7),  # it died after the verdict on step 9: the others learn of it in the next
+        (12, "advance", [2], 0),
     ]
     for step, line in enumerate(run.steps):
-        assert line["data_digest"] == data_digest(range(step * 16, step * 16 + 16))
+        assert line["data_digest"] == data_digest(range(step * 20, step * 20 + 20))
     assert [line["step"] for line in run.steps if "heldout_loss" in line] == [5, 10]
     assert "step 3: lost replica 1 (in-reduce)" in run.output
-    assert "committed with 16 of 16 on 1 replica" in run.output
+    assert "committed with 20 of 20 on 2 replicas" in run.output
+    assert "step 12: lost replica 2" in run.output
     assert (run.run_dir / "config.yaml").exists()
-    assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
+    assert len(list((run.run_dir / "tensorboard").iterdir())) == 3
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak  # tests/simulated shows the same
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_line_is_lost_when_the_writer_dies_again_and_again(tmp_path: Path, seed: int) -> None:
     """Each replica dies when it is the writer; the last one after its last commit, before it can write it down."""
     steps, draw = 11, random.Random(seed)
@@ -116,6 +121,7 @@ def test_partitioned_samples_are_never_used_twice_and_only_the_dead_ones_drop_ou
         "steps=8",
         "policy=static",
         "samples=partitioned",
+        "optimizer=sgd",
     ]
     run = train(tmp_path / "run", *words, kills=["3:1:in-reduce", "6:3:backward"])
     assert run.code == 0, run.output
@@ -172,15 +178,6 @@ def test_a_death_over_a_checkpoint_leaves_the_one_before_and_others_go_on_from_i
         2,
     )  # what was lost for good is not in it
     assert again.checkpoints == ["step-9"]
-
-
-def test_fewer_than_min_replicas_save_a_checkpoint_and_exit_with_3(tmp_path: Path) -> None:
-    words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=20", "min_replicas=2", "optimizer=sgd"]
-    run = train(tmp_path / "run", *words, kills=["3:0:backward", "3:2:backward"])
-    assert run.code == 3, run.output
-    assert run.checkpoints == ["step-3"]
-    check_lines(run, steps=3, batch=6)
-    assert "1 replicas are left, and min_replicas is 2" in run.output
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
@@ -258,19 +255,27 @@ def smooth(losses: list[float], window: int = 10) -> np.ndarray:
 
 
 def test_the_loss_curve_of_a_run_with_deaths_is_that_of_one_without(tmp_path: Path) -> None:
-    """Closer to it than failure-free runs on other data are to each other. `adaptive` has smaller batches."""
+    """Of one process: the same samples in every step, the same losses but for rounding. That is closer than
+    failure-free runs on other data are to each other. `adaptive` has smaller batches."""
     words = [*small_world(tmp_path), "steps=60", "replicas=4", "accum=4"]
-    calm = [smooth(plain_losses([*words, f"seed={seed}"])) for seed in range(4)]
+    losses = [plain_losses([*words, f"seed={seed}"]) for seed in range(4)]
+    calm = [smooth(each) for each in losses]
     noise = max(np.abs(calm[a] - calm[b]).mean() for a, b in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3)))
-    kills = ["15:1:in-reduce", "30:0:update", "45:2:vote"]
-    rough = train(tmp_path / "rough", *words, kills=kills)
+    rough = train(tmp_path / "rough", *words, kills=["15:1:in-reduce", "30:0:vote", "45:3:backward"])
     assert rough.code == 0, rough.output
     check_lines(rough, steps=60, batch=16)
-    assert np.abs(smooth([line["loss"] for line in rough.steps]) - calm[0]).mean() <= min(noise, 1e-4)
-    shrinking = train(tmp_path / "adaptive", *words, "policy=adaptive", kills=kills)
+    assert rough.summary["replicas_end"] == 1
+    for step, line in enumerate(rough.steps):
+        assert line["data_digest"] == data_digest(range(step * 16, step * 16 + 16))
+        assert abs(line["loss"] - losses[0][step]) <= 1e-4 * losses[0][step], line
+    told = [line["loss"] for line in rough.steps]
+    assert told != losses[0]  # by other sums: it takes reduction=reproducible to have the same bits
+    assert np.abs(smooth(told) - calm[0]).mean() <= min(noise, 1e-4)
+    kills = ["2:1:in-reduce", "4:0:update", "6:2:vote"]
+    shrinking = train(tmp_path / "adaptive", *words, "steps=8", "policy=adaptive", kills=kills)
     assert shrinking.code == 0, shrinking.output
-    check_lines(shrinking, steps=60, batch=None)
-    assert [shrinking.steps[i]["microbatches"] for i in (0, 20, 40, 59)] == [16, 12, 8, 4]
+    check_lines(shrinking, steps=8, batch=None)
+    assert [shrinking.steps[i]["microbatches"] for i in (0, 2, 4, 7)] == [16, 12, 8, 4]
 
 
 def _steps(run_dir: Path) -> int:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
-from simulated_run import Schedule, large_schedule, play, random_schedule, shrink, violation
+from simulated_laws import play, shrink, violation
+from simulated_schedules import PLACES, RECOVERIES, Schedule, aimed_schedule, large_schedule, random_schedule
 
 from recover.carriers.simulated_carriers import SimulatedCarrier, SimulatedCarriers
 from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
@@ -22,6 +23,7 @@ from recover.world.membership import (
 from recover.world.simulated_parts import InlineWorker
 
 SCHEDULES = 1500
+AIMED = 200
 
 
 def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_schedule) -> Counter[str]:
@@ -30,16 +32,13 @@ def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_sched
     for seed in seeds:
         schedule = draw(seed)
         try:
-            simulation = play(schedule)
+            played = play(schedule)
         except (AssertionError, HangError) as wrong:
             small = shrink(schedule)
             pytest.fail(f"seed {seed}: {wrong!r}\nreplay it with play({small}): {violation(small)}")
-        seen.update(simulation.dead.values())
-        seen.update(set(simulation.finished.values()))
-        seen.update(["stopped"] * bool(simulation.stopped))
-        seen.update(["left out"] * any(simulation.dead.get(rank) == "excluded" for rank in simulation.sick))
-        beyond = [rank for rank in simulation.dead if rank >= WORD_BITS]
-        seen.update([f"of {simulation.grid.ranks // WORD_BITS} words"] * bool(beyond))
+        seen.update(played.kinds())
+        if any(rank >= WORD_BITS for rank in played.simulation.dead):
+            seen.update([f"of {schedule.grid.ranks // WORD_BITS} words"])
     return seen
 
 
@@ -51,6 +50,36 @@ def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
     assert min(seen[how] for how in ("orphan", "excluded", "fenced", "raised", "stopped")) > 50, seen
     assert min(seen[how] for how in ("seen off", "left out", "no carrier")) > 5, seen
     assert min(seen[end] for end in ("diverged", "poisoned", "out of range")) > 5, seen
+
+
+def test_deaths_at_every_place_alone_in_pairs_and_in_recoveries_keep_every_law() -> None:
+    seen = explore(range(AIMED), aimed_schedule)
+    assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
+    assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
+
+
+@pytest.mark.parametrize(("policy", "owed"), [("static", 0), ("balanced", 1)])
+def test_a_death_at_the_vote_costs_what_was_owed_and_only_where_a_sum_is_missing(
+    policy: str, owed: int
+) -> None:
+    """The last of five replicas dies, which is a spare or runs one of six microbatches."""
+    costs: Counter[tuple[bool, int]] = Counter()
+    for seed in range(40):
+        played = play(Schedule(seed, Grid(5), policy, aims={4: (2, "vote")}))
+        costs.update(
+            (incident.complete, incident.extra_microbatches)
+            for rank in played.survivors
+            for incident in played.diaries[rank].incidents[1][1]
+        )
+    assert costs.keys() == {(True, 0), (False, owed)}, costs
+
+
+def test_what_was_summed_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
+    """The law of sums tells; and no survivor takes its own sum for complete."""
+    for seed in range(40):
+        played = play(Schedule(seed, Grid(3), drifts={1: 2}, aims={1: (2, "vote")}))
+        for rank in played.survivors:
+            assert [i.complete for i in played.diaries[rank].incidents[1][1]] == [False], seed
 
 
 def test_deaths_among_more_ranks_than_a_word_has_bits_are_seen_like_all_others() -> None:

@@ -1,0 +1,128 @@
+"""What happens to whom in a simulated training run: drawn from a seed, and made smaller fault by fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS, REPAIR_PHASES
+from recover.job.grid import Grid
+from recover.policy import get_policy
+from recover.world.membership import WORD_BITS
+
+STEPS = 3
+BATCH = 6
+RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
+# Where real faults strike; those that are left out are places of tensors and of files.
+PLACES = tuple(place for place in LOCATIONS if place not in (*IN_RECOVERY, "backward", "checkpoint"))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens to whom. Every field but the first three is a fault that can be left out."""
+
+    seed: int
+    grid: Grid
+    policy: str = "balanced"
+    kills: dict[int, int] = field(default_factory=dict)  # rank: after so many calls
+    aims: dict[int, tuple[int, str]] = field(default_factory=dict)  # rank: dies in this step, at this place
+    stops: dict[int, int] = field(default_factory=dict)  # ... it is stopped, for ever
+    stalls: int = 0  # agreements that forget to tell one rank
+    sick: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    reluctant: bool = False  # who is left out does not leave by itself
+    # rank: the step before which a bit of its state flips
+    drifts: dict[int, int] = field(default_factory=dict)
+    leaves: dict[int, int] = field(default_factory=dict)  # rank: the step that it leaves early, once
+    poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
+    too_large: tuple[int, int] | None = None  # (step, slot): its gradient cannot be summed exactly
+    asks_to_stop: tuple[int, int] | None = None  # (rank, step)
+
+
+def random_schedule(seed: int) -> Schedule:
+    """A world of 2 to 8 ranks: deaths, some of them in bursts, and now and then something rarer."""
+    rng = random.Random(seed)
+    replica_size = rng.choice((1, 1, 2))
+    grid = Grid(rng.randint(2, 8 // replica_size), replica_size)
+    ranks = range(grid.ranks)
+    victims = rng.sample(ranks, rng.randint(0, grid.ranks - 1))
+    burst = rng.randint(0, 90)
+    kills = {v: rng.randint(0, 120) if rng.random() < 0.5 else burst + rng.randint(0, 6) for v in victims}
+    sick = {}
+    for rank in rng.sample(ranks, rng.randint(1, 2)) if rng.random() < 0.2 else ():
+        first = rng.randint(1, 4)
+        sick[rank] = (first, rng.choice((first, first + 1, 10**6)), rng.random() < 0.5)
+
+    def sometimes(share: float, make: Callable[[], Any], otherwise: Any) -> Any:
+        return make() if rng.random() < share else otherwise
+
+    def place() -> tuple[int, int]:
+        return rng.randint(1, STEPS), rng.randrange(BATCH)
+
+    return Schedule(
+        seed,
+        grid,
+        rng.choice(("balanced", "balanced", "static")),
+        kills,
+        stops=sometimes(0.1, lambda: {rng.choice(ranks): rng.randint(5, 100)}, {}),
+        stalls=sometimes(0.1, lambda: 1, 0),
+        sick=sick,
+        reluctant=rng.random() < 0.1,
+        drifts=sometimes(0.15, lambda: {rng.choice(ranks): rng.randint(2, STEPS)}, {}),
+        leaves=sometimes(0.15, lambda: dict.fromkeys(rng.sample(ranks, 2), rng.randint(1, STEPS)), {}),
+        poison=sometimes(0.08, place, None),
+        too_large=sometimes(0.05, place, None),
+        asks_to_stop=sometimes(0.15, lambda: (rng.choice(ranks), rng.randint(1, STEPS)), None),
+    )
+
+
+def aimed_schedule(seed: int) -> Schedule:
+    """As the matrix of `recover faults` has them: a replica of some role dies at some place, alone or with another, or
+    another one dies in the recovery."""
+    rng = random.Random(f"aimed/{seed}")
+    grid, policy = (
+        Grid(rng.randint(3, 7), rng.choice((1, 1, 2))),
+        rng.choice(("balanced", "static", "static")),
+    )
+    step, place, mode = rng.randint(1, STEPS), rng.choice(PLACES), rng.choice(("one", "two", "then", "then"))
+    roles = {
+        s.replica: s.role
+        for s in get_policy(policy, grid.replicas).layout(range(grid.replicas), BATCH).shares
+    }
+    role = rng.choice(sorted(set(roles.values())))
+    first = rng.choice([replica for replica, its in roles.items() if its is role])
+    second = rng.choice([replica for replica in roles if replica != first])
+    aims = {first * grid.replica_size + rng.randrange(grid.replica_size): (step, place)}
+    if mode == "two":
+        aims[second * grid.replica_size] = (step, place)
+    elif mode == "then":
+        where = rng.choice((*RECOVERIES, "extra", "extra"))
+        aims[second * grid.replica_size] = (step + (place in AFTER_VERDICT), where)
+    return Schedule(seed, grid, policy, aims=aims)
+
+
+def large_schedule(seed: int) -> Schedule:
+    """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
+    rng = random.Random(f"large/{seed}")
+    replica_size = rng.choice((1, 2))
+    ranks = rng.randint(WORD_BITS + 1, WORD_BITS + 5) if seed % 4 else 2 * WORD_BITS + 2
+    grid = Grid(ranks // replica_size + 1, replica_size)
+    victims = {*rng.sample(range(WORD_BITS, grid.ranks), 2), *rng.sample(range(grid.ranks), 1)}
+    burst = rng.randint(0, 60)
+    return Schedule(seed, grid, kills={victim: burst + rng.randint(0, 6) for victim in sorted(victims)})
+
+
+def without_one_fault(schedule: Schedule) -> list[Schedule]:
+    """All schedules with one fault less."""
+    found = []
+    for fault in fields(schedule)[3:]:
+        value = getattr(schedule, fault.name)
+        if isinstance(value, dict):
+            found += [
+                replace(schedule, **{fault.name: {k: v for k, v in value.items() if k != key}})
+                for key in value
+            ]
+        elif value:
+            found.append(replace(schedule, **{fault.name: type(value)() if isinstance(value, int) else None}))
+    return found
