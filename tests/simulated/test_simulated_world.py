@@ -93,6 +93,15 @@ def test_no_schedule_out_of_a_hundred_thousand_tears_hangs_or_corrupts_the_world
     explore(range(100_000))
 
 
+@pytest.mark.parametrize("call", range(14))
+def test_a_rank_that_stops_while_the_world_is_made_is_fenced_even_before_its_first_heartbeat(
+    call: int,
+) -> None:
+    for seed in range(3):
+        played = play(Schedule(seed, Grid(2, 2), stops={3: call}))
+        assert set(played.simulation.dead) == {2, 3}
+
+
 def test_a_violation_is_shrunk_to_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a transaction that commits whatever it has: one fault is enough, and nothing else is left."""
     from recover.step.transaction import Transaction
