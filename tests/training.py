@@ -44,7 +44,7 @@ def small_world(place: Path, **shape: int) -> list[str]:
         f"model={place / 'model.json'}",
         f"data.path={place / 'corpus.txt'}",
         "seq_len=32",
-        "device=cpu",
+        f"device={os.environ.get('TEST_DEVICE', 'cpu')}",
         "lr=2e-3",  # at 1e-2 this model is chaotic: the order of summation alone parts two curves
         "warmup_steps=3",
         "log.tensorboard=false",

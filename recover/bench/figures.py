@@ -19,6 +19,7 @@ from typing import Any
 
 from recover.bench.headlines import Content, headlines
 from recover.bench.measure import PACKAGE
+from recover.bench.tables import rows_of
 
 ROOT = PACKAGE.parent
 FILE = Path("docs", "figures.json")
@@ -33,6 +34,7 @@ ORDER = (
     "recovery",
     "repair",
     "collectives",
+    "gpu",
 )
 KINDS = ("", "ddp", "hsdp", "3d")
 QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
@@ -83,13 +85,15 @@ def fill(text: str, figures: Figures) -> str:
         return f"{found[1]}{told}{found[4]}"
 
     def table(found: re.Match[str]) -> str:
+        if found[2] == "gpu-short":
+            return found[1] + _gpu_short(figures) + found[4]
         rows = (
             [
                 ["what", "measured", "in the paper"],
                 *(line for each in figures.values() for line in each["lines"]),
             ]
             if found[2] == "headlines"
-            else figures[found[2]]["rows"]
+            else figures.get(found[2], {"rows": []})["rows"]
         )
         return found[1] + _markdown(rows) + found[4]
 
@@ -108,13 +112,13 @@ def figure(name: str, content: Content) -> dict[str, Any]:
         **{key: content[key] for key in ORIGIN},
         "values": {key: str(told) for key, told in TELLERS[part](results).items()},
         "lines": [list(line) for line in headlines({name: content})],
-        "rows": _milliseconds(results) if part == "collectives" else [],
+        "rows": ROWS[part](results) if part in ROWS else [],
     }
 
 
 def origin(figures: Figures) -> str:
-    """Where all of them were measured."""
-    places = (each["machine"] for each in figures.values())
+    """Where all of them were measured, but those of GPUs: these tell it themselves."""
+    places = (each["machine"] for name, each in figures.items() if name != "gpu")
     told = (
         f"{place['cores']} cores ({place['processor']}, {place['architecture']}), torch {place['torch']}, "
         f"Open MPI {place['openmpi']}"
@@ -133,6 +137,15 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
         return "No table has been published yet; `recover bench publish` writes it here.\n"
     head, *others = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *others]) + "\n"
+
+
+def _gpu_short(figures: Figures) -> str:
+    """What one carrier does, with its machine; nothing at all before it was measured."""
+    if "gpu" not in figures:
+        return ""
+    head, *rows = figures["gpu"]["rows"]
+    told = f"On {figures['gpu']['values']['place']}, by `recover bench gpu`:\n\n"
+    return told + _markdown([head, *(row for row in rows if row[1] == rows[0][1])])
 
 
 def _setting(scene: Content) -> str:
@@ -243,6 +256,22 @@ def _peers(results: Content) -> dict[str, Any]:
     return values
 
 
+def _gpu(results: Content) -> dict[str, Any]:
+    nccl = f", NCCL {results['nccl']}" if results["nccl"] else ""
+    values = {"place": f"{results['replicas']} replicas on one {results['card']}{nccl}"}
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            for way, ratio in facts["ours_against"].items():
+                values[f"{model}-{carrier}-{way.replace(' ', '-')}"] = f"{ratio['value']:.2f}x"
+    for carrier, facts in results["kill"].items():
+        values[f"kill-{carrier}"] = f"{facts['less_redone_ms']['median']:.0f} ms"
+    return values
+
+
+ROWS: dict[str, Callable[[Content], list[list[str]]]] = {
+    "collectives": _milliseconds,
+    "gpu": lambda results: rows_of("gpu", results),
+}
 TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "trajectory": _trajectory,
     "breakdown": _breakdown,
@@ -253,4 +282,5 @@ TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "recovery": _recovery,
     "repair": _repair,
     "collectives": _collectives,
+    "gpu": _gpu,
 }

@@ -31,7 +31,12 @@ _origin: dict[str, Any] | None = None  # of the benchmark that is being run
 
 @contextmanager
 def launched(
-    program: str, ranks: int, arguments: Sequence[str], timeout: float = 120, replica_size: int = 1
+    program: str | Path,
+    ranks: int,
+    arguments: Sequence[str],
+    timeout: float = 120,
+    replica_size: int = 1,
+    carrier: str = "auto",
 ) -> Iterator[Path]:
     """Run a program of this package under the launcher; its run directory, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
@@ -43,8 +48,9 @@ def launched(
             replica_size=replica_size,
             run_dir=run_dir,
             timeout=timeout,
+            carrier=carrier,
         )
-        check(code, f"{program} on {ranks} ranks ended with code {code}")
+        check(code, f"{Path(program).name} on {ranks} ranks ended with code {code}")
         yield run_dir
 
 

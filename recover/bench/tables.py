@@ -19,6 +19,7 @@ def rows_of(part: str, results: dict[str, Any]) -> Rows:
         "multi": _multi,
         "sweep": _sweep,
         "peers": _peers,
+        "gpu": _gpu,
     }
     return tellers.get(part, _flat)(results)
 
@@ -100,6 +101,41 @@ def _peers(results: dict[str, Any]) -> Rows:
     for name, peer in results["systems"].items():
         rows.append([name, *(peer.get(key, "") for key in ("seconds", "microbatches", "discarded"))])
     return rows
+
+
+def _gpu(results: dict[str, Any]) -> Rows:
+    rows: Rows = [["", "carrier", "ours", "beside it, in the same run"]]
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            name = f"step without failures, {model} ({facts['parameters'] / 1e6:,.0f}M parameters)"
+            others = [way for way in facts["milliseconds"] if way != "ours"]
+            rows.append([name, carrier, _took(facts, "ours"), "; ".join(_took(facts, way) for way in others)])
+    for carrier, facts in results["kill"].items():
+        took, left = facts["kill_to_commit_ms"], facts["less_redone_ms"]
+        name = f"SIGKILL inside a reduction to the commit, {facts['model']}, {facts['replicas']} replicas"
+        whole = f"{took['median']:.0f} ms, {left['median']:.0f} less the microbatches run again"
+        parts = ", ".join(f"{part} {ms['median']:.0f}" for part, ms in facts["parts_ms"].items())
+        kept = f"{facts['deaths']} deaths, every step on {facts['microbatches']} microbatches"
+        rows.append(
+            [name, carrier, whole, f"{parts}; {kept}; a step takes {facts['step_ms']['median']:.0f} ms"]
+        )
+    for carrier, facts in results["reduce"].items():
+        for size, ways in facts["gigabytes_per_second"].items():
+            speeds = {way: f"{each['median']:.2f} GB/s" for way, each in ways.items()}
+            others = [f"{way} {speed}" for way, speed in speeds.items() if way != "ours"]
+            rows.append([f"sum of {size} MB", carrier, speeds["ours"], "; ".join(others)])
+    return rows
+
+
+def _took(facts: dict[str, Any], way: str) -> str:
+    """A step of ours, or one of another with how ours compares."""
+    text = f"{facts['milliseconds'][way]['median']:,.0f} ms"
+    if way in facts["peak_bytes"]:
+        text += f", {facts['peak_bytes'][way] / 2**30:.1f} GiB"
+    if way == "ours":
+        return text
+    ratio = facts["ours_against"][way]
+    return f"{way} {text} ({ratio['value']:.2f}x, {ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def _flat(results: dict[str, Any], above: str = "") -> Rows:

@@ -3,15 +3,18 @@
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
 `nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own.
-`auto`  `mpi`. Both pass the burst tests without losing a bystander (docs/world.md has the counts), and `mpi` is faster.
+`auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise `mpi`:
+        it and `gloo` pass the burst tests without losing a bystander (docs/world.md has the counts), and it is faster.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from recover.carriers.base import DataCarrier, DataCarriers
 from recover.carriers.worker import Worker
+from recover.job.gpus import own_gpu_each, ranks_on_host
 from recover.job.grid import Grid
 from recover.job.spec import CARRIERS
 
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
 def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
     """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for."""
-    if name in ("auto", "mpi"):
+    if name == "auto":
+        name = "nccl" if _computes_on_gpu() and own_gpu_each(ranks_on_host()) else "mpi"
+    if name == "mpi":
         from recover.carriers.mpi import MpiCarriers
 
         return MpiCarriers(fabric, grid, worker)
@@ -34,6 +39,12 @@ def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> Data
 
         return NcclCarriers(fabric, grid, worker)
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
+
+
+def _computes_on_gpu() -> bool:
+    """Whether this process has made use of a GPU so far, if only by choosing its own."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 __all__ = ["DataCarrier", "DataCarriers", "choose"]

@@ -206,6 +206,39 @@ def bench_peers(
     _measure(measure, venv, json)
 
 
+@app.command("gpu")
+def bench_gpu(
+    models: Annotated[str, typer.Option(help="Sizes; kills are tried with the first one.")] = "small,1b",
+    carriers: Annotated[str, typer.Option(help="nccl, mpi, gloo.")] = "nccl,mpi,gloo",
+    replicas: Annotated[int, typer.Option(help="Of a step, and of a sum.", min=2)] = 2,
+    kill_replicas: Annotated[int, typer.Option(help="Of a job that loses some.", min=2)] = 3,
+    turns: Annotated[int, typer.Option(help="Steps of each variant.", min=3)] = 10,
+    kills: Annotated[int, typer.Option(help="Deaths for each carrier, at least.", min=1)] = 5,
+    parts: Annotated[str, typer.Option(help="step, kill, reduce.")] = "step,kill,reduce",
+    device: Annotated[str, typer.Option(hidden=True, help="cpu: to try the benchmark itself.")] = "cuda",
+    json: Json = None,
+) -> None:
+    """On GPUs: a step against stock DDP and no communication at all, a kill, large sums, for each carrier."""
+    from recover.bench.gpu import PARTS
+    from recover.bench.gpu import bench_gpu as measure
+    from recover.job.spec import CARRIERS
+    from recover.train.config import MODELS
+
+    chosen = []
+    with refusals("recover bench gpu"):
+        for option, text, known in (
+            ("--models", models, MODELS),
+            ("--carriers", carriers, CARRIERS),
+            ("--parts", parts, PARTS),
+        ):
+            words = text.split(",")
+            if wrong := [word for word in words if word not in known or word == "auto"]:
+                raise ValueError(f"{option}: {wrong[0]!r} must be one of {', '.join(known)}")
+            chosen.append(words)
+    sizes, ways, pieces = chosen
+    _measure(measure, sizes, ways, replicas, kill_replicas, turns, kills, pieces, device, json)
+
+
 @app.command("publish")
 def bench_publish(
     runs: Annotated[

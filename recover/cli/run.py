@@ -33,7 +33,7 @@ def run(
         ),
     ] = None,
     carrier: Annotated[
-        str, typer.Option(help="What moves the data between replicas: auto, mpi or gloo.")
+        str, typer.Option(help="What moves the data between replicas: auto, mpi, gloo or nccl.")
     ] = "auto",
     kill: Annotated[
         list[str] | None,

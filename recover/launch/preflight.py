@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from recover.faults import parse_faults
+from recover.job.gpus import sharing_refused
 from recover.job.spec import CARRIERS, read_hang_limit
 
 _OPENMPI_FAMILY = ("OMPI_", "PMIX_", "PRTE_")
@@ -98,6 +99,12 @@ def check_hang_limit(given: float | None, timeout: float) -> float | None:
 def check_carrier(name: str) -> None:
     if name not in CARRIERS:
         raise Refusal(f"--carrier is {name!r}; it must be one of {', '.join(CARRIERS)}")
+
+
+def check_gpus(carrier: str, ranks: int) -> None:
+    """All ranks are on this host."""
+    if carrier == "nccl" and (why := sharing_refused(ranks)):
+        raise Refusal(f"--carrier is nccl: {why}, or --carrier mpi (or gloo)")
 
 
 def check_faults(given: Sequence[str] | None, ranks: int, replica_size: int) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ class StepRecord(TypedDict):
     seconds: float
     data_digest: str  # over the numbers of its samples
     heldout_loss: NotRequired[float]
+    gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
+    mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted
     stragglers: NotRequired[dict[str, float]]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -17,6 +19,16 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def plain_name(name: str) -> str:
     """Of a parameter, without what recomputation puts into it."""
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def compile_blocks(blocks: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
+    """torch.compile of what each block computes, in place: names stay as they are, and so do the hooks around a block
+    (they gather its shards) and its recomputation. One compilation serves all blocks of one shape."""
+    # In this process: workers of its own would outlive a rank that is killed.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for block in blocks:
+        inner: Any = getattr(block, "_checkpoint_wrapped_module", block)
+        inner.forward = torch.compile(inner.forward, backend=backend)
 
 
 def recompute_blocks(

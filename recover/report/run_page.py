@@ -44,6 +44,9 @@ _SUMMARY = {
     "seconds": "seconds",
     "tokens_per_second": "tokens per second",
     "effective_throughput": "tokens per second and living rank",
+    "gpu": "GPU",
+    "mfu": "model FLOPs utilisation of its peak",
+    "gpu_peak_mib": "memory on the GPU, most of a rank, MiB",
     "final_loss": "final loss",
     "parameters_digest": "parameters, SHA-256",
 }

@@ -129,6 +129,9 @@ class Config(Keys):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="what forward and backward compute in"
     )
+    compile: bool = Field(
+        default=False, description="torch.compile of the model's blocks; the first step takes longer"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: CUDA where there is one"
     )
@@ -150,7 +153,7 @@ class Config(Keys):
         default=1800, description="end a run that shows no progress for so many seconds; 0: never"
     )
     carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
-        default="auto", description="what moves the data between replicas"
+        default="auto", description="what moves the data between replicas: docs/gpu.md"
     )
     bucket_mb: float = Field(
         default=25.0, gt=0, description="size of a gradient bucket: what is reduced in one piece"
@@ -227,6 +230,15 @@ class Config(Keys):
                 raise ValueError(
                     f"{name}={number} cannot be shared among the {ranks} ranks of a replica; make it a multiple"
                 )
+        if self.compile and self.reduction == "reproducible":
+            raise ValueError(
+                "compile=true does not go with reduction=reproducible: the compiler tries out kernels on each rank, "
+                "and may choose others, with other bits; leave one of them out"
+            )
+        if self.carrier == "nccl" and self.device == "cpu":
+            raise ValueError(
+                "carrier=nccl moves the memory of GPUs, not of device=cpu; use carrier=mpi or gloo"
+            )
         if self.replicas > self.global_batch:
             raise ValueError(
                 f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"

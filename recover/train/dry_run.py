@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from recover.job.gpus import gpus_on_host
 from recover.models import LlamaConfig
 from recover.policy import get_policy
 from recover.train.config import Config
@@ -11,6 +12,8 @@ from recover.train.model_shape import parameters_of, shape_of
 from recover.train.preparation import PreparedRun
 
 SHOWN = 8  # losses that are told one by one
+SAVED = "copy while a checkpoint is saved"
+CONTEXT = 0.6e9  # bytes that CUDA takes on a GPU for each process, about
 
 
 def tell(prepared: PreparedRun) -> Iterator[str]:
@@ -31,6 +34,8 @@ def tell(prepared: PreparedRun) -> Iterator[str]:
     memory = list(memory_per_rank(config, shape))
     for name, size in [*memory, ("together, about", sum(size for _, size in memory))]:
         yield f"          {name:<38}{size / 1e6:10,.1f} MB"
+    if config.device == "cuda" or (config.device == "auto" and gpus_on_host()):
+        yield memory_per_gpu(config, memory, gpus_on_host())
     yield f"plan      policy {config.policy}, samples {config.samples}"
     policy = get_policy(config.policy, config.replicas)
     for alive in range(config.replicas, max(0, config.replicas - SHOWN), -1):
@@ -49,6 +54,18 @@ def tell(prepared: PreparedRun) -> Iterator[str]:
         yield f"not here  {doubt}"
 
 
+def memory_per_gpu(config: Config, memory: Sequence[tuple[str, float]], gpus: int) -> str:
+    """Of ranks that share the GPUs of one host; where none is to be seen, each has one of its own."""
+    ranks = config.replicas * config.replica_size
+    share = -(-ranks // gpus) if gpus else 1
+    of_one = sum(size for name, size in memory if name != SAVED)
+    who = f"{share} ranks share one" if share > 1 else "one for each rank"
+    return (
+        f"GPUs      {who}: about {share * of_one / 1e9:,.1f} GB on each, and CUDA's own "
+        f"{share * CONTEXT / 1e9:.1f} GB (copies for checkpoints are on the host)"
+    )
+
+
 def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, float]]:
     """Bytes. Activations are an estimate, the rest is what the trainer allocates."""
     weights = 4.0 * parameters_per_rank(config, shape)
@@ -60,7 +77,7 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     if config.ep > 1:
         yield "gradients shared over ep, of one round", (2 if copies == 5 else 1) * weights
     yield f"optimizer ({config.optimizer})", moments * weights
-    yield "copy while a checkpoint is saved", (1 + moments) * weights
+    yield SAVED, (1 + moments) * weights
     if config.parallel == "hsdp":
         yield "one block, gathered, and its gradient", 8.0 * parameters_of(shape) / (shape.layers + 1)
     width = 2 if config.dtype == "bfloat16" else 4

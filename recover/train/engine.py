@@ -9,7 +9,7 @@ import torch
 
 import recover
 from recover.models import Llama, LlamaConfig
-from recover.replica import plain_name, recompute_blocks, rows
+from recover.replica import blocks_of, compile_blocks, plain_name, recompute_blocks, rows
 from recover.sums.inside import replica_of
 from recover.train.config import Config
 from recover.train.pace import Pace
@@ -58,6 +58,8 @@ class WholeBatches:
             self._autocast = None  # FSDP2 casts
         elif config.recompute:
             recompute_blocks(self.model)
+        if config.compile:
+            compile_blocks(blocks_of(self.model))
 
     def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
         for batch in step.microbatches(stream):
@@ -108,6 +110,8 @@ class WholeRounds:
             checkpoint_activations=config.recompute,
         )
         self.model: torch.nn.Module = self._pipeline
+        if config.compile:
+            compile_blocks(self._pipeline.blocks.values())
 
     def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
         for batches in step.rounds(stream):

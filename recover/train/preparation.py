@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
+from recover.job.gpus import sharing_refused
 from recover.train import checkpoint
 from recover.train.config import Config, ConfigError, flatten, parse, read
 from recover.train.streams import open_streams
@@ -72,6 +74,12 @@ def prepare_run(
     check_schedule(schedule, config.replicas, config.replica_size, config.steps, config.checkpoint.every)
     _check_extras(config)
     doubts: list[str] = []
+    try:
+        _check_gpus(config)
+    except ConfigError as error:
+        if not elsewhere:
+            raise
+        doubts.append(str(error))
     corpus = config.data.path, config.tokenizer, config.seq_len, config.microbatch_size
     try:
         check_corpus(*corpus, config.global_batch, config.eval.fraction)
@@ -158,8 +166,22 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
 def _check_extras(config: Config) -> None:
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("log.wandb needs the package wandb, which is not installed; `pip install wandb`")
-    if config.device == "cuda":
-        import torch
+    if config.compile:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise ConfigError(
+                f"compile=true needs a C++ compiler, and there is no {compiler} in PATH; install one, name another by "
+                "CXX, or leave compile out"
+            )
 
-        if not torch.cuda.is_available():
-            raise ConfigError("device='cuda': torch sees no GPU here; use device=cpu")
+
+def _check_gpus(config: Config) -> None:
+    if config.device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no GPU here; use device=cpu")
+    # Between replicas the launcher looks; inside of one there is no other way than NCCL.
+    if config.replica_size > 1 and (why := sharing_refused(config.replicas * config.replica_size)):
+        raise ConfigError(f"parallel={config.parallel} uses NCCL inside a replica: {why}")

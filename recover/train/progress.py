@@ -77,7 +77,9 @@ class Screen:
     def _show(self, line: StepRecord) -> None:
         loss = "  -   " if line["loss"] is None else f"{line['loss']:.4f}"
         heldout = f"  held-out {line['heldout_loss']:.4f}" if "heldout_loss" in line else ""
-        text = f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {_replicas(line['replicas'])}"
+        text = (
+            f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {_replicas(line['replicas'])}{gpu_use(line)}"
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=line["step"], description=text)
             return
@@ -104,6 +106,12 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
     return (
         text + f"; committed with {step['microbatches']} of {global_batch} on {_replicas(step['replicas'])}"
     )
+
+
+def gpu_use(line: StepRecord) -> str:
+    """What a line says of the GPU; nothing where there is none."""
+    used = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
+    return used + (f"  {line['gpu_peak_mib'] / 1024:.1f} GiB" if "gpu_peak_mib" in line else "")
 
 
 def _replicas(number: int) -> str:

@@ -11,11 +11,13 @@ from pathlib import Path
 import recover
 from recover.step.errors import StateDivergedError
 from recover.train.config import Config
+from recover.train.device import pick_device
 from recover.train.resuming import name_the_way_on
 from recover.train.trainer import Trainer
 
 
 def main(config: Config, resume: Path | None) -> None:
+    pick_device(config.device)  # before the world is made: where it uses NCCL, its groups are made on it
     world = recover.init()
     assert world.job.run_dir is not None
     run_dir = Path(world.job.run_dir)

@@ -98,7 +98,7 @@ def summary(run_dir: Path, world: World, digest: str, resumed_at: int) -> dict[s
     before = [line for line in read_lines(run_dir / "incidents.jsonl") if line["step"] <= resumed_at]
     tokens, seconds = sum(line["tokens"] for line in steps), sum(line["seconds"] for line in steps)
     alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
-    return {
+    facts: dict[str, Any] = {
         "steps": steps[-1]["step"] if steps else 0,
         "microbatches_min": min((line["microbatches"] for line in steps), default=0),
         "microbatches_max": max((line["microbatches"] for line in steps), default=0),
@@ -114,6 +114,11 @@ def summary(run_dir: Path, world: World, digest: str, resumed_at: int) -> dict[s
         "final_loss": steps[-1]["loss"] if steps else None,
         "parameters_digest": digest,
     }
+    if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
+        facts["gpu_peak_mib"] = max(peaks)
+    if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:
+        facts["mfu"] = round(sum(part * s for part, s in used) / sum(s for _, s in used), 4)
+    return facts
 
 
 def write_json(path: Path, content: Any) -> None:

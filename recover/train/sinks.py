@@ -11,7 +11,17 @@ from recover.train.config import Config
 from recover.world import ending
 
 AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
-CURVES = ("loss", "heldout_loss", "grad_norm", "lr", "microbatches", "replicas", "seconds")
+CURVES = (
+    "loss",
+    "heldout_loss",
+    "grad_norm",
+    "lr",
+    "microbatches",
+    "replicas",
+    "seconds",
+    "mfu",
+    "gpu_peak_mib",
+)
 
 Values = dict[str, Any]
 Log = Callable[[Values, int], object]

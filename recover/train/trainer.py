@@ -19,6 +19,7 @@ from recover.train.determinism import ask_for_determinism, environment, operatio
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
+from recover.train.gpu_use import GpuUse
 from recover.train.journal import Journal, do_despite_losses
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
@@ -53,6 +54,7 @@ class Trainer:
             ask_for_determinism()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
+        self.gpu_use = GpuUse(world, self.device, self.shape, config.seq_len)
         self.engine = make_engine(config, self.shape, world, self.device)
         self.optimizer = make_optimizer(config, self.engine.model)
         self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
@@ -109,6 +111,9 @@ class Trainer:
             self._lost(dead, world.last_census.seconds)
         do_despite_losses(world, self._open_run_dir, self._lost)
         self.stop_requests.listen()
+        if self.gpu_use.card and self.journal.writing:
+            ending.log(self.gpu_use.told())
+            print(f"recover: {self.gpu_use.told()}", flush=True)
         if self.config.reduction == "reproducible" and self._in_writing_replica():
             for name in operations_that_vary(self.engine, self.stream[0]):
                 if self.journal.writing:
@@ -128,6 +133,7 @@ class Trainer:
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
         line = step_line(step, self.world, config, lr, time.perf_counter() - started)
+        self.gpu_use.note(line)
         if config.eval.every and step.index % config.eval.every == 0:
             line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
@@ -200,5 +206,7 @@ class Trainer:
             if self.journal.writing:
                 self.sinks.close()
                 facts = summary(self.run_dir, self.world, digest, self.resumed_at)
+                if self.gpu_use.card:
+                    facts["gpu"] = self.gpu_use.card
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
                 write_json(self.run_dir / "summary.json", facts)

@@ -1,0 +1,103 @@
+"""The GPUs of this host, counted without torch, and what their makers say that they can do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30.3 on: several ranks on one GPU
+
+# Dense bfloat16 FLOP/s, from the vendor's data sheets; those print twice as much where sparsity is counted.
+# The first name that fits counts.
+PEAKS = {
+    r"\bGB200\b": 2500e12,
+    r"\bB200\b": 2250e12,
+    r"\bGH200\b": 989e12,
+    r"\bH200 NVL\b": 835e12,
+    r"\bH200\b": 989e12,
+    r"\bH100 NVL\b": 835e12,
+    r"\bH100\b.*\bPCIe\b": 756e12,
+    r"\bH100\b": 989e12,
+    r"\bH20\b": 148e12,
+    r"\bA100\b": 312e12,
+    r"\bL40S\b": 362e12,
+    r"\bL40\b": 181e12,
+    r"\bL4\b": 121e12,
+}
+
+
+def peak_of(card: str) -> float | None:
+    """FLOP/s of a card, by the name that its driver gives it; None for one that is not in the table, or a slice."""
+    if re.search(r"\bMIG\b", card):
+        return None
+    return next((peak for name, peak in PEAKS.items() if re.search(name, card)), None)
+
+
+def gpus_on_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """How many GPUs the processes that are started from here will see."""
+    return visible(environment.get(VISIBLE), _present(root))
+
+
+def own_gpu_each(ranks_on_host: int) -> bool:
+    """Whether so many ranks of this host have a GPU each."""
+    return 0 < ranks_on_host <= gpus_on_host()
+
+
+def ranks_on_host() -> int:
+    """Of this process's job, as its launcher says; 0 if it does not."""
+    return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
+
+
+def visible(asked: str | None, present: int) -> int:
+    """Of the GPUs that are present, those that CUDA_VISIBLE_DEVICES leaves. It ends at the first that is not there."""
+    if asked is None:
+        return present
+    found: list[str] = []
+    for word in (word.strip() for word in asked.split(",")):
+        known = int(word) < present if word.isdigit() else word.startswith(("GPU-", "MIG-")) and present > 0
+        if not known or word in found:
+            break
+        found.append(word)
+    return len(found)
+
+
+def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Why NCCL cannot connect these ranks, with the mend; "" if nothing speaks against it."""
+    if environment.get(SHARING, "0") not in ("", "0"):
+        return ""
+    gpus = gpus_on_host(environment)
+    if gpus == 0:
+        asked = environment.get(VISIBLE)
+        hidden = f" ({VISIBLE}={asked})" if asked is not None else ""
+        return f"NCCL needs GPUs, and none is to be seen here{hidden}; use a machine with some"
+    if ranks_on_host <= gpus:
+        return ""
+    return (
+        f"there are {ranks_on_host} ranks on {gpus} GPU{'s' * (gpus > 1)}, and NCCL refuses ranks that share one; use "
+        f"fewer ranks, or, with NCCL 2.30.3 or later, set {SHARING}=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4"
+    )
+
+
+def _present(root: Path) -> int:
+    """By the driver's own list and by its devices: a container may see the one of the host, and have the other."""
+    listed = len(list(root.glob("proc/driver/nvidia/gpus/*")))
+    devices = len([path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    if listed or devices:
+        return min(n for n in (listed, devices) if n)
+    return _told_by_the_driver()
+
+
+def _told_by_the_driver() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        answer = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())

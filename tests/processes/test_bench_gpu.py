@@ -1,0 +1,132 @@
+"""`recover bench gpu` where there is no GPU: it says so, and its programs are tried on the CPU; so is the doctor's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recover.bench.gpu import bench_gpu
+from recover.bench.measure import BenchmarkError
+from recover.bench.page import build
+from recover.launch import doctor
+from recover.peers.kills import judge
+
+
+def test_every_part_of_the_gpu_benchmark_yields_its_figures(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Turn by turn over one carrier; a file that is there is added to, and what fails costs nothing else."""
+    output = tmp_path / "gpu.json"
+    bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 1, ["step", "kill"], "cpu", output)
+    with pytest.raises(BenchmarkError, match="not measured: reduce pigeon; what was is written down"):
+        bench_gpu(["tiny"], ["pigeon", "gloo"], 2, 2, 3, 1, ["reduce"], "cpu", output)
+    found = json.loads(output.read_text())["gpu"]
+
+    step = found["step"]["tiny"]["mpi"]
+    assert step["milliseconds"].keys() == {"alone", "stock gloo", "ours"}
+    assert all(facts["n"] == 3 for facts in step["milliseconds"].values())
+    assert step["turn_by_turn"]
+    for ratio in step["ours_against"].values():
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+
+    kill = found["kill"]["mpi"]
+    assert (kill["deaths"], kill["microbatches"], kill["replicas"]) == (1, 12, 3)
+    whole, parts = kill["kill_to_commit_ms"]["median"], kill["parts_ms"]
+    assert parts.keys() == {"notice", "drain", "repair", "restore", "redo"}
+    assert 0 < sum(part["median"] for part in parts.values()) <= whole + 1
+    assert kill["less_redone_ms"]["median"] < whole
+
+    sums = found["reduce"]["gloo"]["gigabytes_per_second"]
+    assert {(size, way) for size, ways in sums.items() for way in ways} == {
+        (size, way) for size in ("1", "4") for way in ("ours", "stock gloo")
+    }
+    page = build(tmp_path).read_text()
+    assert "SIGKILL inside a reduction to the commit, tiny, 3 replicas" in page
+    assert "sum of 4 MB" in capfd.readouterr().out
+
+
+@pytest.mark.soak
+def test_without_room_for_all_variants_they_are_measured_in_blocks(tmp_path: Path) -> None:
+    found = bench_gpu(["tiny"], ["gloo"], 2, 3, 4, 1, ["step"], "cpu", tmp_path / "gpu.json")
+    step = found["step"]["tiny"]["gloo"]
+    assert not step["turn_by_turn"]
+    assert {facts["n"] for facts in step["milliseconds"].values()} == {4}
+
+
+def survivor(**facts: Any) -> dict[str, Any]:
+    incident = {
+        "noticed_at": 10.02,
+        "detect_ms": 30.0,
+        "repair_ms": 40.0,
+        "restore_ms": 1.0,
+        "redo_ms": 100.0,
+        "discarded_microbatches": 0,
+    }
+    row = {
+        "step": 4,
+        "committed": 10.2,
+        "microbatches": 12,
+        "redone_seconds": 0.05,
+        "incidents": [incident],
+    }
+    same = {"batch": 12, "left": [0, 2], "expected": [0, 2], "digest": "d"}
+    return {**same, "rows": [{**row, **facts.pop("row", {})}], **facts}
+
+
+def test_a_death_takes_what_its_slowest_survivor_took() -> None:
+    (sample,) = judge([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
+    assert sample == pytest.approx(
+        {
+            "total": 250.0,
+            "redone": 50.0,
+            "notice": 20.0,
+            "drain": 30.0,
+            "repair": 40.0,
+            "restore": 1.0,
+            "redo": 100.0,
+            "discarded": 0,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (survivor(row={"microbatches": 8}), r"committed on \[8, 12\] microbatches, not 12"),
+        (survivor(left=[2]), "are left"),
+        (survivor(digest="e"), "different parameters"),
+        (survivor(row={"incidents": []}), "not noticed by all"),
+    ],
+)
+def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
+    with pytest.raises(BenchmarkError, match=said):
+        judge([survivor(), other], {4: 10.0})
+    with pytest.raises(BenchmarkError, match="should be"):
+        judge([survivor()], {4: 10.0})
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        ([], "sees no CUDA device here (CUDA_VISIBLE_DEVICES is", 1),
+        (["--carriers", "pigeon"], "--carriers: 'pigeon' must be one of", 2),
+        (["--models", "2b"], "--models: '2b' must be one of", 2),
+    ],
+)
+def test_without_a_gpu_or_with_wrong_words_it_is_refused(words: list[str], said: str, code: int) -> None:
+    command = [sys.executable, "-m", "recover.cli", "bench", "gpu", "--carriers", "mpi", *words]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, said in answer.stderr) == (code, True), answer.stderr
+
+
+def test_the_doctors_gpu_probe_loses_a_rank_inside_a_sum_and_sums_again() -> None:
+    """On the CPU, with the carrier that it takes where ranks must share a GPU: it is told that NCCL was not tried."""
+    finding = doctor.gpu_test(doctor.preflight.find_mpirun(), device="cpu")
+    assert finding.status == "warn", finding
+    assert "carrier mpi, cpu: the sum was right again after" in finding.seen
+    assert "NCCL was not tried" in finding.seen

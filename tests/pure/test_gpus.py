@@ -1,0 +1,247 @@
+"""GPUs without a GPU: how many there are, who shares them, what they could do, and what a run says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training import small_world
+
+from recover.job import gpus
+from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refused, visible
+from recover.launch.preflight import Refusal, check_gpus
+from recover.models import SIZES, Llama, LlamaConfig
+from recover.models.flops import flops_per_token
+from recover.replica import blocks_of, compile_blocks
+from recover.replica.blocks import recompute_blocks
+from recover.train.config import ConfigError, parse
+from recover.train.dry_run import tell
+from recover.train.gpu_use import GpuUse, cards_in_use, mfu
+from recover.train.optimizer import can_fuse, make_optimizer
+from recover.train.preparation import prepare_run
+from recover.train.progress import gpu_use
+
+
+@pytest.mark.parametrize(
+    ("asked", "present", "seen"),
+    [
+        (None, 8, 8),
+        (None, 0, 0),
+        ("", 8, 0),
+        ("-1", 8, 0),
+        ("NoDevFiles", 8, 0),
+        ("0,1, 3", 8, 3),
+        ("0,9,1", 8, 1),  # what follows one that is not there is hidden, too
+        ("2,2", 8, 1),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 8, 1),
+        ("MIG-1,MIG-2", 1, 2),
+        ("0", 0, 0),
+    ],
+)
+def test_gpus_are_counted_as_cuda_counts_them(asked: str | None, present: int, seen: int) -> None:
+    assert visible(asked, present) == seen
+
+
+def machine(root: Path, listed: int, devices: int) -> Path:
+    for n in range(listed):
+        (root / "proc/driver/nvidia/gpus" / f"0000:0{n}:00.0").mkdir(parents=True)
+    (root / "dev").mkdir()
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(devices))):
+        (root / "dev" / name).touch()
+    return root
+
+
+@pytest.mark.parametrize(("listed", "devices", "there"), [(8, 8, 8), (8, 2, 2), (0, 1, 1), (4, 0, 4)])
+def test_a_container_has_the_gpus_that_it_was_given(
+    tmp_path: Path, listed: int, devices: int, there: int
+) -> None:
+    root = machine(tmp_path, listed, devices)
+    assert gpus_on_host({}, root) == there
+    assert gpus_on_host({"CUDA_VISIBLE_DEVICES": "0"}, root) == 1
+
+
+def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "_present", lambda root: 2)
+    assert own_gpu_each(2)
+    assert not own_gpu_each(3)
+    check_gpus("nccl", 2)
+    check_gpus("mpi", 3)
+    with pytest.raises(Refusal, match=r"3 ranks on 2 GPUs.*NCCL_MULTI_RANK_GPU_ENABLE=1.*--carrier mpi"):
+        check_gpus("nccl", 3)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    check_gpus("nccl", 3)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not own_gpu_each(1)
+    assert "none is to be seen here (CUDA_VISIBLE_DEVICES=)" in sharing_refused(1)
+
+
+@pytest.mark.parametrize(
+    ("card", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA B200", 2250),
+    ],
+)
+def test_a_card_is_known_by_its_drivers_name(card: str, teraflops: float) -> None:
+    assert peak_of(card) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "card", ["NVIDIA GeForce RTX 4090", "NVIDIA A1000", "", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"]
+)
+def test_a_card_that_is_not_known_has_no_peak(card: str) -> None:
+    assert peak_of(card) is None
+
+
+@pytest.mark.parametrize("shape", [SIZES["tiny"], LlamaConfig(tied=True), LlamaConfig(experts=4, top_k=4)])
+def test_flops_are_those_of_the_matrices_that_torch_multiplies(shape: LlamaConfig) -> None:
+    """Torch's own counter, over forward and backward of one sequence."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Llama(shape)
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    assert flops_per_token(shape, 64) * 64 == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_mixture_pays_for_the_experts_that_a_token_visits() -> None:
+    one, eight = LlamaConfig(), LlamaConfig(experts=8, top_k=1)
+    router = 6 * eight.layers * 8 * eight.dim
+    assert flops_per_token(eight, 128) == flops_per_token(one, 128) + router
+
+
+def test_mfu_is_of_the_cards_that_living_ranks_compute_on() -> None:
+    assert mfu(tokens=1000, seconds=2.0, flops=1e9, peak=1e12) == 0.5
+    assert cards_in_use((0, 1, 2, 3), cards=4, on_host=4) == 4
+    assert cards_in_use((0, 2), cards=1, on_host=4) == 1  # they share it
+    assert cards_in_use((0, 2), cards=2, on_host=4) == 1
+    assert cards_in_use((0, 1, 4, 5), cards=2, on_host=4) == 4  # of two hosts
+
+
+def used(monkeypatch: pytest.MonkeyPatch, card: str) -> tuple[GpuUse, dict[str, Any]]:
+    """As if there were one such card, shared by the two ranks of a job."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: card)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    world: Any = SimpleNamespace(members=(0, 1))
+    use = GpuUse(world, torch.device("cuda", 0), SIZES["tiny"], 128)
+    line: Any = {"tokens": 4096, "seconds": 0.5}
+    use.note(line)
+    return use, line
+
+
+def test_a_run_tells_its_cards_who_shares_them_and_of_what_its_mfu_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use, line = used(monkeypatch, "NVIDIA H200")
+    assert line["mfu"] == round(4096 * flops_per_token(SIZES["tiny"], 128) / (0.5 * 989e12), 4)
+    assert gpu_use({**line, "mfu": 0.423}) == "  MFU 42.3%  3.0 GiB"  # type: ignore[typeddict-item]
+    for words in (
+        "2 ranks on 1 x NVIDIA H200",
+        "CUDA_VISIBLE_DEVICES=5",
+        "2 ranks share a GPU",
+        "of 989 TFLOP/s",
+    ):
+        assert words in use.told()
+
+
+def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    use, line = used(monkeypatch, "Abacus")
+    assert line == {"tokens": 4096, "seconds": 0.5, "gpu_peak_mib": 3072}
+    assert "no MFU: the peak of Abacus is not known" in use.told()
+    world: Any = SimpleNamespace(members=(0, 1))
+    line = {"tokens": 1, "seconds": 1.0}
+    GpuUse(world, torch.device("cpu"), SIZES["tiny"], 128).note(line)  # type: ignore[arg-type]
+    assert line == {"tokens": 1, "seconds": 1.0}
+    assert gpu_use(line) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"compile": "true", "reduction": "reproducible"}, "leave one of them out"),
+        ({"carrier": "nccl", "device": "cpu"}, "use carrier=mpi or gloo"),
+    ],
+)
+def test_what_a_gpu_or_a_compiler_cannot_do_is_refused(words: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(words)
+
+
+def test_compile_without_a_compiler_is_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no no-such-compiler in PATH"):
+        prepare_run([*small_world(tmp_path), "compile=true"], tmp_path / "run", (), None)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_keep_their_names_and_their_gradients(recompute: bool) -> None:
+    torch.manual_seed(0)
+    shape = LlamaConfig(dim=32, heads=2, kv_heads=1, hidden=64, layers=2, seq_len=16)
+    plain, compiled = Llama(shape), Llama(shape)
+    compiled.load_state_dict(plain.state_dict())
+    if recompute:
+        recompute_blocks(compiled)
+    names = [name for name, _ in compiled.named_parameters()]
+    compile_blocks(blocks_of(compiled), backend="eager")
+    assert [name for name, _ in compiled.named_parameters()] == names
+    tokens = torch.randint(0, 256, (1, 16))
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    before = frames["ok"]
+    for model in (plain, compiled):
+        model(tokens, tokens).backward()
+    assert frames["ok"] > before, "nothing was compiled"
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_adamw_is_fused_only_where_all_parameters_are_alike_and_on_gpus() -> None:
+    cpu: Any = torch.zeros(1)
+    cuda, cut, otherwise = (
+        SimpleNamespace(is_cuda=True, **mesh)
+        for mesh in ({}, {"device_mesh": "two ranks"}, {"device_mesh": "four ranks"})
+    )
+    assert can_fuse([cuda, cuda])  # type: ignore[list-item]
+    assert can_fuse([cut, cut])  # type: ignore[list-item]
+    for mixed in ([cpu], [cuda, cpu], [cuda, cut], [cut, otherwise], []):
+        assert not can_fuse(mixed)  # type: ignore[arg-type]
+    optimizer = make_optimizer(parse({}), torch.nn.Linear(2, 2))
+    assert not optimizer.defaults["fused"]
+
+
+def test_a_dry_run_tells_the_memory_of_a_gpu_and_that_it_is_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("recover.train.dry_run.gpus_on_host", lambda: 2)
+    words = [*small_world(tmp_path), "model=small", "seq_len=256", "replicas=4", "device=cuda"]
+    text = "\n".join(tell(prepare_run(words, tmp_path / "run", (), None, elsewhere=True)))
+    assert "not here  device='cuda': torch sees no GPU here" in text
+    (told,) = [line for line in text.splitlines() if line.startswith("GPUs")]
+    # Two ranks with 24 M parameters: 4 bytes of weights, 8 of gradients, 8 of AdamW, and activations.
+    assert "2 ranks share one: about 1.1 GB on each, and CUDA's own 1.2 GB" in told
+    cpu = "\n".join(tell(prepare_run([*words, "device=cpu"], tmp_path / "run", (), None, elsewhere=True)))
+    assert "GPUs" not in cpu
