@@ -3,8 +3,8 @@
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
 `nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own.
-`auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise `mpi`:
-        it and `gloo` pass the burst tests without losing a bystander (docs/world.md has the counts), and it is faster.
+`auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise
+        `mpi`: it and `gloo` pass the burst tests without losing a bystander (docs/world.md), and it is faster.
 """
 
 from __future__ import annotations
