@@ -43,6 +43,7 @@ class Sums:
     """A microbatch leaves a mark in the place of its slot: a missing, doubled or stale one shows in the sum."""
 
     unit = loss_unit = 1.0
+    unread = ()  # plain numbers are known at once
 
     def __init__(self, slots: int) -> None:
         self.sum, self.parameters, self.usage, self.in_range = self, [0], [1.0], True
@@ -87,7 +88,7 @@ class Sums:
 
 
 class NoBuffers:
-    size, changes = 0, np.zeros(0)
+    size, changes, in_range, unread = 0, np.zeros(0), True, ()
 
     def begin(self) -> None:
         pass

@@ -16,7 +16,7 @@ without synchronisation, or not at all through DDP) is taken from `p.grad`.
 # No postponed annotations here: DDP looks at the hook's own.
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from recover.policy import SlotSet
 from recover.sums.accumulation import ignore
 from recover.sums.buckets import Bucket
 from recover.sums.gradients import NO_SLOTS, Post, squared_norm
+from recover.sums.later import Later
 from recover.sums.ledger import with_slots
 from recover.sums.reduction import FastSum, Sum
 
@@ -83,6 +84,7 @@ class DDPGradients:
             )
         self.sum: Sum = FastSum()
         self.in_range = True
+        self.unread: tuple[Later[Any], ...] = ()
         self._model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._used: set[torch.nn.Parameter] = set()

@@ -97,9 +97,9 @@ class Probe:
         if slot in self._slow:
             time.sleep(self._slow[slot])
 
-    def computed(self, seconds: float) -> None:
+    def computed(self, took: Callable[[], float]) -> None:
         if self._slowness > 1:
-            time.sleep((self._slowness - 1) * seconds)
+            time.sleep((self._slowness - 1) * took())
 
     def _matches(self, fault: Fault, location: str, detail: object) -> bool:
         assert location in LOCATIONS, location

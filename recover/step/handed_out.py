@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from recover.step import poison
+from recover.step.clock import Clock
 from recover.step.randomness import Randomness
+from recover.sums.later import Later, now
 from recover.world.world import World
 
 T = TypeVar("T")
@@ -22,26 +26,28 @@ class Stream(Protocol[T_co]):
 class HandedOut:
     """One microbatch, or all of a round. `pending`: slots and samples whose backward is to come."""
 
-    def __init__(self, world: World, samples: Any, randomness: Randomness) -> None:
+    def __init__(self, world: World, samples: Any, randomness: Randomness, clock: Clock) -> None:
         self.pending: list[tuple[int, int]] = []
         self._world, self._samples, self._randomness = world, samples, randomness
         self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
         self._ran: set[int] = set()  # slots of the step under way, however often it was begun
-        self._step, self._since = 0, 0.0
+        self._under_way: list[tuple[int, int]] = []  # told to a device that may not be through with them
+        self._step, self._clock = 0, clock
 
     def read(self, stream: Stream[T], step: int, slots: list[int]) -> list[T]:
         """The samples of these slots, each read with draws of its own."""
-        self._step, self._since, self.pending = step, time.perf_counter(), []
+        self._step, self.pending = step, []
+        self._clock.start()
         batches = []
         for slot in slots:
             self._suspects = [(slot, self._samples.index(step, slot))]
-            self._world.board.compute(self._world.rank, self._suspects)
+            self._show(self._suspects)
             self._world.hooks.reading(slot)
             self._randomness.read(step, slot)
             batches.append(stream[self._suspects[0][1]])
             self.pending += self._suspects
         self._suspects = self.pending
-        self._world.board.compute(self._world.rank, self._suspects)
+        self._show(self._suspects)
         return batches
 
     def seed(self, number: int, stage: int) -> None:
@@ -49,20 +55,36 @@ class HandedOut:
         if self.pending:  # a rehearsal outside of any step draws as it likes
             self._randomness.compute(self._step, self.pending[number][0], stage)
 
-    @property
     def seconds(self) -> float:
-        """Since they were handed out."""
-        return time.perf_counter() - self._since
+        """Since they were handed out; on a device it is waited for."""
+        return now(self._clock.took())
 
-    def computed(self) -> None:
-        """Their backward is through. Told to the watchers, and, the first time in this step, to the launcher."""
-        world, slots = self._world, {slot for slot, _ in self.pending}
+    def computed(self) -> float | Later[float]:
+        """Their backward is through, and took so many seconds; or it was told to a device, which says that later.
+
+        Told to the watchers, and, the first time in this step, to the launcher.
+        """
+        world, took, slots = self._world, self._clock.took(), {slot for slot, _ in self.pending}
+        if isinstance(took, Later):
+            self._under_way += self.pending
+            took = Later(partial(self._device_is_through, took, self.pending))
         world.board.touch(world.rank)
-        world.board.compute(world.rank, ())
+        self._show([])
         if slots - self._ran:
             world.board.accomplish(world.rank)
         self._ran |= slots
         self.pending, self._suspects = [], []
+        return took
+
+    def _device_is_through(self, took: Later[float], slots: list[tuple[int, int]]) -> float:
+        seconds = took.value
+        self._under_way = [each for each in self._under_way if each not in slots]
+        self._show([])
+        return seconds
+
+    def _show(self, slots: list[tuple[int, int]]) -> None:
+        """What this rank, or its device, is busy with."""
+        self._world.board.compute(self._world.rank, [*self._under_way, *slots])
 
     def leave(self) -> None:
         """The step is given up here; but if nobody catches the exception, the suspects are to blame for it."""
@@ -70,8 +92,14 @@ class HandedOut:
 
     def committed(self) -> None:
         self._ran.clear()
+        self._under_way.clear()
 
     def blame(self, error: BaseException) -> None:
         """This rank is about to die of an exception."""
-        if self._suspects:
-            poison.leave_note(self._world.notes, self._step, self._suspects, error)
+        suspects = self._suspects
+        if isinstance(
+            error, torch.AcceleratorError
+        ):  # told late: it may be of any that the device was told of
+            suspects = [*self._under_way, *suspects]
+        if suspects:
+            poison.leave_note(self._world.notes, self._step, suspects, error)

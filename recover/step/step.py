@@ -17,6 +17,7 @@ import torch
 
 from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.step.belonging import Belonging
+from recover.step.clock import clock_of
 from recover.step.habits import Habits
 from recover.step.handed_out import HandedOut, Stream, T
 from recover.step.position import check_position
@@ -26,9 +27,10 @@ from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.stragglers import Stragglers
 from recover.step.transaction import Transaction
-from recover.step.weights import Weight, weighted, weights_of
+from recover.step.weights import Weight, losses_of, weighted, weights_of
 from recover.sums.gradients import Gradients, OwnedGradients
 from recover.sums.inside import replica_of
+from recover.sums.later import Later
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import Reduction, make_sum
 from recover.sums.state_hash import fingerprint, optimizer_tensors
@@ -118,7 +120,8 @@ class Step(TellsOfLastStep):
             self._moving,
         )
         self._stragglers = Stragglers(ending.log)
-        self._handed_out = HandedOut(world, self._samples, self._randomness)
+        device = self._gradients.parameters[0].device
+        self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
@@ -170,20 +173,16 @@ class Step(TellsOfLastStep):
                 "whose backward passes have run already may be recorded without one"
             )
         self._world.hooks("backward")
-        self._transaction.forward_is_through()
+        self._moving.take()
         self._gradients.ready()
         with self._habits.backward(loss, (self._transaction.global_batch, len(self._transaction.share.run))):
             if loss.requires_grad:
                 weighted(loss, weights).backward()
         self._gradients.collect()
-        losses = loss.detach().flatten().tolist()
-        if len(losses) == 1:
-            losses = [losses[0] / len(pending)] * len(pending)
-        for (slot, sample), value, each in zip(pending, losses, weights, strict=True):
+        for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
             self._transaction.finish_slot(slot, sample, value, each)
         self._world.hooks.computed(self._handed_out.seconds)
-        self._transaction.computed(self._handed_out.seconds, len(pending))
-        self._handed_out.computed()
+        self._transaction.computed(self._handed_out.computed(), len(pending))
 
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
         """Random draws from here on are those of microbatch `number` (from 0) of the round handed out.
@@ -349,7 +348,7 @@ class Step(TellsOfLastStep):
             # all, and the census shows who differs.
             self._world.cross.break_off()
 
-    def _fingerprint(self, number: int) -> int:
+    def _fingerprint(self, number: int) -> Later[int]:
         tensors = [*self._model.parameters(), *self._moving.tensors()]
         if self._compares_optimizers:
             tensors += optimizer_tensors(self._optimizer)

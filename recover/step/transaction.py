@@ -22,6 +22,7 @@ from recover.step.incident import Incident
 from recover.step.record import Record
 from recover.step.totals import Totals
 from recover.sums import ledger
+from recover.sums.later import Later, fetch, now
 from recover.world.membership import Census
 from recover.world.world import World
 
@@ -50,14 +51,13 @@ class Transaction:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.moving = replica, moving
         self.index = 0
-        self.fingerprint = 0
+        self.fingerprint: int | Later[int] = 0
         self.incidents: list[Incident] = []
         self.finite = True
         self.grad_norm = 0.0
         self.stop_requested = False
         self.stop_agreed = False
         self.totals = Totals(global_batch, world.grid.replicas, moving.size)
-        self._loss = self._weight = 0.0  # of this replica's slots
         # The step that was given up here and is not begun again yet, and the epoch of that.
         self._left: tuple[int, int] | None = None
         self.begin(0, 0)
@@ -66,7 +66,7 @@ class Transaction:
         """This rank gives the step up, and will begin it again."""
         self._left = self.index, self.world.epoch
 
-    def begin(self, index: int, fingerprint: int) -> None:
+    def begin(self, index: int, fingerprint: int | Later[int]) -> None:
         """Step number `index` begins, from parameters with this fingerprint."""
         # A repair takes all. If there was one since this rank left, nobody is inside of the step any more.
         again, self._left = (index, self.world.epoch) == self._left, None
@@ -77,7 +77,9 @@ class Transaction:
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self.moving.begin()
-        self._loss = self._weight = 0.0
+        self._losses: list[
+            tuple[float | Later[float], float]
+        ] = []  # of this replica's slots, with their weights
         self.totals.begin(len(self.gradients.parameters))
         self._tainted = False
         self._in_range = True
@@ -90,7 +92,7 @@ class Transaction:
         self._planned = self.layout.committed  # samples in the sum over all replicas
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
-        self._computed: list[float] = []
+        self._computed: list[tuple[float | Later[float], int]] = []
 
     @property
     def contributed(self) -> list[int]:
@@ -122,21 +124,14 @@ class Transaction:
                 given_up()
             place = "extra"
 
-    def computed(self, seconds: float, microbatches: int) -> None:
+    def computed(self, seconds: float | Later[float], microbatches: int) -> None:
         """So long it took this rank to run these."""
-        self._computed += [seconds / microbatches] * microbatches
+        self._computed.append((seconds, microbatches))
 
-    def forward_is_through(self) -> None:
-        """Of the microbatch that was handed out; its backward has not begun."""
-        self._in_range &= self.moving.take()
-
-    def finish_slot(self, slot: int, sample: int, loss: float, weight: float) -> None:
-        """A microbatch is in the local sum."""
+    def finish_slot(self, slot: int, sample: int, loss: float | Later[float], weight: float) -> None:
+        """A microbatch is in the local sum, or will be when the device comes to it: so its loss is read at the vote."""
         self._samples[slot] = sample
-        value = self.gradients.sum.loss(loss * weight)
-        self._loss += value
-        self._in_range &= self.gradients.sum.covers(value)
-        self._weight += weight
+        self._losses.append((loss, weight))
         self._done = self._done | self._done.span(slot, slot + 1)
 
     def post(self, index: int, bucket: Bucket) -> None:
@@ -150,21 +145,20 @@ class Transaction:
     def vote(self) -> bool:
         """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
         ledger.check_buckets(self.index, self.gradients.buckets, self.share.kept | self.share.run)
+        self._wait_for_device()
         self.world.board.come_to_vote(self.world.rank)
         self.totals.clear()
         if self.share.counts:
             self.totals.contribute(
                 self._loss, self._weight, self._samples, self.moving.changes, self.gradients.usage
             )
-        pace = sum(self._computed) / len(self._computed) if self._computed else None
-        self.totals.say(self.fingerprint, self.world.replica, pace)
+        self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
         self.world.hooks.under_way("in-totals", work)
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
-        self._in_range &= self.gradients.in_range
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
@@ -190,6 +184,24 @@ class Transaction:
         self.finite = bool(agreed & FINITE)
         self.stop_agreed = not agreed & GO_ON
         return True
+
+    def _wait_for_device(self) -> None:
+        """All microbatches are computed when this returns, and all that they have left to be known is read, at once."""
+        losses, seconds = (loss for loss, _ in self._losses), (seconds for seconds, _ in self._computed)
+        fetch([self.fingerprint, *losses, *seconds, *self.moving.unread, *self.gradients.unread])
+        self._in_range = self.gradients.in_range and self.moving.in_range
+        self._loss = self._weight = 0.0
+        for loss, weight in self._losses:
+            value = self.gradients.sum.loss(now(loss) * weight)
+            self._loss += value
+            self._in_range &= self.gradients.sum.covers(value)
+            self._weight += weight
+
+    @property
+    def _pace(self) -> float | None:
+        """Seconds per microbatch."""
+        ran = sum(count for _, count in self._computed)
+        return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
 
     @property
     def _fits(self) -> bool:
@@ -233,7 +245,7 @@ class Transaction:
             self.moving.clear()
             self._in_range = True
             self._samples.clear()
-            self._loss = self._weight = 0.0
+            self._losses.clear()
         self._done = self.share.kept
         self._note(census, lost, evicted, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
@@ -244,7 +256,7 @@ class Transaction:
         self._places.append((time.time(), "extra"))
         return False
 
-    def confirm(self, index: int, fingerprint: int) -> tuple[tuple[int, ...], float]:
+    def confirm(self, index: int, fingerprint: int | Later[int]) -> tuple[tuple[int, ...], float]:
         """Where no step follows whose vote would tell: whoever holds other parameters than the majority is evicted.
 
         `fingerprint` is that of the parameters, `index` the step that would follow. Returns the ranks that were lost
@@ -254,7 +266,7 @@ class Transaction:
         all_lost, seconds = tuple[int, ...](), 0.0
         while True:
             self.totals.clear()
-            self.totals.say(fingerprint, self.world.replica)
+            self.totals.say(now(fingerprint), self.world.replica)
             self.totals.post(self.world.cross, self.world.epoch)
             self.world.cross.drain()
             reduced = self.totals.reduced_under(self.world.epoch)
@@ -305,7 +317,7 @@ class Transaction:
             finite=self.finite,
             in_range=self._fits,
             stop=self.stop_requested,
-            fingerprint=self.fingerprint,
+            fingerprint=now(self.fingerprint),
             holding=self.share.holding(finished),
         )
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from recover.sums.later import Later
+from recover.sums.parts import on_device
+
 Weight = float | Sequence[float] | torch.Tensor | None
 
 
@@ -57,7 +60,15 @@ def weights_of(
 def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
     """What backward starts from."""
     if len(set(weights)) > 1:
-        loss = loss * torch.tensor(weights, dtype=loss.dtype, device=loss.device).view_as(loss)
+        loss = loss * on_device(torch.tensor(weights, dtype=loss.dtype), loss.device).view_as(loss)
     elif weights[0] != 1.0:
         loss = loss * weights[0]
     return loss if loss.numel() == 1 else loss.sum()
+
+
+def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
+    """That of each of `count` microbatches, from their sum or from one value for each; they are read later."""
+    values = loss.detach().flatten().clone()  # whoever computed them may use their memory again
+    if len(values) == 1:
+        return [Later(lambda total: float(total[0]) / count, values)] * count
+    return [Later(lambda one: float(one[0]), value) for value in values.split(1)]

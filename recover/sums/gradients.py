@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from recover.policy import SlotSet
 from recover.sums.buckets import Bucket
+from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
+from recover.sums.later import Later, Numbers
 from recover.sums.ledger import with_slots
-from recover.sums.parts import as_gradient, as_real, local_part, own_gradient
+from recover.sums.parts import as_gradient, as_real, local_part, on_device, own_gradient
 from recover.sums.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
@@ -35,6 +38,10 @@ class Gradients(Protocol):
     @property
     def usage(self) -> list[float]:
         """For each of the parameters: 1 if anything in the local sums has used it, else 0."""
+
+    @property
+    def unread(self) -> Sequence[Later[Any]]:
+        """What `usage` and `in_range` will read of a device, so that it can be read together with other things."""
 
     def squared_norm(self) -> float:
         """Of the reduced sums, in their own unit: this rank's part of it, what others hold too counted once."""
@@ -102,7 +109,8 @@ class OwnedGradients:
         ),
     ) -> None:
         self.sum: Sum = sum or FastSum()
-        self.in_range = True
+        self._extremes = Extremes(self.sum.bound)
+        self._told: dict[int, Later[set[torch.nn.Parameter]]] = {}  # by bucket, what its partners have used
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._hooks: list[RemovableHandle] = []
         self._used: set[torch.nn.Parameter] = set()
@@ -132,7 +140,16 @@ class OwnedGradients:
 
     @property
     def usage(self) -> list[float]:
-        return [float(parameter in self._used) for parameter in self.parameters]
+        used = self._used.union(*(told.value for told in self._told.values()))
+        return [float(parameter in used) for parameter in self.parameters]
+
+    @property
+    def in_range(self) -> bool:
+        return self._extremes.within.value
+
+    @property
+    def unread(self) -> list[Later[Any]]:
+        return [self._extremes.within, *self._told.values()]
 
     def squared_norm(self) -> float:
         return squared_norm(self.buckets)
@@ -174,7 +191,8 @@ class OwnedGradients:
             bucket.forget()
 
     def clear(self) -> None:
-        self.in_range = True
+        self._extremes.clear()
+        self._told.clear()
         self._open, self._post = False, None
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
         self._used.clear()
@@ -202,6 +220,7 @@ class OwnedGradients:
                 f"parameter {strays[0]} was frozen when the step began, and has got a gradient in it; call "
                 "requires_grad_() between two steps, the same on all replicas"
             )
+        self._extremes.fold()
         self._empty_trays()
         if self._post is not None:  # buckets with parameters that this microbatch did not use
             self._post_up_to(len(self.buckets))
@@ -248,7 +267,7 @@ class OwnedGradients:
                 f"the gradient of parameter {self._name(parameter)} is sparse, and buckets are dense; "
                 "use sparse=False, and no other operation with sparse gradients"
             )
-        self.in_range &= self.sum.add(place, as_real(gradient), first, parts)
+        self._extremes.note(self.sum.add(place, as_real(gradient), first), parts)
         self._touched.add(parameter)
         self._used.add(parameter)
         parameter.grad = None
@@ -286,24 +305,30 @@ class OwnedGradients:
             local = self.buckets[index].local
             self._fill_up(index)
             used = [float(parameter in self._used) for parameter in self._shared[index]]
-            tray[local.numel() :] = torch.tensor(used, dtype=tray.dtype)
+            tray[local.numel() :] = on_device(torch.tensor(used, dtype=tray.dtype), tray.device)
             partners.add_up(tray)
             if index in self._emptied:
                 local.add_(tray[: local.numel()])
             else:
                 local.copy_(tray[: local.numel()])
                 self._emptied.add(index)
-        for index, (_, tray) in self._trays.items():
-            flags = tray[self.buckets[index].local.numel() :].tolist()
-            self._used |= {p for p, anybody in zip(self._shared[index], flags, strict=True) if anybody}
+            self._told[index] = _marked(self._shared[index], tray[local.numel() :])
         self._touched -= {p for p, (index, _) in self._places.items() if index in self._trays}
 
 
-def squared_norm(buckets: Iterable[Bucket]) -> float:
-    norms = [
-        torch.linalg.vector_norm(bucket.result).double().cpu().square() / bucket.copies for bucket in buckets
-    ]
-    return float(torch.stack(norms).sum())
+def _marked(parameters: list[torch.nn.Parameter], marks: torch.Tensor) -> Later[set[torch.nn.Parameter]]:
+    """Those whose marks are not zero, of a round and so of all before it: everyone marks all that it has used."""
+    return Later(lambda marked: {p for p, mark in zip(parameters, marked, strict=True) if mark}, marks)
+
+
+def squared_norm(buckets: Sequence[Bucket]) -> float:
+    """Read at once, whatever their number."""
+    copies = torch.tensor([bucket.copies for bucket in buckets], dtype=torch.float64)
+
+    def total(*norms: Numbers) -> float:
+        return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
+
+    return Later(total, *(torch.linalg.vector_norm(bucket.result) for bucket in buckets)).value
 
 
 def _room(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -11,12 +11,15 @@ Any other buffer must stay as it is while microbatches are computed: replicas wo
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from recover.sums.inside import Replica
+from recover.sums.later import Later, Numbers
+from recover.sums.parts import on_device
 from recover.sums.reduction import Sum
 from recover.sums.state_hash import fingerprint
 
@@ -53,13 +56,27 @@ class MovingBuffers:
         self._sum = sum_
         self._moving = {name: places[name] for name in sorted(moving)}
         self._others = {name: place for name, place in places.items() if name not in moving}
-        self._seen: dict[
-            str, tuple[torch.Tensor, int, int]
-        ] = {}  # of the others: the tensor, its version, its bits
+        # Of the others: the tensor, its version, its bits.
+        self._seen: dict[str, tuple[torch.Tensor, int, Later[int]]] = {}
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
         self.size = sum(getattr(*place).numel() for place in self._moving.values())
-        self.changes = np.zeros(self.size)  # of this replica's slots, as they are reduced
+        self.clear()
+
+    @property
+    def changes(self) -> Numbers:
+        """Of this replica's slots, as they are reduced."""
+        return self._read.value[: self.size] if self.size else np.zeros(0)
+
+    @property
+    def in_range(self) -> bool:
+        """Whether the changes could be summed as promised."""
+        return not self.size or self._sum.covers(float(self._read.value[self.size]))
+
+    @property
+    def unread(self) -> list[Later[Any]]:
+        """What these two will read of a device."""
+        return [self._read] if self.size else []
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
@@ -73,7 +90,10 @@ class MovingBuffers:
 
     def clear(self) -> None:
         """Give up what this replica has summed in this step."""
-        self.changes[:] = 0.0
+        device = self.tensors()[0].device if self.size else None
+        # The sum of the changes, and behind it the largest one.
+        self._summed = torch.zeros(self.size + 1, dtype=torch.float64, device=device)
+        self._read = Later(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
         """A microbatch is about to run."""
@@ -82,26 +102,24 @@ class MovingBuffers:
         for name in self._others:
             self._look(name)
 
-    def take(self) -> bool:
-        """Its forward is through, and nothing of its backward, which may run parts of it again.
-
-        False: the change cannot be summed as promised.
-        """
+    def take(self) -> None:
+        """Its forward is through, and nothing of its backward, which may run parts of it again."""
         for name in self._others:
-            before = self._seen[name][2]
-            if before != self._look(name):
+            before, after = self._seen[name][2], self._look(name)
+            if after is not before and after.value != before.value:
                 raise RuntimeError(
                     f"the buffer {name!r} was changed while a microbatch was computed, and would differ between "
                     f"replicas; if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the "
                     "mean of the changes over the step; otherwise make it a plain attribute, or do not change it"
                 )
         if not self.size:
-            return True
+            return
         pairs = zip(self.tensors(), self._start, strict=True)
-        change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs]).cpu()
+        change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs])
         change = self._sum.change(change)
-        self.changes += change.numpy()
-        return self._sum.covers(float(change.abs().max()))
+        self._summed[: self.size] += change
+        torch.maximum(self._summed[self.size], change.abs().max(), out=self._summed[self.size])  # NaN stays
+        self._read = Later(_as_they_are, self._summed)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -113,18 +131,20 @@ class MovingBuffers:
     @torch.no_grad()
     def settle(self, changes: torch.Tensor, microbatches: int) -> None:
         """The step has committed, and this is the sum over all of its microbatches."""
-        changes = changes * self._sum.loss_unit
+        self._moved = False
+        if not self.size:
+            return
+        changes = on_device(changes * self._sum.loss_unit, self._start[0].device)
         for tensor, was, change in zip(
             self.tensors(), self._start, changes.split([start.numel() for start in self._start]), strict=True
         ):
-            change = change.view(was.shape).to(was.device)
+            change = change.view(was.shape)
             if was.is_floating_point():
                 tensor.copy_(was.double() + change / microbatches)
             else:
                 tensor.copy_(was + change.round().to(was.dtype))
-        self._moved = False
 
-    def _look(self, name: str) -> int:
+    def _look(self, name: str) -> Later[int]:
         """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""
         tensor = getattr(*self._others[name])
         version = 0 if tensor.is_inference() else tensor._version
@@ -132,6 +152,10 @@ class MovingBuffers:
         if known is None or known[0] is not tensor or known[1] != version:
             self._seen[name] = tensor, version, fingerprint([tensor], 0)
         return self._seen[name][2]
+
+
+def _as_they_are(numbers: Numbers) -> Numbers:
+    return numbers
 
 
 def _keeps_statistics(module: torch.nn.Module, name: str) -> bool:

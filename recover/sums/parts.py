@@ -15,6 +15,13 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values that the host has made, on the device; the host does not wait until they have arrived there."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
 def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's part of the gradient, placed as the parameter is.
 

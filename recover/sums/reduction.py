@@ -22,14 +22,15 @@ class Sum(Protocol):
     """The arithmetic of a bucket."""
 
     unit: float  # what 1.0 in a bucket stands for
+    bound: float  # gradients must stay within +- this
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         """What the gradients of such parameters are summed in."""
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
-        """Add one microbatch's gradient to a place (the first one overwrites). False: it is out of range.
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+        """Add one microbatch's gradient to a place (the first one overwrites).
 
-        It may be one of several `parts`, which are added up later.
+        Returns its extremes, not read yet, if there is a bound to them: beyond it the sum is of no use.
         """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
@@ -52,17 +53,18 @@ class Sum(Protocol):
 
 class FastSum:
     unit = 1.0
+    bound = math.inf
     loss_unit = 1.0
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         return torch.float64 if parameters in DOUBLE else torch.float32
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
         if first:
             place.copy_(gradient)
         else:
             place.add_(gradient)
-        return True  # infinities and NaNs are found in the reduced sum
+        return ()  # infinities and NaNs are found in the reduced sum
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
         return result.mul_(shrink / weight)
@@ -96,18 +98,15 @@ class ReproducibleSum:
             )
         return torch.float64
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool, parts: int = 1) -> bool:
-        gradient, bound = gradient.float(), self.bound / parts
-        if gradient.numel():
-            low, high = torch.aminmax(gradient)
-            if not (float(low) > -bound and float(high) < bound):  # NaN fails too
-                return False
+    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+        gradient = gradient.float()
+        extremes = tuple(torch.aminmax(gradient)) if gradient.numel() else ()
         whole = gradient.mul_(2.0**self.exponent).round_()  # exact: a power of two, and integers from 2^24 on
         if first:
             place.copy_(whole)
         else:
             place.add_(whole)
-        return True
+        return extremes
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
         gradient = result.mul_(self.unit).div_(weight).float()  # rounded to fp32 once

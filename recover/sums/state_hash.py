@@ -11,26 +11,36 @@ from collections.abc import Iterable
 
 import torch
 
+from recover.sums.later import Later, Numbers
 from recover.sums.parts import local_part
 
 
-def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> int:
-    """64 bits over the step counter and all parameters. Any single flipped bit changes it.
+def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
+    """64 bits over the step counter and all parameters, as they are now. Any single flipped bit changes it.
 
     `trained` says which of them are: replicas that train different ones must not go on together, either.
     """
-    sums = []
-    for parameter in parameters:
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    weights: dict[torch.device, list[int]] = {}
+    for number, parameter in enumerate(parameters):
         raw = local_part(parameter.detach()).contiguous().view(-1).view(torch.uint8)
         if raw.storage_offset() % 8:
             raw = raw.clone()  # a view that does not start at a whole number
         whole = raw.numel() // 8 * 8
-        sums.append(raw[:whole].view(torch.int64).sum())
-        sums.append(raw[whole:].sum(dtype=torch.int64))
-    total = step + zlib.crc32(trained)
-    for weight, value in enumerate(torch.stack([s.to(sums[0].device) for s in sums]).tolist(), start=1):
-        total += weight * value
-    return total % 2**64
+        for weight, part in ((1, raw[:whole].view(torch.int64)), (2, raw[whole:])):
+            if part.numel():  # a sum of nothing would be one more thing for the device to do
+                sums.setdefault(raw.device, []).append(part.sum(dtype=torch.int64))
+                weights.setdefault(raw.device, []).append(2 * number + weight)
+
+    def total(*values: Numbers) -> int:
+        weighted = (
+            weight * value
+            for of_device, there in zip(weights.values(), values, strict=True)
+            for weight, value in zip(of_device, there.tolist(), strict=True)
+        )
+        return (step + zlib.crc32(trained) + sum(weighted)) % 2**64
+
+    return Later(total, *(torch.stack(there) for there in sums.values()))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

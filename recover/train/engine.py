@@ -11,6 +11,7 @@ import recover
 from recover.models import Llama, LlamaConfig
 from recover.replica import blocks_of, compile_blocks, plain_name, recompute_blocks, rows
 from recover.sums.inside import replica_of
+from recover.sums.parts import on_device
 from recover.train.config import Config
 from recover.train.pace import Pace
 from recover.world.world import World
@@ -90,7 +91,8 @@ class WholeBatches:
     def _forward(self, batch: Batch) -> torch.Tensor:
         mine = rows(self._world, batch)
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            loss: torch.Tensor = self.model(mine["tokens"].to(self._device), mine["targets"].to(self._device))
+            tokens, targets = (on_device(mine[name], self._device) for name in ("tokens", "targets"))
+            loss: torch.Tensor = self.model(tokens, targets)
         return loss
 
 

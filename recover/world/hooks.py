@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 
@@ -24,8 +24,8 @@ class Hooks(Protocol):
     def reading(self, slot: int) -> None:
         """The sample of this slot is about to be read."""
 
-    def computed(self, seconds: float) -> None:
-        """A microbatch, or a round, was computed in so long."""
+    def computed(self, took: Callable[[], float]) -> None:
+        """A microbatch, or a round, was computed; to ask how long that took is to wait for its device."""
 
     def watch(self, model: Any, gradients: Any) -> None:
         """These are the tensors that there are to be damaged."""
@@ -48,7 +48,7 @@ class NoHooks:
     def reading(self, slot: int) -> None:
         pass
 
-    def computed(self, seconds: float) -> None:
+    def computed(self, took: Callable[[], float]) -> None:
         pass
 
     def watch(self, model: Any, gradients: Any) -> None:

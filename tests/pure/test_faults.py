@@ -179,7 +179,7 @@ def test_the_probe_hands_on_what_it_cannot_do_itself() -> None:
     probe("vote")
     assert [bool(bucket.local.isnan().any()) for bucket in buckets] == [False, False, True]
     began = time.monotonic()
-    probe.computed(0.05)
+    probe.computed(lambda: 0.05)
     assert time.monotonic() - began >= 0.1  # three times as long
     with pytest.raises(ScheduledFault, match=r"1:0\.0:update=exit"):
         probe("update")

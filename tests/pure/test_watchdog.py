@@ -13,6 +13,7 @@ from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
 from recover.liveness.board import ACTIVITY, Board
 from recover.liveness.signs import Sign
+from recover.step.clock import HostClock
 from recover.step.handed_out import HandedOut
 from recover.step.stragglers import NOISE, WINDOW, Stragglers
 from recover.world.watchdog import (
@@ -252,7 +253,8 @@ def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() 
 
 def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
-    handed_out = HandedOut(SimpleNamespace(board=board, rank=0), None, None)  # type: ignore[arg-type]
+    world = SimpleNamespace(board=board, rank=0)
+    handed_out = HandedOut(world, None, None, HostClock())  # type: ignore[arg-type]
 
     def shown(*slots: int) -> tuple[bool, bool]:
         handed_out.pending = [(slot, 40 + slot) for slot in slots]

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from recover.replica.threed.replica_mesh import MeshReplica, ReplicaMesh
 from recover.replica.threed.stage import Stage
 from recover.replica.threed.whole import gather_parameters
+from recover.sums.parts import on_device
 
 Batch = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 IGNORED = -100  # torch's own: targets that do not count
@@ -137,7 +138,8 @@ class Pipeline(torch.nn.Module):
                 f"and no longer than the model's seq_len {self.config.seq_len}"
             )
         self._counts.append(int((targets != IGNORED).sum()))
-        mine = (t.chunk(self.mesh.cut.ep)[self.mesh.expert].to(self._device) for t in (tokens, targets))
+        parts = (t.chunk(self.mesh.cut.ep)[self.mesh.expert] for t in (tokens, targets))
+        mine = (on_device(part, self._device) for part in parts)
         return next(mine), next(mine)
 
     def _computing(self) -> ExitStack:

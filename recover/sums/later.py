@@ -1,0 +1,84 @@
+"""Numbers that a device may still be computing: noted where they come up, read together where they are needed.
+
+To read a value of a device is to wait for all that it was given to do before. A step does that at its vote, once, for
+everything that its microbatches have left. Nothing here knows torch before there is a tensor: the simulated world
+has plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+Numbers = npt.NDArray[Any]
+
+
+class Later(Generic[T]):
+    """What `make` says of the numbers in some tensors; it gets a flat array of float64 or int64 for each of them.
+
+    The tensors must stay as they are until then. Whoever asks before they were fetched waits for these alone.
+    """
+
+    def __init__(self, make: Callable[..., T], *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self._make: Callable[..., T] | None = make
+        self._value: T
+
+    @property
+    def value(self) -> T:
+        if self._make is not None:
+            fetch([self])
+        return self._value
+
+    @property
+    def known(self) -> bool:
+        return self._make is None
+
+    def learn(self, *numbers: Numbers) -> None:
+        assert self._make is not None
+        self._value = self._make(*numbers)
+        self._make, self.tensors = None, ()
+
+
+def now(value: T | Later[T]) -> T:
+    """A plain value is known already."""
+    return value.value if isinstance(value, Later) else value
+
+
+def fetch(values: Iterable[object]) -> None:
+    """Learn all of these that are not known yet: one transfer from each device, and one wait."""
+    laters = list({id(each): each for each in values if isinstance(each, Later) and not each.known}.values())
+    read = iter(_read([tensor for later in laters for tensor in later.tensors]))
+    for later in laters:
+        later.learn(*(next(read) for _ in later.tensors))
+
+
+def _read(tensors: list[torch.Tensor]) -> list[Numbers]:
+    """Their numbers, as float64 or int64: the former travel as the bits that they are."""
+    if not tensors:
+        return []
+    import torch
+
+    read: list[Numbers] = [np.zeros(0)] * len(tensors)
+    for device in {tensor.device: None for tensor in tensors}:
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.device == device:
+                kinds.setdefault(tensor.dtype, []).append(index)
+        bits = []
+        for kind, members in kinds.items():
+            flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
+            bits.append(flat.to(torch.float64 if kind.is_floating_point else torch.int64).view(torch.int64))
+        arrived = torch.cat(bits).cpu().split([part.numel() for part in bits])
+        for (kind, members), part in zip(kinds.items(), arrived, strict=True):
+            numbers = part.view(torch.float64) if kind.is_floating_point else part
+            for index, own in zip(members, numbers.split([tensors[i].numel() for i in members]), strict=True):
+                read[index] = own.numpy()
+    return read

@@ -1,0 +1,281 @@
+"""While microbatches run a step reads nothing of its device, and at the vote everything at once.
+
+With TEST_DEVICE=cuda the same tests run on a GPU, and there torch itself refuses whatever would wait for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import MEMORY, Model, Stream, loss_of, make_optimizer
+
+import recover
+from recover.job.grid import Grid
+from recover.step.errors import OutOfRangeError
+from recover.step.handed_out import HandedOut
+from recover.step.transaction import Transaction
+from recover.sums.later import Later, fetch, now
+from recover.sums.parts import on_device
+from recover.sums.state_hash import fingerprint
+from recover.world.hooks import NoHooks
+
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+BATCH = 4
+
+
+class Cross:
+    """A group of one."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def all_reduce(self, source: Any, out: Any = None) -> SimpleNamespace:
+        if out is not None:
+            out[:] = source
+        self._log.append("totals" if isinstance(source, np.ndarray) else "bucket")
+        return self.broadcast(source)
+
+    def broadcast(self, data: Any) -> SimpleNamespace:
+        return SimpleNamespace(ok=True, refused=False, wait=lambda: True)
+
+    def drain(self) -> None:
+        self._log.append("drain")
+
+    def break_off(self, why: str = "") -> None:
+        pass
+
+
+class World:
+    """One replica of one rank, alone."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.grid, self.rank, self.replica, self.shard, self.epoch = Grid(1, 1), 0, 0, 0, 1
+        self.replicas, self.noticed_at = (0,), None
+        self.cross, self.hooks = Cross(self.log), NoHooks()
+        self.board = SimpleNamespace(
+            **dict.fromkeys(("come_to_vote", "compute", "touch", "accomplish"), lambda *_: None)
+        )
+        self.notes = SimpleNamespace(read=lambda step: ())
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        yield
+
+    def agree(self, word: int) -> int:
+        self.log.append("agree")
+        return word
+
+    def linger(self) -> None:
+        pass
+
+
+def begin(world: World, model: torch.nn.Module, **options: Any) -> recover.Step:
+    return recover.Step(world, model, make_optimizer(model), BATCH, bucket_mb=0.002, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the host reads of tensors, by the name of the method, and where the vote begins."""
+    log: list[str] = []
+
+    def telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def told(self: Any, *arguments: Any, **named: Any) -> Any:
+            log.append(name)
+            return method(self, *arguments, **named)
+
+        return told
+
+    def vote(self: Transaction) -> bool:
+        waiting_is_an_error(False)
+        log.append("vote")
+        return voted(self)
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, telling(name, getattr(torch.Tensor, name)))
+    voted = Transaction.vote
+    monkeypatch.setattr(Transaction, "vote", vote)
+    yield log
+    waiting_is_an_error(False)
+
+
+def waiting_is_an_error(on: bool) -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+
+def run(step: recover.Step, model: torch.nn.Module, stream: Stream, log: list[str]) -> None:
+    """One step."""
+    del log[:]
+    for inputs, target, index in step.microbatches(stream):
+        waiting_is_an_error(True)
+        sample = on_device(inputs, DEVICE), on_device(target, DEVICE), index
+        step.backward(loss_of(model, sample))
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+@pytest.mark.parametrize("buffers", [(), MEMORY], ids=["constant", "moving"])
+def test_no_value_is_read_before_the_vote_and_there_all_at_once(
+    log: list[str], reduction: str, buffers: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    world, model = World(), Model().to(DEVICE).train(bool(buffers))
+    world.log = world.cross._log = log
+    step = begin(world, model, reduction=reduction, buffers=buffers, clip=1.0)
+    for _ in range(3):
+        step.compare_optimizers()
+        run(step, model, Stream(), log)
+        before = log[: log.index("vote")]
+        assert set(before) <= {"bucket"}, f"the host has read a value while microbatches ran: {before}"
+        at_vote = log[log.index("vote") : log.index("totals")]
+        after_drain = log[log.index("drain") : log.index("agree")]
+        for read in (at_vote, after_drain):
+            assert read.count("cpu") == 1, read
+            assert read.count("item") == 0, read
+        assert set(at_vote) <= {"vote", "cpu", "numpy"}, at_vote
+    assert step.index == 3
+    assert math.isfinite(step.loss)
+    assert step.grad_norm > 0
+
+
+def test_a_loss_whose_memory_is_used_again_counts_as_it_was() -> None:
+    """By the user, or by a captured graph that writes each one to the same place."""
+    model = Model().to(DEVICE)
+    world, stream = World(), Stream()
+    step, place, losses = begin(world, model, buffers=MEMORY), torch.zeros((), device=DEVICE), []
+    for inputs, target, index in step.microbatches(stream):
+        loss = loss_of(model, (inputs.to(DEVICE), target.to(DEVICE), index))
+        losses.append(float(loss.detach()))
+        step.backward(place.copy_(loss))
+        place = place.detach().zero_()
+    assert step.loss == pytest.approx(sum(losses) / BATCH, rel=1e-12)
+
+
+@pytest.mark.parametrize("struck", range(BATCH))
+def test_a_gradient_out_of_range_is_found_at_the_vote_and_leaves_nothing_behind(struck: int) -> None:
+    model, twin = (Model(always=True).to(DEVICE) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    step, calm = (begin(World(), m, reduction="reproducible", buffers=MEMORY) for m in (model, twin))
+
+    def take(step: recover.Step, model: torch.nn.Module, struck: int | None = None) -> Iterator[int]:
+        for inputs, target, index in step.microbatches(Stream()):
+            loss = loss_of(model, (inputs.to(DEVICE), target.to(DEVICE), index))
+            # The loss is as small as the others: the gradient alone is out of range.
+            step.backward(loss + 1e9 * (loss - loss.detach()) if index == struck else loss)
+            yield index
+
+    seen = take(step, model, struck)
+    assert [next(seen) for _ in range(BATCH)] == list(range(BATCH))
+    with pytest.raises(OutOfRangeError):
+        next(seen)
+    assert step.index == 0
+    for parameter, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, was)
+    for each in ((step, model), (calm, twin)):  # of what was left over, nothing enters the next attempt
+        list(take(*each))
+    assert (step.index, step.loss) == (calm.index, calm.loss)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+NUMBERS: dict[torch.dtype, list[Any]] = {
+    torch.float64: [0.1, -0.0, math.inf, -math.inf, math.nan, 5e-324, 2.0**53 + 2],
+    torch.float32: [0.1, -0.0, math.inf, 1e-45],
+    torch.bfloat16: [3.0, -0.1, math.nan],
+    torch.float16: [65504.0, 6e-8],
+    torch.int64: [2**63 - 1, -(2**63), 2**53 + 1],
+    torch.int32: [-(2**31)],
+    torch.uint8: [255],
+    torch.bool: [True, False],
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(NUMBERS)), st.integers(0, 3)), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype, int]]) -> None:
+    tensors = [torch.tensor(NUMBERS[dtype][:count], dtype=dtype, device=DEVICE) for dtype, count in wanted]
+    tensors += [torch.tensor(values[0], dtype=dtype, device=DEVICE) for dtype, values in NUMBERS.items()]
+    expected = [tensor.flatten().tolist() for tensor in tensors]
+    laters = [Later(lambda numbers: numbers.tolist(), tensor) for tensor in tensors]
+    fetch([*laters, *laters, 7, None])
+    for tensor in tensors:
+        tensor.zero_()
+    for later, values in zip(laters, expected, strict=True):
+        assert later.known
+        assert np.array_equal(np.array(later.value), np.array(values), equal_nan=True)
+        assert [math.copysign(1, v) for v in later.value] == [math.copysign(1, v) for v in values]
+
+
+def test_what_is_not_fetched_is_read_when_it_is_asked_for() -> None:
+    assert (
+        now(Later(lambda a, b: float(a[0] + b[0]), torch.ones(1), torch.ones((), dtype=torch.int64))) == 2.0
+    )
+    assert now(Later(lambda: 3.0)) == now(3.0) == 3.0
+
+
+def test_a_fingerprint_is_of_the_parameters_as_they_were_and_a_weighted_sum_of_their_bits() -> None:
+    shapes = [(7,), (), (3, 5), (0,), (2,), (16,)]
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(3).to(torch.bfloat16)]
+    total = 5 + zlib.crc32(b"\1\0")
+    for number, tensor in enumerate(tensors):
+        raw = tensor.view(torch.int16).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
+        whole = len(raw) // 8 * 8
+        total += (2 * number + 1) * sum(np.frombuffer(raw[:whole], np.int64).tolist())
+        total += (2 * number + 2) * sum(raw[whole:])
+    there = [tensor.to(DEVICE, copy=True) for tensor in tensors]
+    hashed = fingerprint(there, 5, b"\1\0")
+    for tensor in there:
+        tensor.zero_()
+    assert hashed.value == total % 2**64
+
+
+class SlowDevice:
+    """A clock whose device is through when it is asked."""
+
+    def start(self) -> None:
+        pass
+
+    def took(self) -> Later[float]:
+        return Later(lambda: 0.25)
+
+
+def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other_on_its_own() -> None:
+    shown: list[list[tuple[int, int]]] = []
+    notes: list[list[tuple[int, int]]] = []
+    world = World()
+    world.board.compute = lambda rank, slots: shown.append(list(slots))
+    world.notes.leave = lambda step, suspects, why: notes.append(list(suspects))
+    samples, randomness = (
+        SimpleNamespace(index=lambda step, slot: slot),
+        SimpleNamespace(read=lambda *_: None),
+    )
+    handed_out = HandedOut(world, samples, randomness, SlowDevice())  # type: ignore[arg-type]
+    took = []
+    for slot in (3, 4):
+        handed_out.read([None] * 9, 1, [slot])
+        took.append(handed_out.computed())
+    assert shown[-1] == [(3, 3), (4, 4)], "the device is still busy with them"
+    handed_out.read([None] * 9, 1, [5])
+    for error in (ValueError(), torch.AcceleratorError()):
+        handed_out.blame(error)
+    assert notes == [[(5, 5)], [(3, 3), (4, 4), (5, 5)]]
+    took.append(handed_out.computed())
+    assert [now(seconds) for seconds in took[:2]] == [0.25, 0.25]
+    assert shown[-1] == [(5, 5)]
+    fetch(took)
+    handed_out.blame(torch.AcceleratorError())
+    assert shown[-1] == []
+    assert len(notes) == 2, "what the device is through with is not to blame"
