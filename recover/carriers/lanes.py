@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recover.carriers.base import Array, Ready, wire_type
-from recover.carriers.streams import CudaStream, Event, Stream
+from recover.carriers.device_streams import CudaStream, Event, Stream
 from recover.carriers.worker import Rest
 
 PIECE = 8 << 20  # bytes

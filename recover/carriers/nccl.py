@@ -21,8 +21,8 @@ import torch
 
 from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
 from recover.carriers.contract import CarrierError
+from recover.carriers.device_streams import CudaStream
 from recover.carriers.nccl_library import ID_BYTES, Nccl
-from recover.carriers.streams import CudaStream
 from recover.carriers.worker import Rest, Worker
 from recover.fabrics.openmpi import OpenMPIFabric
 from recover.job.grid import Grid

@@ -27,7 +27,8 @@ def main(kind: str) -> None:
     if kind == "cuda":  # before the world is made: its groups are made on it
         device = torch.device("cuda", rank_on_host() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    world, directory = init(), Path(os.environ["RECOVER_RUN_DIR"])
+    world = init()
+    directory = Path(world.job.run_dir or ".")
     source = torch.ones(PIECES if kind == "cuda" else PIECES // 100, device=device)
     out = torch.empty_like(source)
     victim, killed = world.grid.ranks - 1, directory / "killed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ class GpuRank:
 
     def __init__(self, kind: str) -> None:
         torch.set_num_threads(1)
-        self.run_dir = Path(os.environ["RECOVER_RUN_DIR"])
         self.device = pick_device(kind)
         self.on_gpu = self.device.type == "cuda"
         self.world = recover.init()
+        self.run_dir = Path(self.world.job.run_dir or ".")
         self.ranks = self.world.grid.ranks
         self.refused: dict[str, str] = {}  # by torch's own groups
         self.card = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"

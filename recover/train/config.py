@@ -235,6 +235,12 @@ class Config(Keys):
                 "compile=true does not go with reduction=reproducible: the compiler tries out kernels on each rank, "
                 "and may choose others, with other bits; leave one of them out"
             )
+        if self.compile and (self.tp > 1 or self.experts):
+            what = f"experts={self.experts}" if self.experts else f"tp={self.tp}"
+            raise ValueError(
+                f"compile=true does not work with {what}: torch cannot compile blocks that are cut or whose shapes "
+                "depend on the data, here; leave compile out"
+            )
         if self.carrier == "nccl" and self.device == "cpu":
             raise ValueError(
                 "carrier=nccl moves the memory of GPUs, not of device=cpu; use carrier=mpi or gloo"

@@ -13,13 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import recover
 from recover.faults import parse_faults
+from recover.models.gpu_use import GpuUse
 from recover.sums.inside import replica_of
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
-from recover.train.gpu_use import GpuUse
 from recover.train.journal import Journal, do_despite_losses
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
@@ -54,7 +54,7 @@ class Trainer:
             ask_for_determinism()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
-        self.gpu_use = GpuUse(world, self.device, self.shape, config.seq_len)
+        self.gpu_use = GpuUse(self.device, self.shape, config.seq_len)
         self.engine = make_engine(config, self.shape, world, self.device)
         self.optimizer = make_optimizer(config, self.engine.model)
         self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
@@ -112,8 +112,8 @@ class Trainer:
         do_despite_losses(world, self._open_run_dir, self._lost)
         self.stop_requests.listen()
         if self.gpu_use.card and self.journal.writing:
-            ending.log(self.gpu_use.told())
-            print(f"recover: {self.gpu_use.told()}", flush=True)
+            ending.log(told := self.gpu_use.told(world.members))
+            print(f"recover: {told}", flush=True)
         if self.config.reduction == "reproducible" and self._in_writing_replica():
             for name in operations_that_vary(self.engine, self.stream[0]):
                 if self.journal.writing:
@@ -133,7 +133,7 @@ class Trainer:
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
         line = step_line(step, self.world, config, lr, time.perf_counter() - started)
-        self.gpu_use.note(line)
+        self.gpu_use.note(line, self.world.members)
         if config.eval.every and step.index % config.eval.every == 0:
             line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")

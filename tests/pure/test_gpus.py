@@ -15,11 +15,11 @@ from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refuse
 from recover.launch.preflight import Refusal, check_gpus
 from recover.models import SIZES, Llama, LlamaConfig
 from recover.models.flops import flops_per_token
+from recover.models.gpu_use import GpuUse, cards_in_use, mfu
 from recover.replica import blocks_of, compile_blocks
 from recover.replica.blocks import recompute_blocks
 from recover.train.config import ConfigError, parse
 from recover.train.dry_run import tell
-from recover.train.gpu_use import GpuUse, cards_in_use, mfu
 from recover.train.optimizer import can_fuse, make_optimizer
 from recover.train.preparation import prepare_run
 from recover.train.progress import gpu_use
@@ -143,10 +143,9 @@ def used(monkeypatch: pytest.MonkeyPatch, card: str) -> tuple[GpuUse, dict[str, 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    world: Any = SimpleNamespace(members=(0, 1))
-    use = GpuUse(world, torch.device("cuda", 0), SIZES["tiny"], 128)
+    use = GpuUse(torch.device("cuda", 0), SIZES["tiny"], 128)
     line: Any = {"tokens": 4096, "seconds": 0.5}
-    use.note(line)
+    use.note(line, (0, 1))
     return use, line
 
 
@@ -162,16 +161,15 @@ def test_a_run_tells_its_cards_who_shares_them_and_of_what_its_mfu_is(
         "2 ranks share a GPU",
         "of 989 TFLOP/s",
     ):
-        assert words in use.told()
+        assert words in use.told((0, 1))
 
 
 def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     use, line = used(monkeypatch, "Abacus")
     assert line == {"tokens": 4096, "seconds": 0.5, "gpu_peak_mib": 3072}
-    assert "no MFU: the peak of Abacus is not known" in use.told()
-    world: Any = SimpleNamespace(members=(0, 1))
+    assert "no MFU: the peak of Abacus is not known" in use.told((0, 1))
     line = {"tokens": 1, "seconds": 1.0}
-    GpuUse(world, torch.device("cpu"), SIZES["tiny"], 128).note(line)  # type: ignore[arg-type]
+    GpuUse(torch.device("cpu"), SIZES["tiny"], 128).note(line, (0, 1))  # type: ignore[arg-type]
     assert line == {"tokens": 1, "seconds": 1.0}
     assert gpu_use(line) == ""  # type: ignore[arg-type]
 
@@ -180,6 +178,8 @@ def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch
     ("words", "said"),
     [
         ({"compile": "true", "reduction": "reproducible"}, "leave one of them out"),
+        ({"compile": "true", "parallel": "3d", "tp": "2"}, "does not work with tp=2"),
+        ({"compile": "true", "experts": "4"}, "does not work with experts=4"),
         ({"carrier": "nccl", "device": "cpu"}, "use carrier=mpi or gloo"),
     ],
 )

@@ -7,34 +7,33 @@ import os
 import torch
 
 from recover.job.gpus import VISIBLE, peak_of, ranks_on_host
-from recover.models import LlamaConfig
 from recover.models.flops import flops_per_token
+from recover.models.llama_config import LlamaConfig
 from recover.records.kinds import StepRecord
-from recover.world.world import World
 
 
 class GpuUse:
     """Notes the use of the card in every step's line; on a CPU it notes nothing."""
 
-    def __init__(self, world: World, device: torch.device, shape: LlamaConfig, seq_len: int) -> None:
-        self._world, self._flops = world, flops_per_token(shape, seq_len)
+    def __init__(self, device: torch.device, shape: LlamaConfig, seq_len: int) -> None:
+        self._flops = flops_per_token(shape, seq_len)
         self.card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._cards = torch.cuda.device_count() if self.card else 0
         self._peak = peak_of(self.card)
 
-    def note(self, line: StepRecord) -> None:
+    def note(self, line: StepRecord, members: tuple[int, ...]) -> None:
         if not self.card:
             return
         line["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
         if self._peak and line["seconds"]:
-            used = cards_in_use(self._world.members, self._cards, ranks_on_host())
+            used = cards_in_use(members, self._cards, ranks_on_host())
             line["mfu"] = round(mfu(line["tokens"], line["seconds"], self._flops, used * self._peak), 4)
 
-    def told(self) -> str:
+    def told(self, members: tuple[int, ...]) -> str:
         """For the start of a run, in one line."""
-        ranks = ranks_on_host() or len(self._world.members)
+        ranks = ranks_on_host() or len(members)
         share = -(-ranks // self._cards)
-        where = "on a host" if len(self._world.members) > ranks else "here"
+        where = "on a host" if len(members) > ranks else "here"
         shown = f"{VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else f"{VISIBLE} is not set"
         sharing = f"{share} ranks share a GPU" if share > 1 else "each has a GPU of its own"
         speed = (
