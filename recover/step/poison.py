@@ -7,6 +7,7 @@ not come to an end. A slot that is named in the notes of two replicas ends the r
 from __future__ import annotations
 
 import traceback
+from collections.abc import Collection
 
 from recover.job.grid import Grid
 from recover.world.notes import Notes
@@ -21,10 +22,16 @@ def leave_note(notes: Notes, step: int, suspects: list[tuple[int, int]], error: 
     notes.leave(step, suspects, "it raised:\n" + "".join(traceback.format_exception(error)))
 
 
-def check(notes: Notes, step: int, grid: Grid) -> None:
-    """Called after every repair. Raises PoisonedSampleError on all survivors alike."""
+def check(notes: Notes, step: int, grid: Grid, members: Collection[int] = ()) -> None:
+    """Called after every repair, with who is left. Raises PoisonedSampleError on all survivors alike.
+
+    Only the notes of the lost count: one that is left may have written its own just now, of the next attempt, and who
+    has read it would end before the others know.
+    """
     lost: dict[tuple[int, int], dict[int, str]] = {}
     for note in notes.read(step):
+        if note.rank in members:
+            continue
         for suspect in note.suspects:
             lost.setdefault(suspect, {})[grid.replica(note.rank)] = note.why
     for (slot, sample), said in sorted(lost.items()):

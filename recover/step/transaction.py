@@ -150,7 +150,12 @@ class Transaction:
         self.totals.clear()
         if self.share.counts:
             self.totals.contribute(
-                self._loss, self._weight, self._samples, self.moving.changes, self.gradients.usage
+                self._loss,
+                self._weight,
+                self._samples,
+                self.moving.changes,
+                self.gradients.usage,
+                self._in_range,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
@@ -205,8 +210,10 @@ class Transaction:
 
     @property
     def _fits(self) -> bool:
-        """Whether what this replica contributes can be summed as promised; a spare contributes nothing."""
-        return self._in_range or not self.share.counts
+        """Whether what this replica contributes can be summed as promised (a spare contributes nothing), and, where
+        it holds the sum of all, what the others do."""
+        mine = self._in_range or not self.share.counts
+        return mine and (self.totals.in_range or not self._complete)
 
     def _rows_of_replica(self) -> list[float]:
         """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
@@ -221,7 +228,7 @@ class Transaction:
         census, lost, evicted = self._repair()
         records = self._read(census)
         try:
-            poison.check(self.world.notes, self.index, self.world.grid)
+            poison.check(self.world.notes, self.index, self.world.grid, census.members)
         except poison.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)

@@ -126,10 +126,11 @@ class World:
         """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
 
         Otherwise its end could come between an agreement's result and those who have not got it yet; they would decide
-        anew, without it.
+        anew, without it. One that was forgotten gives itself up only when nobody is silent: who is stopped is fenced
+        first.
         """
         with self._waits_here():
-            self._fabric.linger(LINGER)
+            self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -14,7 +14,7 @@ from recover.job.grid import Grid
 from recover.policy import get_policy
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.record import Record
-from recover.step.totals import SAMPLES
+from recover.step.totals import OUT_OF_RANGE, SAMPLES
 from recover.step.transaction import COMPLETE, FRUITLESS, Transaction
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN
@@ -39,6 +39,7 @@ class Cross:
         if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
+            target[OUT_OF_RANGE] = self._world.out_of_range
         return SimpleNamespace(ok=self._world.carries, refused=False)
 
     def drain(self) -> None:
@@ -52,7 +53,7 @@ class World:
         self.grid, self.rank, self.replica, self.shard, self.epoch = grid, 0, 0, 0, 1
         self.members: tuple[int, ...] = tuple(range(grid.ranks))
         self.replies, self.agreed = replies, list(agreed)
-        self.brought, self.carries = grid.replicas, True
+        self.brought, self.carries, self.out_of_range = grid.replicas, True, 0
         self.evicted: list[frozenset[int]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
@@ -133,6 +134,16 @@ def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:
 
 def test_what_cannot_be_summed_exactly_is_refused_after_a_repair_too() -> None:
     world = World(Grid(3, 1), {1: like_me(1, in_range=False), 2: died}, agreed=[None])
+    transaction = begun(world, "reproducible")
+    transaction.vote()
+    with pytest.raises(OutOfRangeError):
+        transaction.recover()
+
+
+def test_what_one_that_has_died_could_not_sum_exactly_is_not_committed_by_those_who_hold_it() -> None:
+    """They have the whole sum, and it is of no use; only what was summed with it tells."""
+    world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
+    world.out_of_range = 1
     transaction = begun(world, "reproducible")
     transaction.vote()
     with pytest.raises(OutOfRangeError):
