@@ -258,7 +258,7 @@ def _peers(results: Content) -> dict[str, Any]:
 
 def _gpu(results: Content) -> dict[str, Any]:
     nccl = f", NCCL {results['nccl']}" if results["nccl"] else ""
-    values = {"place": f"{results['replicas']} replicas on one {results['card']}{nccl}"}
+    values = {"place": f"{results['replicas']} replicas on {results['cards']} x {results['card']}{nccl}"}
     for model, carriers in results["step"].items():
         for carrier, facts in carriers.items():
             for way, ratio in facts["ours_against"].items():

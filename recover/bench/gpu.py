@@ -18,7 +18,7 @@ PARTS = ("step", "kill", "reduce")
 PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"
 SEQ_LEN = {"tiny": 32, "small": 256}  # of the larger ones, 1024
 ACCUM = 4  # microbatches of a replica in a step
-NO_PROGRESS = 240.0  # seconds after which a launch is given up
+NO_PROGRESS = 90.0  # seconds after which a launch is given up; each says what it has measured
 Facts = dict[str, Any]
 
 
@@ -58,6 +58,7 @@ def bench_gpu(
         for name in path[:-1]:
             where = where.setdefault(name, {})
         where[path[-1]] = facts
+        lost.update((f"a launch of {part} {' '.join(path)}", text) for text in facts.get("broken", ()))
         write(output, {"gpu": results})
 
     for carrier in carriers if "step" in parts else ():
@@ -75,7 +76,8 @@ def bench_gpu(
     show(console, f"{results.get('card', device)}, {replicas} replicas", rows_of("gpu", results))
     console.print(place())
     if lost:
-        raise BenchmarkError(f"not measured: {', '.join(lost)}; what was is written down")
+        told = "; ".join(f"{what} ({why})" for what, why in lost.items())
+        raise BenchmarkError(f"not measured: {told}; what was is written down")
     return results
 
 
@@ -132,22 +134,31 @@ def _kill(model: str, carrier: str, replicas: int, kills: int, device: str) -> F
     deaths = max(1, replicas - 2)
     samples: list[Facts] = []
     steps: list[float] = []
+    broken: list[str] = []
+    ranks: list[Facts] = []
     launches = -(-kills // deaths)
     for seed in range(launches):
         words = [device, model, str(SEQ_LEN.get(model, 1024)), str(ACCUM), str(deaths), str(seed)]
-        with launched(
-            PROGRAMS / "gpu_kill.py", replicas, words, timeout=NO_PROGRESS, carrier=carrier
-        ) as run_dir:
-            ranks = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]
-            killed = {int(p.name[7:]): float(p.read_text()) for p in run_dir.glob("killed-*")}
-        samples += judge(ranks, killed)
+        try:
+            with launched(PROGRAMS / "gpu_kill.py", replicas, words, NO_PROGRESS, carrier=carrier) as run_dir:
+                found = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]
+                killed = {int(p.name[7:]): float(p.read_text()) for p in run_dir.glob("killed-*")}
+            samples += judge(found, killed)
+        except BenchmarkError as error:  # the other launches tell how often
+            broken.append(str(error))
+            continue
+        ranks = found
         steps += [1e3 * row["seconds"] for r in ranks for row in r["rows"][1:] if not row["incidents"]]
+    if not samples:
+        raise BenchmarkError("; ".join(broken))
     return {
         "place": _place(ranks),
         "model": model,
         "replicas": replicas,
         "microbatches": ranks[0]["batch"],
         "deaths": len(samples),
+        "launches": launches,
+        "broken": broken,
         "discarded": sum(sample["discarded"] for sample in samples),
         "kill_to_commit_ms": summary([sample["total"] for sample in samples]),
         "less_redone_ms": summary([sample["total"] - sample["redone"] for sample in samples]),
@@ -185,4 +196,4 @@ def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: 
 
 
 def _place(ranks: Sequence[Facts]) -> Facts:
-    return {key: ranks[0][key] for key in ("card", "nccl")}
+    return {key: ranks[0][key] for key in ("card", "cards", "nccl")}

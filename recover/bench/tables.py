@@ -116,6 +116,8 @@ def _gpu(results: dict[str, Any]) -> Rows:
         whole = f"{took['median']:.0f} ms, {left['median']:.0f} less the microbatches run again"
         parts = ", ".join(f"{part} {ms['median']:.0f}" for part, ms in facts["parts_ms"].items())
         kept = f"{facts['deaths']} deaths, every step on {facts['microbatches']} microbatches"
+        if facts["broken"]:
+            kept += f"; {len(facts['broken'])} of {facts['launches']} launches were lost"
         rows.append(
             [name, carrier, whole, f"{parts}; {kept}; a step takes {facts['step_ms']['median']:.0f} ms"]
         )

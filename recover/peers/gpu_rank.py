@@ -29,7 +29,8 @@ class GpuRank:
         self.refused: dict[str, str] = {}  # by torch's own groups
         self.card = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
         version = torch.cuda.nccl.version() if self.on_gpu else ()
-        self.place = {"card": self.card, "nccl": ".".join(map(str, version))}
+        cards = torch.cuda.device_count() if self.on_gpu else 0
+        self.place = {"card": self.card, "cards": cards, "nccl": ".".join(map(str, version))}
 
     def stock_groups(self, backends: str) -> dict[str, dist.ProcessGroup]:
         """Torch's own, over all ranks; a gloo group is the default one, and a barrier beside our own carriers."""
@@ -52,6 +53,11 @@ class GpuRank:
             self.refused[f"stock {backend}"] = refusals[0]
             return None
         return group
+
+    def say(self, text: str) -> None:
+        """For whoever waits; and to the launcher it is a sign of life."""
+        if self.world.rank == 0:
+            print(f"  {text}", flush=True)
 
     def synchronize(self) -> None:
         if self.on_gpu:

@@ -97,9 +97,8 @@ class HandedOut:
     def blame(self, error: BaseException) -> None:
         """This rank is about to die of an exception."""
         suspects = self._suspects
-        if isinstance(
-            error, torch.AcceleratorError
-        ):  # told late: it may be of any that the device was told of
+        if isinstance(error, torch.AcceleratorError):
+            # A device tells of it late: it may be of any microbatch that it is not known to be through with.
             suspects = [*self._under_way, *suspects]
         if suspects:
             poison.leave_note(self._world.notes, self._step, suspects, error)

@@ -1,8 +1,8 @@
 """The small numbers that are summed beside the gradients, in one reduction at the end of an attempt.
 
-A row of float64: loss, weight, the hash of the state, how many could not sum theirs, the sample in each slot, the pace of
-each replica, what was done to buffers that move, and which parameters were used. NumPy, not torch: the simulated world
-sums them, too.
+A row of float64: loss, weight, the hash of the state, how many could not sum theirs, the sample in each slot, the pace
+of each replica, what was done to buffers that move, and which parameters were used. NumPy, not torch: the simulated
+world sums them, too.
 """
 
 from __future__ import annotations

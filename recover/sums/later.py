@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Numbers = npt.NDArray[Any]
+NEAR = ("cpu",)  # kinds of devices whose memory is the host's own: nothing has to travel
 
 
 class Later(Generic[T]):
@@ -61,24 +62,42 @@ def fetch(values: Iterable[object]) -> None:
 
 
 def _read(tensors: list[torch.Tensor]) -> list[Numbers]:
-    """Their numbers, as float64 or int64: the former travel as the bits that they are."""
-    if not tensors:
-        return []
+    read: list[Numbers] = [np.zeros(0)] * len(tensors)
+    far: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type in NEAR:
+            read[index] = _copy(tensor.detach())
+        else:
+            far.setdefault(tensor.device, []).append(index)
+    for indices in far.values():
+        for index, numbers in zip(indices, _transfer([tensors[i] for i in indices]), strict=True):
+            read[index] = numbers
+    return read
+
+
+def _transfer(tensors: list[torch.Tensor]) -> list[Numbers]:
+    """From one device, at once: float64 travel as the bits that they are, beside int64."""
     import torch
 
+    kinds: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype, []).append(index)
+    bits = []
+    for kind, members in kinds.items():
+        flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
+        bits.append(flat.to(torch.float64 if kind.is_floating_point else torch.int64).view(torch.int64))
+    arrived = torch.cat(bits).cpu().split([part.numel() for part in bits])
     read: list[Numbers] = [np.zeros(0)] * len(tensors)
-    for device in {tensor.device: None for tensor in tensors}:
-        kinds: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            if tensor.device == device:
-                kinds.setdefault(tensor.dtype, []).append(index)
-        bits = []
-        for kind, members in kinds.items():
-            flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
-            bits.append(flat.to(torch.float64 if kind.is_floating_point else torch.int64).view(torch.int64))
-        arrived = torch.cat(bits).cpu().split([part.numel() for part in bits])
-        for (kind, members), part in zip(kinds.items(), arrived, strict=True):
-            numbers = part.view(torch.float64) if kind.is_floating_point else part
-            for index, own in zip(members, numbers.split([tensors[i].numel() for i in members]), strict=True):
-                read[index] = own.numpy()
+    for (kind, members), part in zip(kinds.items(), arrived, strict=True):
+        numbers = part.view(torch.float64) if kind.is_floating_point else part
+        for index, own in zip(members, numbers.split([tensors[i].numel() for i in members]), strict=True):
+            read[index] = own.numpy()
     return read
+
+
+def _copy(tensor: torch.Tensor) -> Numbers:
+    if not tensor.is_floating_point():
+        return tensor.numpy().astype(np.int64).reshape(-1)
+    if tensor.itemsize < 4:
+        tensor = tensor.float()  # numpy does not know all of them
+    return tensor.numpy().astype(np.float64).reshape(-1)

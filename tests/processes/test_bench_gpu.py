@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ def test_every_part_of_the_gpu_benchmark_yields_its_figures(
     """Turn by turn over one carrier; a file that is there is added to, and what fails costs nothing else."""
     output = tmp_path / "gpu.json"
     bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 1, ["step", "kill"], "cpu", output)
-    with pytest.raises(BenchmarkError, match="not measured: reduce pigeon; what was is written down"):
+    with pytest.raises(BenchmarkError, match=r"not measured: reduce pigeon \(.*; what was is written down"):
         bench_gpu(["tiny"], ["pigeon", "gloo"], 2, 2, 3, 1, ["reduce"], "cpu", output)
     found = json.loads(output.read_text())["gpu"]
 
@@ -56,6 +58,35 @@ def test_without_room_for_all_variants_they_are_measured_in_blocks(tmp_path: Pat
     step = found["step"]["tiny"]["gloo"]
     assert not step["turn_by_turn"]
     assert {facts["n"] for facts in step["milliseconds"].values()} == {4}
+
+
+def test_a_launch_that_is_lost_is_told_and_the_others_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[str] = []
+
+    @contextmanager
+    def launched(program: Path, ranks: int, words: list[str], *_: Any, **__: Any) -> Iterator[Path]:
+        seeds.append(words[-1])
+        if words[-1] == "1":
+            raise BenchmarkError("a bystander was lost")
+        place = tmp_path / words[-1]
+        place.mkdir()
+        (place / "killed-4").write_text("10.0")
+        for rank in (0, 2):
+            calm = {"step": 5, "seconds": 0.1, "microbatches": 12, "incidents": []}
+            facts = survivor(card="CPU", cards=0, nccl="")
+            facts["rows"].append(calm)
+            (place / f"rows-{rank}.json").write_text(json.dumps(facts))
+        yield place
+
+    monkeypatch.setattr("recover.bench.gpu.launched", launched)
+    output = tmp_path / "gpu.json"
+    with pytest.raises(BenchmarkError, match=r"a launch of kill mpi \(a bystander was lost"):
+        bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 3, ["kill"], "cpu", output)
+    kill = json.loads(output.read_text())["gpu"]["kill"]["mpi"]
+    assert seeds == ["0", "1", "2"]
+    assert (kill["deaths"], kill["launches"], kill["broken"]) == (2, 3, ["a bystander was lost"])
 
 
 def survivor(**facts: Any) -> dict[str, Any]:

@@ -22,11 +22,16 @@ from toy import MEMORY, Model, Stream, loss_of, make_optimizer
 
 import recover
 from recover.job.grid import Grid
+from recover.policy import SlotSet
 from recover.step.errors import OutOfRangeError
 from recover.step.handed_out import HandedOut
 from recover.step.transaction import Transaction
+from recover.sums import later
+from recover.sums.gradients import OwnedGradients
+from recover.sums.inside import PlainReplica, Sharing
 from recover.sums.later import Later, fetch, now
 from recover.sums.parts import on_device
+from recover.sums.reduction import ReproducibleSum
 from recover.sums.state_hash import fingerprint
 from recover.world.hooks import NoHooks
 
@@ -103,6 +108,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         log.append("vote")
         return voted(self)
 
+    monkeypatch.setattr(later, "NEAR", ())  # read the CPU as any other device
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, telling(name, getattr(torch.Tensor, name)))
     voted = Transaction.vote
@@ -148,6 +154,43 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
     assert step.index == 3
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0
+    assert step._transaction.totals.paces[0] > 0, "the device's own time was not read"
+
+
+class Equals:
+    """A partner that does what this rank does."""
+
+    size = 2
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        sums.mul_(2)
+
+
+class SharingReplica(PlainReplica):
+    def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
+        return Sharing(copies=2, partners=PARTNER if parameter.dim() > 1 else None)
+
+
+PARTNER = Equals()
+
+
+def test_what_partners_inside_a_replica_have_used_is_read_at_the_vote_too(log: list[str]) -> None:
+    model = Model().to(DEVICE)
+    gradients = OwnedGradients(model.parameters(), 0.002, ReproducibleSum(9), SharingReplica())
+    gradients.begin()
+    for index in (0, 1, 2):  # the first alone uses all parameters
+        gradients.expect(None, SlotSet.span(index, index + 1))
+        sample = tuple(on_device(each, DEVICE) for each in Stream()[index][:2])
+        waiting_is_an_error(True)
+        loss_of(model, (*sample, index)).backward()
+        gradients.collect()
+        waiting_is_an_error(False)
+    assert log == []
+    fetch(gradients.unread)
+    assert log.count("cpu") == 1
+    assert gradients.usage == [1.0] * len(list(model.parameters()))
+    assert gradients.in_range
+    assert log.count("cpu") == 1, "it was read twice"
 
 
 def test_a_loss_whose_memory_is_used_again_counts_as_it_was() -> None:
@@ -203,20 +246,22 @@ NUMBERS: dict[torch.dtype, list[Any]] = {
 }
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(NUMBERS)), st.integers(0, 3)), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from(list(NUMBERS)), st.integers(0, 3)), max_size=12), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype, int]]) -> None:
+def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype, int]], far: bool) -> None:
     tensors = [torch.tensor(NUMBERS[dtype][:count], dtype=dtype, device=DEVICE) for dtype, count in wanted]
     tensors += [torch.tensor(values[0], dtype=dtype, device=DEVICE) for dtype, values in NUMBERS.items()]
     expected = [tensor.flatten().tolist() for tensor in tensors]
     laters = [Later(lambda numbers: numbers.tolist(), tensor) for tensor in tensors]
-    fetch([*laters, *laters, 7, None])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(later, "NEAR", () if far else ("cpu",))
+        fetch([*laters, *laters, 7, None])
     for tensor in tensors:
         tensor.zero_()
-    for later, values in zip(laters, expected, strict=True):
-        assert later.known
-        assert np.array_equal(np.array(later.value), np.array(values), equal_nan=True)
-        assert [math.copysign(1, v) for v in later.value] == [math.copysign(1, v) for v in values]
+    for each, values in zip(laters, expected, strict=True):
+        assert each.known
+        assert np.array_equal(np.array(each.value), np.array(values), equal_nan=True)
+        assert [math.copysign(1, v) for v in each.value] == [math.copysign(1, v) for v in values]
 
 
 def test_what_is_not_fetched_is_read_when_it_is_asked_for() -> None:

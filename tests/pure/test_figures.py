@@ -172,11 +172,62 @@ def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path:
     assert "| 4 | 100 | 10.0 | 15.0 |" in world
     assert "0.31 to 0.40 s; checkpoint-restart at its best (N = 2): 8.0 s" in evaluation
     figures = read(root)
-    assert all(figures[name][key] == origin[key] for name in figures for key in ORIGIN)
+    assert all(figures[name][key] == origin[key] for name in suite.parts(long=False) for key in ORIGIN)
     assert not any("carried_over" in each for each in figures.values())
     published = (root / FILE).read_text()
     publish([runs / "recovery.json"], root)
     assert (root / FILE).read_text() == published
+
+
+GPU = {
+    "card": "NVIDIA H200",
+    "cards": 1,
+    "nccl": "2.31.2",
+    "replicas": 2,
+    "step": {
+        "1b": {
+            "nccl": {
+                "parameters": 1_056_000_000,
+                "milliseconds": {
+                    "alone": {"median": 303.0},
+                    "stock nccl": {"median": 1554.0},
+                    "ours": {"median": 1560.0},
+                },
+                "ours_against": {
+                    "alone": {"value": 0.19, "low": 0.18, "high": 0.2},
+                    "stock nccl": {"value": 0.996, "low": 0.98, "high": 1.01},
+                },
+                "peak_bytes": {"ours": 23 << 30},
+            }
+        }
+    },
+    "kill": {},
+    "reduce": {
+        "mpi": {"gigabytes_per_second": {"400": {"ours": {"median": 1.5}, "stock gloo": {"median": 1.1}}}}
+    },
+}
+
+
+def test_gpus_have_a_row_in_the_readme_only_if_they_were_measured_and_name_their_machine(
+    tmp_path: Path,
+) -> None:
+    root, run = checkout(tmp_path), tmp_path / "gpu.json"
+    figures = read(root)
+    before = figures.pop("gpu", None)
+    readme = fill((root / "README.md").read_text(), figures)
+    assert "recover bench gpu" not in readme
+    assert "No table has been published yet" in fill((root / "docs" / "gpu.md").read_text(), figures)
+    run.write_text(json.dumps({key: figures["overhead"][key] for key in ORIGIN} | {"gpu": GPU}))
+    publish([run], root)
+    told = (root / "README.md").read_text()
+    assert "On 2 replicas on 1 x NVIDIA H200, NCCL 2.31.2, by `recover bench gpu`:" in told
+    assert "| step without failures, 1b (1,056M parameters) | nccl | 1,560 ms, 23.0 GiB |" in told
+    assert "stock nccl 1,554 ms (1.00x, 0.98 to 1.01)" in told
+    assert "sum of 400 MB" not in told  # of another carrier: docs/gpu.md has all
+    assert (
+        "| sum of 400 MB | mpi | 1.50 GB/s | stock gloo 1.10 GB/s |" in (root / "docs" / "gpu.md").read_text()
+    )
+    assert before is None or before["values"]["place"]
 
 
 def test_every_benchmark_has_figures_to_publish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -131,6 +132,19 @@ def repaired(simulation: Simulation) -> dict[int, str]:
             return str(error)
 
     return {**simulation.run(run), **simulation.dead}
+
+
+def test_deaths_in_one_repair_cost_nobody_else_whatever_the_dead_have_said() -> None:
+    """One may hold a result that dies with it, and have said something to the next agreement already: the others decide
+    anew, and come to that one with another question."""
+    for seed in range(3000):
+        rng = random.Random(f"one repair/{seed}")
+        ranks = range(rng.randint(2, 4))
+        victims = rng.sample(ranks, rng.randint(1, len(ranks) - 1))
+        simulation = Simulation(Grid(len(ranks)), seed, {victim: rng.randint(4, 9) for victim in victims})
+        repaired(simulation)
+        assert set(simulation.dead.values()) <= {"killed"}, f"seed {seed}: {simulation.dead}"
+        assert simulation.finished.keys() >= set(ranks) - set(victims), seed
 
 
 def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -> None:

@@ -48,6 +48,7 @@ def measure(count: int) -> dict[str, list[float]]:
                 times[name].append(time.perf_counter() - start)
             if not bool((out == expected).all()):
                 raise RuntimeError(f"{name}: a wrong sum, {out[:3].tolist()} instead of {expected:g}")
+            me.say(f"{4 * count / 1e6:g} MB, {name}")
     return times
 
 

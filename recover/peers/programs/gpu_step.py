@@ -99,6 +99,7 @@ def warm(name: str) -> Turn:
         timed(name, turn)
     if me.on_gpu:
         peaks.setdefault(name, torch.cuda.max_memory_allocated() - before)
+    me.say(f"{name}: made")
     return turn
 
 
@@ -108,6 +109,8 @@ if together == "auto":
     sharing = -(-me.ranks // torch.cuda.device_count())
     fits = len(makers) * 24 * parameters * sharing < 0.8 * torch.cuda.mem_get_info()[1]
     together = "yes" if fits else "no"
+if me.on_gpu:  # what cuBLAS takes for itself is nobody's
+    torch.ones(64, 64, device=me.device) @ torch.ones(64, 64, device=me.device)
 seconds: dict[str, list[float]] = {name: [] for name in makers}
 kept = {"ours": warm("ours")}  # a step stays until its process ends, and so does its memory
 if together == "yes":
@@ -118,12 +121,14 @@ if together == "yes":
     for number in range(turns):
         for name in list(makers) if number % 2 else reversed(makers):
             seconds[name].append(timed(name, kept[name]))
+    me.say(", ".join(f"{name} {1e3 * times[-1]:.0f} ms" for name, times in seconds.items()))
 else:
     for number in range(2):
         for name in list(makers) if number % 2 else reversed(makers):
             turn = kept.get(name) or warm(name)
             timed(name, turn)
             seconds[name] += [timed(name, turn) for _ in range(-(-turns // 2))]
+            me.say(f"{name}: {1e3 * seconds[name][-1]:.0f} ms")
             del turn
 facts = {"seconds": seconds, "peak_bytes": peaks, "parameters": parameters, "together": together == "yes"}
 results = {**facts, **me.place, "refused": me.refused}
