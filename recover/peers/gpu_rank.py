@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import recover
+from recover.carriers.nccl_library import Nccl
 from recover.models import SIZES, Llama
 from recover.train.device import pick_device
 
@@ -28,9 +29,9 @@ class GpuRank:
         self.ranks = self.world.grid.ranks
         self.refused: dict[str, str] = {}  # by torch's own groups
         self.card = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
-        version = torch.cuda.nccl.version() if self.on_gpu else ()
         cards = torch.cuda.device_count() if self.on_gpu else 0
-        self.place = {"card": self.card, "cards": cards, "nccl": ".".join(map(str, version))}
+        # Of the library that is loaded: torch tells the one that it was built with.
+        self.place = {"card": self.card, "cards": cards, "nccl": Nccl().version if self.on_gpu else ""}
 
     def stock_groups(self, backends: str) -> dict[str, dist.ProcessGroup]:
         """Torch's own, over all ranks; a gloo group is the default one, and a barrier beside our own carriers."""
