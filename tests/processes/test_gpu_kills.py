@@ -7,8 +7,10 @@ ones'.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,13 +35,17 @@ def schedule(replicas: int, deaths: int, local: int, chance: random.Random) -> l
     ]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_deaths_inside_reductions_change_no_bit_and_lose_nobody_else(kind: str, tmp_path: Path) -> None:
-    replicas, deaths, part, keys = KINDS[kind]
-    batch = 2 * replicas
+LAUNCHES = [
+    (kind, number)
+    for kind, (_, deaths, part, _) in KINDS.items()
+    for number in range(max(1, round(part * KILLS / deaths)))
+]
+
+
+def run(place: Path, kind: str, kills: list[str]) -> Trained:
+    replicas, _, _, keys = KINDS[kind]
     words = [
-        *small_world(tmp_path / "world", **CAN_BE_CUT),
+        *small_world(place / "world", **CAN_BE_CUT),
         *keys,
         f"replicas={replicas}",
         "accum=2",
@@ -49,19 +55,31 @@ def test_deaths_inside_reductions_change_no_bit_and_lose_nobody_else(kind: str, 
         f"carrier={os.environ.get('TEST_CARRIER', 'mpi')}",
         "timeout=120",
     ]
+    ended = train(place / "run", *words, kills=kills)
+    assert ended.code == 0, f"{kills}\n{ended.output}"
+    check_lines(ended, STEPS, 2 * replicas)
+    return ended
 
-    def run(name: str, kills: list[str]) -> Trained:
-        ended = train(tmp_path / name, *words, kills=kills)
-        assert ended.code == 0, f"{kills}\n{ended.output}"
-        check_lines(ended, STEPS, batch)
-        return ended
 
-    calm = run("calm", [])
-    chance = random.Random(kind)
-    size = 1 if kind == "ddp" else 2
-    for number in range(max(1, round(part * KILLS / deaths))):
-        kills = schedule(replicas, deaths, size, chance)
-        struck = run(f"struck-{number}", kills)
-        dead = sorted(replica for line in struck.incidents for replica in line["dead_replicas"])
-        assert dead == sorted(int(kill.split(":")[1].partition(".")[0]) for kill in kills), struck.output
-        assert struck.summary["parameters_digest"] == calm.summary["parameters_digest"], struck.output
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Of the parameters of a calm run of each kind."""
+
+    @functools.cache
+    def digest(kind: str) -> str:
+        return str(run(tmp_path_factory.mktemp("calm"), kind, []).summary["parameters_digest"])
+
+    return digest
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "number"), LAUNCHES)
+def test_deaths_inside_reductions_change_no_bit_and_lose_nobody_else(
+    kind: str, number: int, tmp_path: Path, digests: Callable[[str], str]
+) -> None:
+    replicas, deaths, _, _ = KINDS[kind]
+    kills = schedule(replicas, deaths, 1 if kind == "ddp" else 2, random.Random(f"{kind} {number}"))
+    struck = run(tmp_path, kind, kills)
+    dead = sorted(replica for line in struck.incidents for replica in line["dead_replicas"])
+    assert dead == sorted(int(kill.split(":")[1].partition(".")[0]) for kill in kills), struck.output
+    assert struck.summary["parameters_digest"] == digests(kind), struck.output
