@@ -69,11 +69,13 @@ class Transaction:
     def begin(self, index: int, fingerprint: int | Later[int]) -> None:
         """Step number `index` begins, from parameters with this fingerprint."""
         # A repair takes all. If there was one since this rank left, nobody is inside of the step any more.
-        again, self._left = (index, self.world.epoch) == self._left, None
+        again, left, self._left = (index, self.world.epoch) == self._left, self._left, None
         if not again:
             self._since = self.world.epoch
         self.index, self.fingerprint = index, fingerprint
-        self.incidents = []
+        # Who was lost before the step was left is told when it commits.
+        if left is None or left[0] != index:
+            self.incidents = []
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self.moving.begin()

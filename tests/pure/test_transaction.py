@@ -217,6 +217,18 @@ def take(transaction: Transaction) -> None:
         transaction.gradients.post_all(transaction.post)
 
 
+def test_who_was_lost_before_a_step_was_left_is_told_when_it_commits() -> None:
+    world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert not transaction.recover()
+    transaction.leave()
+    transaction.begin(1, 77)
+    assert [incident.dead_ranks for incident in transaction.incidents] == [(2,)]
+    transaction.begin(2, 78)
+    assert transaction.incidents == []
+
+
 def test_repairs_in_which_nobody_is_lost_come_to_an_end() -> None:
     """In a step, and in the comparison after the last one."""
     for last in (False, True):
