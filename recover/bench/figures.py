@@ -140,12 +140,13 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _gpu_short(figures: Figures) -> str:
-    """What one carrier does, with its machine; nothing at all before it was measured."""
+    """What one carrier does in a step and at a death, with its machine; nothing at all before it was measured."""
     if "gpu" not in figures:
         return ""
     head, *rows = figures["gpu"]["rows"]
     told = f"On {figures['gpu']['values']['place']}, by `recover bench gpu`:\n\n"
-    return told + _markdown([head, *(row for row in rows if row[1] == rows[0][1])])
+    shown = (row for row in rows if row[1] == rows[0][1] and not row[0].startswith("sum"))
+    return told + _markdown([head, *shown])
 
 
 def _setting(scene: Content) -> str:
