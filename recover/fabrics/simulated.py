@@ -98,6 +98,9 @@ class Simulation:
                 continue
             self.clock += TICK
             self.rng.choice(ready).task.switch()
+        # The dead are still somewhere in their programs, and keep what they saw: a thousand runs would fill the memory.
+        self.reductions.clear()
+        self.agreements.clear()
         return self.finished
 
     def _guard(
