@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from recover.replica.hsdp import ShardedReplica
 from recover.step.step import BUCKET_MB
 from recover.sums.accumulation import ignore
-from recover.sums.gradients import OwnedGradients
+from recover.sums.gradients import OwnedGradients, Place
 from recover.sums.inside import mark
 from recover.world.world import World
 
@@ -61,7 +61,7 @@ class FSDPGradients(OwnedGradients):
         super().collect()
         self._through = False
 
-    def _take(self, parameter: torch.nn.Parameter) -> None:
+    def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
         # Autograd's hooks see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
         if self._through:
-            super()._take(parameter)
+            super()._take(place, parameter)

@@ -6,6 +6,7 @@ that the step sums and the optimizer does not know is never trained. Both would 
 
 from __future__ import annotations
 
+import operator
 import sys
 import zlib
 from collections.abc import Sequence
@@ -37,24 +38,38 @@ class Belonging:
         self._model, self._optimizer, self._adapter = model, optimizer, adapter
         # A wrapper may show others while it computes; what it was made with are these.
         self._wrapped = None if adapter is None else list(model.parameters())
+        self._modules: list[torch.nn.Module] = []
+        self._contents: list[object] = []
+        self._parameters: list[torch.nn.Parameter] = []
         self._check()
         self._seen = self._look()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The model's, as they are now. Torch's own walk takes long: it is taken again if a module has got, lost or
+        changed anything."""
+        contents = self._look_into(self._modules)
+        if not self._modules or not _same(contents, self._contents):
+            self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
+            self._contents = self._look_into(self._modules)
+        return self._parameters
 
     @property
     def trained(self) -> bytes:
         """Which parameters are trained, one byte for each, as last looked at."""
-        return bytes(requires for _, requires in self._seen[0])
+        return bytes(self._seen[1])
 
     def changed(self) -> bool:
         """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused.
 
         So it stays, and is refused again, until `settle` is called: everybody has followed.
         """
-        parameters, held = self._look()
-        if (parameters, held) != self._seen:
+        parameters, trained, held = self._look()
+        before, trained_before, held_before = self._seen
+        changed = trained != trained_before or not _same(parameters, before)
+        if changed or not _same(held, held_before):
             self._check()
-            self._seen = self._seen[0], held
-        return parameters != self._seen[0]
+            self._seen = before, trained_before, held
+        return changed
 
     def settle(self) -> None:
         self._seen = self._look()
@@ -74,9 +89,14 @@ class Belonging:
         for parameter in left:
             parameter.grad = None
 
-    def _look(self) -> tuple[list[tuple[_Same, bool]], list[_Same]]:
-        parameters = self._model.parameters() if self._wrapped is None else self._wrapped
-        return [(_Same(p), p.requires_grad) for p in parameters], [_Same(p) for p in _held(self._optimizer)]
+    def _look(self) -> tuple[list[torch.nn.Parameter], list[bool], list[torch.nn.Parameter]]:
+        """The parameters, whether each is trained, and those that the optimizer holds."""
+        parameters = self.parameters() if self._wrapped is None else self._wrapped
+        return parameters, [p.requires_grad for p in parameters], _held(self._optimizer)
+
+    @staticmethod
+    def _look_into(modules: list[torch.nn.Module]) -> list[object]:
+        return [each for m in modules for each in (*m._parameters.values(), *m._modules.values())]
 
     def _check(self) -> None:
         _refuse_wrappers(self._model, self._adapter)
@@ -202,14 +222,9 @@ def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter],
         )
 
 
-class _Same:
-    """A parameter, compared by identity. Held, so that no other one can get its place in memory."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter = parameter
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._parameter is other._parameter
+def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether they are the same objects. They are held, so that no other one can get the place of one in memory."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def _held(optimizer: Any) -> list[torch.nn.Parameter]:

@@ -338,7 +338,7 @@ class Step(TellsOfLastStep):
 
     def _look_at_parameters(self, number: int) -> None:
         """They may have been frozen, unfrozen, added or replaced since the last step, and hold gradients."""
-        replica_of(self._model).rest()
+        self._transaction.replica.rest()
         self._belonging.refuse_left_over_gradients(number)
         if self._belonging.changed():
             ending.log(f"step {number}: other parameters are trained than before")
@@ -349,7 +349,7 @@ class Step(TellsOfLastStep):
             self._world.cross.break_off()
 
     def _fingerprint(self, number: int) -> Later[int]:
-        tensors = [*self._model.parameters(), *self._moving.tensors()]
+        tensors = [*self._belonging.parameters(), *self._moving.tensors()]
         if self._compares_optimizers:
             tensors += optimizer_tensors(self._optimizer)
         return fingerprint(tensors, number, self._belonging.trained)

@@ -1,14 +1,17 @@
 """The gradients of a plain module: moved out of `p.grad` into buckets of our own as backward produces them.
 
-Each parameter's gradient is added to its place in a flat bucket (of fp32 mostly) the moment autograd has finished it,
-and freed. During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward goes on.
-Buckets are always posted in the same order, whatever order autograd finishes them in: the replicas must match.
+Each parameter's gradient is taken the moment autograd has finished it. When those of a flat bucket (of fp32 mostly) are
+complete, they are added to their places in it and freed, all at once: a GPU is told one thing, not one for each.
+During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward goes on. Buckets are
+always posted in the same order, whatever order autograd finishes them in: the replicas must match.
 """
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +93,15 @@ class Gradients(Protocol):
         """The optimizer is through with them."""
 
 
+@dataclass(eq=False, slots=True)
+class Place:
+    """The room for a parameter's gradient: in a bucket, or in the tray of one."""
+
+    parameter: torch.nn.Parameter
+    index: int  # of the bucket
+    room: torch.Tensor
+
+
 class OwnedGradients:
     """Buckets for the parameters of a module, filled by hooks that run when a parameter's gradient is complete.
 
@@ -110,19 +122,19 @@ class OwnedGradients:
     ) -> None:
         self.sum: Sum = sum or FastSum()
         self._extremes = Extremes(self.sum.bound)
-        self._told: dict[int, Later[set[torch.nn.Parameter]]] = {}  # by bucket, what its partners have used
+        self._told: dict[int, Later[set[Place]]] = {}  # by bucket, what its partners have used
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._hooks: list[RemovableHandle] = []
-        self._used: set[torch.nn.Parameter] = set()
+        self._used: set[Place] = set()
         self._after = NO_SLOTS  # what a bucket holds that the microbatch under way has filled
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
         self.lay_out(parameters)
-        self._touched: set[torch.nn.Parameter] = set()
+        self._touched: set[Place] = set()
         self._open = False
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
         self._waiting: list[int] = []
-        self._seen: set[torch.nn.Parameter] = set()
+        self._seen: set[Place] = set()
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         everything = list(parameters)
@@ -130,18 +142,23 @@ class OwnedGradients:
         self._frozen = [p for p in everything if not p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
-        self._places: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self._members: list[list[Place]] = []  # by bucket
+        self._taken: list[dict[Place, torch.Tensor]] = []  # by bucket, gradients that are not in its sum yet
         self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
-        self._shared: dict[int, list[torch.nn.Parameter]] = {}  # what lies in the trays
         self.buckets = self._lay_out(self._bucket_mb, self._replica)
+        by_parameter = {place.parameter: place for members in self._members for place in members}
+        self._places = [by_parameter[parameter] for parameter in self.parameters]
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self.parameters]
+        self._hooks = [
+            place.parameter.register_post_accumulate_grad_hook(partial(self._take, place))
+            for place in self._places
+        ]
 
     @property
     def usage(self) -> list[float]:
         used = self._used.union(*(told.value for told in self._told.values()))
-        return [float(parameter in used) for parameter in self.parameters]
+        return [float(place in used) for place in self._places]
 
     @property
     def in_range(self) -> bool:
@@ -176,12 +193,13 @@ class OwnedGradients:
                 if sharing.partners is not None:
                     filled = local.new_zeros(total + len(group))  # and whether each was used by anybody
                     self._trays[len(buckets)] = sharing.partners, filled
-                    self._shared[len(buckets)] = group
-                at = 0
+                at, places = 0, []
                 for parameter in group:
                     shape, size = _room(parameter).shape, _room(parameter).numel()
-                    self._places[parameter] = (len(buckets), filled[at : at + size].view(shape))
+                    places.append(Place(parameter, len(buckets), filled[at : at + size].view(shape)))
                     at += size
+                self._members.append(places)
+                self._taken.append({})
                 buckets.append(Bucket(local, copies=sharing.copies))
         return buckets
 
@@ -197,6 +215,8 @@ class OwnedGradients:
         self._touched.clear()  # a place that was not touched yet is overwritten, not added to
         self._used.clear()
         self._emptied.clear()
+        for taken in self._taken:
+            taken.clear()
         for bucket in self.buckets:
             bucket.held = NO_SLOTS
 
@@ -204,17 +224,18 @@ class OwnedGradients:
         self._open, self._post, self._next = True, post, 0
         self._after = with_slots(self.buckets[0].held, slots)
         self._seen.clear()
-        self._waiting = [0] * len(self.buckets)
-        for index in [*(index for index, _ in self._places.values()), *self._trays]:
-            self._waiting[index] += 1
+        # A tray is full when the round is through, and not before.
+        self._waiting = [len(places) + (index in self._trays) for index, places in enumerate(self._members)]
 
     def ready(self) -> None:
         pass  # out of place, nothing is ever rewound
 
     def collect(self) -> None:
-        for parameter in self.parameters:  # gradients that came without autograd's hooks
-            if parameter.grad is not None:
-                self._take(parameter)
+        for place in self._places:  # gradients that came without autograd's hooks
+            if place.parameter.grad is not None:
+                self._take(place, place.parameter)
+        for index in range(len(self.buckets)):  # those of which this microbatch did not use all
+            self._add_taken(index)
         if strays := [self._name(p) for p in self._frozen if p.requires_grad and p.grad is not None]:
             raise RuntimeError(
                 f"parameter {strays[0]} was frozen when the step began, and has got a gradient in it; call "
@@ -239,50 +260,67 @@ class OwnedGradients:
 
     def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
-        for parameter, anybody in zip(self.parameters, used, strict=True):
+        for place, anybody in zip(self._places, used, strict=True):
             if not anybody:
                 continue
-            index, place = self._places[parameter]
-            view = means[index].as_strided(place.shape, place.stride(), place.storage_offset())
-            parameter.grad = as_gradient(parameter, view)
+            room = place.room
+            view = means[place.index].as_strided(room.shape, room.stride(), room.storage_offset())
+            place.parameter.grad = as_gradient(place.parameter, view)
 
     def release(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _take(self, parameter: torch.nn.Parameter) -> None:
-        if not self._open or parameter.grad is None:
+    def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
+        gradient, index = parameter.grad, place.index
+        if not self._open or gradient is None:
             return
-        index, place = self._places[parameter]
         if self._post is not None and index < self._next:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
                 "with activation checkpointing of shared weights use use_reentrant=False"
             )
-        parts = self._trays[index][0].size if index in self._trays else 1
-        first = parameter not in self._touched
-        gradient = own_gradient(parameter)
-        if gradient.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of parameter {self._name(parameter)} is sparse, and buckets are dense; "
-                "use sparse=False, and no other operation with sparse gradients"
-            )
-        self._extremes.note(self.sum.add(place, as_real(gradient), first), parts)
-        self._touched.add(parameter)
-        self._used.add(parameter)
+        taken = self._taken[index]
+        if place in taken:
+            self._add_taken(index)  # this is its second one
+        taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(parameter)
         parameter.grad = None
-        if self._post is not None and parameter not in self._seen:
-            self._seen.add(parameter)
+        if len(taken) == len(self._members[index]):
+            self._add_taken(index)
+        if self._post is not None and place not in self._seen:
+            self._seen.add(place)
             self._waiting[index] -= 1
             ready = self._next
             while ready < len(self.buckets) and not self._waiting[ready]:
                 ready += 1
             self._post_up_to(ready)
 
+    def _add_taken(self, index: int) -> None:
+        """Add what was taken for this bucket to its places; what comes first to a place overwrites it."""
+        taken = self._taken[index]
+        parts = self._trays[index][0].size if index in self._trays else 1
+        for first in (True, False):
+            places = [place for place in taken if (place not in self._touched) is first]
+            if places:
+                gradients = [self._dense(place, taken[place]) for place in places]
+                self._extremes.note(self.sum.add([p.room for p in places], gradients, first), parts)
+        self._touched.update(taken)
+        self._used.update(taken)
+        taken.clear()
+
+    def _dense(self, place: Place, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of parameter {self._name(place.parameter)} is sparse, and buckets are dense; "
+                "use sparse=False, and no other operation with sparse gradients"
+            )
+        return as_real(gradient)
+
     def _post_up_to(self, end: int) -> None:
         assert self._post is not None
         while self._next < end:
             index, self._next = self._next, self._next + 1
+            self._add_taken(index)
             if index not in self._trays:
                 self._fill_up(index)
             elif index not in self._emptied:
@@ -294,17 +332,17 @@ class OwnedGradients:
 
     def _fill_up(self, index: int) -> None:
         """Parameters that nobody has used count as zero."""
-        for parameter, (where, place) in self._places.items():
-            if where == index and parameter not in self._touched:
-                place.zero_()
-                self._touched.add(parameter)
+        for place in self._members[index]:
+            if place not in self._touched:
+                place.room.zero_()
+                self._touched.add(place)
 
     def _empty_trays(self) -> None:
         """Add up what the round gave to shared parameters. All ranks of the replica do this after each round."""
         for index, (partners, tray) in self._trays.items():
             local = self.buckets[index].local
             self._fill_up(index)
-            used = [float(parameter in self._used) for parameter in self._shared[index]]
+            used = [float(place in self._used) for place in self._members[index]]
             tray[local.numel() :] = on_device(torch.tensor(used, dtype=tray.dtype), tray.device)
             partners.add_up(tray)
             if index in self._emptied:
@@ -312,13 +350,13 @@ class OwnedGradients:
             else:
                 local.copy_(tray[: local.numel()])
                 self._emptied.add(index)
-            self._told[index] = _marked(self._shared[index], tray[local.numel() :])
-        self._touched -= {p for p, (index, _) in self._places.items() if index in self._trays}
+            self._told[index] = _marked(self._members[index], tray[local.numel() :])
+            self._touched.difference_update(self._members[index])
 
 
-def _marked(parameters: list[torch.nn.Parameter], marks: torch.Tensor) -> Later[set[torch.nn.Parameter]]:
+def _marked(places: list[Place], marks: torch.Tensor) -> Later[set[Place]]:
     """Those whose marks are not zero, of a round and so of all before it: everyone marks all that it has used."""
-    return Later(lambda marked: {p for p, mark in zip(parameters, marked, strict=True) if mark}, marks)
+    return Later(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
 
 
 def squared_norm(buckets: Sequence[Bucket]) -> float:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 Reduction = Literal["fast", "reproducible"]
+Tensors = list[torch.Tensor]
 DOUBLE = (torch.float64, torch.complex128)
 
 
@@ -27,10 +28,10 @@ class Sum(Protocol):
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         """What the gradients of such parameters are summed in."""
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
-        """Add one microbatch's gradient to a place (the first one overwrites).
+    def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
+        """Add one microbatch's gradients to their places (the first ones overwrite).
 
-        Returns its extremes, not read yet, if there is a bound to them: beyond it the sum is of no use.
+        Returns their extremes, not read yet, if there is a bound to them: beyond it the sum is of no use.
         """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
@@ -59,12 +60,12 @@ class FastSum:
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         return torch.float64 if parameters in DOUBLE else torch.float32
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+    def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
         if first:
-            place.copy_(gradient)
+            torch._foreach_copy_(places, gradients)
         else:
-            place.add_(gradient)
-        return ()  # infinities and NaNs are found in the reduced sum
+            torch._foreach_add_(places, gradients)
+        return []  # infinities and NaNs are found in the reduced sum
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
         return result.mul_(shrink / weight)
@@ -98,14 +99,17 @@ class ReproducibleSum:
             )
         return torch.float64
 
-    def add(self, place: torch.Tensor, gradient: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
-        gradient = gradient.float()
-        extremes = tuple(torch.aminmax(gradient)) if gradient.numel() else ()
-        whole = gradient.mul_(2.0**self.exponent).round_()  # exact: a power of two, and integers from 2^24 on
+    def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
+        gradients = [gradient.float() for gradient in gradients]
+        some = [gradient for gradient in gradients if gradient.numel()]
+        extremes = list(torch._foreach_norm(some, math.inf)) if some else []  # NaN stays
+        # Exact: a power of two, and integers from 2^24 on.
+        torch._foreach_mul_(gradients, 2.0**self.exponent)
+        torch._foreach_round_(gradients)
         if first:
-            place.copy_(whole)
+            torch._foreach_copy_(places, gradients)
         else:
-            place.add_(whole)
+            torch._foreach_add_(places, gradients)
         return extremes
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from recover.sums.later import Later, Numbers
 from recover.sums.parts import local_part
 
 
+@torch.no_grad()
 def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
     """64 bits over the step counter and all parameters, as they are now. Any single flipped bit changes it.
 
@@ -23,14 +24,10 @@ def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = 
     sums: dict[torch.device, list[torch.Tensor]] = {}
     weights: dict[torch.device, list[int]] = {}
     for number, parameter in enumerate(parameters):
-        raw = local_part(parameter.detach()).contiguous().view(-1).view(torch.uint8)
-        if raw.storage_offset() % 8:
-            raw = raw.clone()  # a view that does not start at a whole number
-        whole = raw.numel() // 8 * 8
-        for weight, part in ((1, raw[:whole].view(torch.int64)), (2, raw[whole:])):
+        for weight, part in enumerate(_words(local_part(parameter)), start=2 * number + 1):
             if part.numel():  # a sum of nothing would be one more thing for the device to do
-                sums.setdefault(raw.device, []).append(part.sum(dtype=torch.int64))
-                weights.setdefault(raw.device, []).append(2 * number + weight)
+                sums.setdefault(part.device, []).append(part.sum(dtype=torch.int64))
+                weights.setdefault(part.device, []).append(weight)
 
     def total(*values: Numbers) -> int:
         weighted = (
@@ -41,6 +38,18 @@ def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = 
         return (step + zlib.crc32(trained) + sum(weighted)) % 2**64
 
     return Later(total, *(torch.stack(there) for there in sums.values()))
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a tensor holds as numbers of 8 bytes, and the bytes left over behind them, if there are any."""
+    flat = tensor.contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()  # a view that does not start at a whole number
+    over = flat.numel() * flat.itemsize % 8
+    if not over:
+        return (flat.view(torch.int64),)
+    raw = flat.view(torch.uint8)
+    return raw[:-over].view(torch.int64), raw[-over:]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

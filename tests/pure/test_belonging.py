@@ -155,6 +155,37 @@ def test_what_changes_later_is_looked_at_again() -> None:
         belonging.changed()
 
 
+def test_whatever_is_put_into_the_model_or_taken_out_is_seen() -> None:
+    model = torch.nn.Sequential(net(), torch.nn.ModuleDict({"deep": net()}))
+    belonging = Belonging(model, sgd(model), None)
+    deep = model[1]["deep"]
+
+    def tie() -> None:
+        deep[1].weight = model[0][0].weight
+
+    changes: list[Callable[[], object]] = [
+        lambda: deep[2].register_parameter("bias", None),
+        lambda: setattr(deep[2], "bias", torch.nn.Parameter(torch.ones(2))),
+        lambda: setattr(deep[0], "weight", torch.nn.Parameter(torch.ones(2, 2))),
+        lambda: deep.append(net()),
+        lambda: deep[4].append(torch.nn.Linear(2, 2)),
+        lambda: deep[4].register_parameter("scale", torch.nn.Parameter(torch.ones(1))),
+        tie,
+        lambda: torch.nn.utils.parametrizations.weight_norm(deep[3]),
+        lambda: model.__setitem__(0, torch.nn.Identity()),
+        lambda: model[1].pop("deep"),
+    ]
+    seen = belonging.parameters()
+    assert belonging.parameters() is seen, "it was walked through again"
+    for number, change in enumerate(changes):
+        change()
+        now = belonging.parameters()
+        assert [id(p) for p in now] == [id(p) for p in model.parameters()], number
+        assert [id(p) for p in now] != [id(p) for p in seen], number
+        seen = now
+    assert seen == []
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_left_over_gradients_are_refused_by_name_and_zeros_are_dropped(sparse: bool) -> None:
     model = torch.nn.ModuleDict(

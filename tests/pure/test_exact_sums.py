@@ -17,7 +17,7 @@ from recover.sums.reduction import ReproducibleSum, make_sum
 def fits(sum_: ReproducibleSum, place: torch.Tensor, gradient: torch.Tensor, first: bool = True) -> bool:
     """Add it; whether it was in range."""
     extremes = Extremes(sum_.bound)
-    extremes.note(sum_.add(place, gradient, first), 1)
+    extremes.note(sum_.add([place], [gradient], first), 1)
     return extremes.within.value
 
 
@@ -81,7 +81,7 @@ def test_one_gradient_out_of_range_is_told_whatever_comes_after_it(value: float)
         for microbatch in range(3):
             for parameter in range(2):
                 odd = 2 * microbatch + parameter == struck
-                extremes.note(sum_.add(place, torch.tensor([0.5, value if odd else -0.5]), False), 1)
+                extremes.note(sum_.add([place], [torch.tensor([0.5, value if odd else -0.5])], False), 1)
             extremes.fold()
         assert not extremes.within.value
         extremes.clear()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recover.faults.damage import flip
 from recover.step.totals import MODULUS, all_equal, on_the_wire
 from recover.sums.buckets import Bucket
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN, PlainReplica, mark, replica_of
-from recover.sums.reduction import ReproducibleSum
+from recover.sums.reduction import ReproducibleSum, make_sum
 from recover.sums.state_hash import fingerprint
 
 
@@ -208,6 +214,101 @@ def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
     layer(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="second gradient"):
         layer(torch.ones(1, 2)).sum().backward()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=3),
+    st.integers(1, 6),
+    st.sampled_from(["fast", "reproducible"]),
+)
+@example([[3, 2, 3, 5, 4]], 2, "fast")  # a second one, in a full bucket that waits for the one before it
+@settings(max_examples=80, deadline=None)
+def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
+    microbatches: list[list[int]], in_a_bucket: int, reduction: str
+) -> None:
+    """Some gradients not at all, some several times, in any order; until a bucket is handed over."""
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(6)]
+    gradients = OwnedGradients(parameters, 3 * 4 * in_a_bucket / (1 << 20), make_sum(reduction, 64))
+    assert len(gradients.buckets) == -(-6 // in_a_bucket)
+    expected: dict[int, torch.Tensor] = {}
+    posted: dict[int, torch.Tensor] = {}
+    gradients.begin()
+    for number, arrivals in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        gradients.expect((lambda i, bucket: posted.update({i: bucket.local.clone()})) if last else None)
+        for at, which in enumerate(arrivals):
+            factor = torch.tensor([0.1, -0.7, 3.3]) / (1 + at + number)
+            loss = (parameters[which] * factor).sum()
+            if (5 - which) // in_a_bucket in posted:
+                with pytest.raises(RuntimeError, match="second gradient"):
+                    loss.backward()
+                parameters[which].grad = None
+                continue
+            loss.backward()
+            if reduction == "reproducible":
+                factor = (factor * 2.0**gradients.sum.exponent).round().double()
+            expected[which] = expected[which] + factor if which in expected else factor.clone()
+        gradients.collect()
+    rows = [expected.get(which, torch.zeros(3)) for which in reversed(range(6))]
+    assert torch.equal(torch.cat([posted[i] for i in range(len(posted))]), torch.cat(rows))
+    assert gradients.usage == [float(which in expected) for which in range(6)]
+    assert gradients.in_range
+
+
+def test_gradients_that_wait_to_be_added_are_those_of_one_bucket() -> None:
+    model = model_of()
+    made: list[Any] = []
+    alive: list[int] = []
+
+    def note(parameter: torch.nn.Parameter) -> None:
+        made.append(weakref.ref(parameter.grad))
+        alive.append(sum(each() is not None for each in made))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
+    gradients.begin()
+    run(gradients, model, torch.randn(2, 32), last=False)
+    assert len(alive) == 8
+    assert max(alive) <= 3, "so many parameters have room in a bucket"
+
+
+class Dispatches(TorchDispatchMode):
+    """What a device would be told to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.told[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(reduction: str) -> None:
+    told: list[dict[str, int]] = []
+    for count in (3, 40):
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+        gradients = OwnedGradients(parameters, bucket_mb=1, sum=make_sum(reduction, 4))
+        gradients.begin()
+        with Dispatches() as device:
+            for _ in range(2):
+                gradients.expect(None)
+                for parameter in parameters:
+                    parameter.grad = torch.ones(2)
+                gradients.collect()
+        told.append({name: times for name, times in device.told.items() if not name.startswith("ones")})
+    assert told[0] == told[1]
+    assert told[0]["_foreach_copy_.default"] == 1
+
+
+def test_a_device_is_told_once_of_each_parameter_whose_bits_are_looked_at() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 5), (0,))]
+    with Dispatches() as device:
+        fingerprint(parameters, 1)
+    assert device.told == {"sum.default": 3, "stack.default": 1}
 
 
 def test_a_model_without_gradients_is_refused() -> None:
