@@ -28,7 +28,7 @@ from recover.carriers.base import Array, DataCarriers
 from recover.carriers.contract import CarrierError
 from recover.carriers.host import AllLanes, HostCarrier, Wait
 from recover.carriers.worker import Worker
-from recover.fabrics.openmpi import OpenMPIFabric
+from recover.fabrics.base import Fabric
 from recover.job.grid import Grid
 from recover.job.process import on_one_host
 
@@ -40,7 +40,7 @@ OPERATION_TIMEOUT = timedelta(hours=12)
 class GlooCarriers(DataCarriers):
     settle = 0.0  # nothing here minds a death while it is built
 
-    def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> None:
+    def __init__(self, fabric: Fabric, grid: Grid, worker: Worker) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
         self._lanes = AllLanes()
 

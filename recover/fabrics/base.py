@@ -1,8 +1,8 @@
 """The seam under the protocol: all that membership asks of a message-passing library that survives deaths.
 
-Two implementations: `openmpi.py` (mpi4py on Open MPI's ULFM) and `simulated.py` (many virtual ranks in one
-process, under a scheduler that can kill any of them at any call). The contract is as weak as the real thing
-was measured to be, and the protocol may rely on nothing stronger.
+Three implementations: `openmpi.py` (mpi4py on Open MPI's ULFM), `etcd.py` (keys in etcd, for where whole hosts vanish)
+and `simulated.py` (many virtual ranks in one process, under a scheduler that can kill any of them at any call). The
+contract is as weak as Open MPI was measured to be, and the protocol may rely on nothing stronger.
 """
 
 from __future__ import annotations

@@ -1,0 +1,342 @@
+"""A small client of etcd's JSON gateway, on the standard library alone.
+
+Timeouts are short: a member of the cluster that does not answer is left for the next one, and the timeout is how long a
+job pauses when one is lost. A request without an answer may have been carried out all the same. So whatever is
+written goes into a transaction that does no harm when it is carried out twice, or late, and is asked for again.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import math
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TIMEOUT = 0.5  # seconds for one request at one endpoint
+PATIENCE = 30.0  # seconds that a request is repeated while no endpoint answers
+BREATH = 0.02  # seconds between two tries
+# gRPC's codes for "somebody else may be able to, or this one later": cancelled, too late, overloaded, unavailable.
+PASSING = {1, 4, 8, 14}
+NO_SPACE, UNAUTHENTICATED = "space exceeded", 16
+
+Operation = Mapping[str, Any]
+
+
+class EtcdError(Exception):
+    """Etcd has refused a request: to ask again would not help."""
+
+
+class UnansweredError(EtcdError):
+    """No endpoint has answered. What was asked for may have been done, or not, or may be done later."""
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A key as it is, or (version 0) the news that it was deleted."""
+
+    key: str
+    value: bytes
+    version: int  # how often it was written since it was made
+    modified: int  # the store's revision when it was last written
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a transaction: which branch was taken, the store's revision, and what each of its reads has found."""
+
+    succeeded: bool
+    revision: int
+    found: tuple[tuple[KeyValue, ...], ...]
+
+
+# What a transaction may ask ...
+
+
+def absent(key: str) -> Operation:
+    return {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+
+
+def present(key: str) -> Operation:
+    return {"key": key, "target": "CREATE", "result": "GREATER", "create_revision": 0}
+
+
+def version_is(key: str, version: int) -> Operation:
+    return {"key": key, "target": "VERSION", "result": "EQUAL", "version": version}
+
+
+def value_is(key: str, value: bytes) -> Operation:
+    return {"key": key, "target": "VALUE", "result": "EQUAL", "value": value}
+
+
+def unchanged_since(prefix: str, revision: int) -> Operation:
+    """No key under `prefix` was written after `revision`. (True as well if there is none at all.)"""
+    end = {"range_end": after(prefix)}
+    return {"key": prefix, **end, "target": "MOD", "result": "LESS", "mod_revision": revision + 1}
+
+
+# ... and do.
+
+
+def get(key: str) -> Operation:
+    return {"request_range": {"key": key}}
+
+
+def get_all(prefix: str) -> Operation:
+    return {"request_range": {"key": prefix, "range_end": after(prefix)}}
+
+
+def put(key: str, value: bytes, lease: int = 0) -> Operation:
+    return {"request_put": {"key": key, "value": value, "lease": lease}}
+
+
+def delete(key: str) -> Operation:
+    return {"request_delete_range": {"key": key}}
+
+
+def delete_all(prefix: str) -> Operation:
+    return {"request_delete_range": {"key": prefix, "range_end": after(prefix)}}
+
+
+def either(compare: Iterable[Operation], then: Iterable[Operation]) -> Operation:
+    """A transaction inside of one."""
+    return {"request_txn": {"compare": list(compare), "success": list(then), "failure": []}}
+
+
+def after(prefix: str) -> str:
+    """The first key behind all that begin with `prefix`."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+class EtcdClient:
+    """Of one or several endpoints (`host:port`) of one cluster. Each thread has a connection of its own.
+
+    All keys are those under `prefix`. `patience`: seconds that a request is repeated while nobody answers.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        prefix: str = "/",
+        user: str | None = None,
+        password: str = "",
+        tls: ssl.SSLContext | None = None,
+        timeout: float = TIMEOUT,
+        patience: float = PATIENCE,
+    ) -> None:
+        if not prefix:
+            raise ValueError("a client of etcd needs a prefix for its keys; give one, / at the least")
+        names = endpoints.split(",") if isinstance(endpoints, str) else endpoints
+        self.endpoints = [_read_endpoint(name.strip()) for name in names]
+        self.prefix, self.timeout, self.patience = prefix, timeout, patience
+        self.unanswered = 0  # how often nobody has answered so far: times of silence say nothing about ranks
+        self._user, self._password, self._tls = user, password, tls
+        self._token: str | None = None
+        self._mine = threading.local()
+
+    def txn(
+        self, compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
+    ) -> Answer:
+        """If all of `compare` holds, do `then`, else `otherwise`; at once for all who look. (`read` is for reading.)"""
+        body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
+        out = self.ask("/v3/kv/txn", self._encoded(body))
+        reads = (one["response_range"] for one in out.get("responses", []) if "response_range" in one)
+        found = tuple(tuple(map(self.decoded, read.get("kvs", []))) for read in reads)
+        return Answer(bool(out.get("succeeded")), int(out["header"]["revision"]), found)
+
+    def read(self, *reads: Operation) -> Answer:
+        """Several reads, of one moment.
+
+        Etcd before 3.5.7 may crash over a transaction that only reads, when its asker has gone meanwhile
+        (etcd-io/etcd#14110). So this one could write, if a key had a version that none has.
+        """
+        return self.txn([version_is("", -1)], [put("never", b"")], reads)
+
+    def get(self, key: str) -> KeyValue | None:
+        out = self.ask("/v3/kv/range", {"key": to_base64(self.prefix + key)})
+        return next(map(self.decoded, out.get("kvs", [])), None)
+
+    def get_all(self, prefix: str = "", since: int = 0) -> tuple[tuple[KeyValue, ...], int]:
+        """All keys under `prefix` that were written at revision `since` or later; the store's revision just then."""
+        keys = {"key": self.prefix + prefix, "range_end": after(self.prefix + prefix)}
+        body = {name: to_base64(key) for name, key in keys.items()} | {"min_mod_revision": since}
+        out = self.ask("/v3/kv/range", body)
+        return tuple(map(self.decoded, out.get("kvs", []))), int(out["header"]["revision"])
+
+    def put(self, key: str, value: bytes) -> None:
+        self.txn([], [put(key, value)])
+
+    def delete_all(self, prefix: str = "") -> None:
+        body = {"key": to_base64(self.prefix + prefix), "range_end": to_base64(after(self.prefix + prefix))}
+        self.ask("/v3/kv/deleterange", body)
+
+    def grant(self, ttl: float) -> int:
+        """A new lease of so many seconds (etcd counts whole ones)."""
+        return int(self.ask("/v3/lease/grant", {"TTL": math.ceil(ttl)})["ID"])
+
+    def keep_alive(self, lease: int) -> bool:
+        """Let it count from the start again. False if there is no such lease any more."""
+        return int(self.ask("/v3/lease/keepalive", {"ID": lease})["result"].get("TTL", 0)) > 0
+
+    def revoke(self, lease: int) -> None:
+        self.ask("/v3/lease/revoke", {"ID": lease})
+
+    def compact(self, revision: int) -> None:
+        """Forget all that was before this revision."""
+        self.ask("/v3/kv/compaction", {"revision": revision, "physical": True})
+
+    def version(self) -> str:
+        return str(self.ask("/v3/maintenance/status", {})["version"])
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask one endpoint after the other until one answers. Raises UnansweredError when patience is at its end."""
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                return self.call(path, body)
+            except UnansweredError as error:
+                self.unanswered += 1
+                if time.monotonic() > deadline:
+                    raise UnansweredError(
+                        f"{error}; nobody has answered for {self.patience:g} s: is etcd running at "
+                        f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)}, and does a majority of it?"
+                    ) from None
+                time.sleep(BREATH)
+
+    def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
+        where = "{}:{}".format(*self.endpoint())
+        try:
+            connection = self._connection()
+            connection.request("POST", path, json.dumps(body).encode(), self._headers(path))
+            response = connection.getresponse()
+            data = response.read()
+        except ssl.SSLCertVerificationError as error:
+            raise EtcdError(
+                f"the certificate of etcd at {where} is not trusted: {error}; give a context that knows who signed it"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            self.go_on()
+            cause = f"within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
+            raise UnansweredError(f"etcd at {where} did not answer {path}: {cause}") from None
+        try:
+            out = json.loads(data)
+        except ValueError:
+            out = {"error": data[:200].decode(errors="replace")}
+        if isinstance(out, dict) and response.status == 200 and "error" not in out:
+            return out
+        raise self._refusal(where, path, response.status, out)
+
+    def _refusal(self, where: str, path: str, status: int, out: Any) -> EtcdError:
+        said, code = str(out), 0
+        if isinstance(out, dict):
+            inner = out["error"] if isinstance(out.get("error"), dict) else out
+            said, code = str(inner.get("message") or inner.get("error")), int(inner.get("code") or 0)
+        if code == UNAUTHENTICATED and self._user is not None and path != "/v3/auth/authenticate":
+            self._token = None  # it has expired: log in again
+            return UnansweredError(f"etcd at {where} wants a new login: {said}")
+        if (code in PASSING or status >= 502) and NO_SPACE not in said:
+            self.go_on()
+            return UnansweredError(f"etcd at {where} cannot answer {path} now: {said}")
+        mend = "is this etcd 3.4 or later, with its JSON gateway on?" if status == 404 else ""
+        if NO_SPACE in said:
+            mend = "compact and defragment it, or raise --quota-backend-bytes, and disarm its alarm"
+        elif code in (7, UNAUTHENTICATED) or "auth" in said or "user name" in said:
+            mend = (
+                f"may user {self._user!r} read and write under {self.prefix}?"
+                if self._user
+                else "give a user"
+            )
+        return EtcdError(f"etcd at {where} refuses {path}: {said} (status {status})" + (mend and f"; {mend}"))
+
+    def endpoint(self) -> tuple[str, int]:
+        """The one that this thread asks next."""
+        return self.endpoints[getattr(self._mine, "at", 0) % len(self.endpoints)]
+
+    def go_on(self) -> None:
+        """To the next endpoint, by a new connection."""
+        if connection := getattr(self._mine, "connection", None):
+            connection.close()
+        self._mine.connection = None
+        self._mine.at = getattr(self._mine, "at", 0) + 1
+
+    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
+        """The answer to a request as lines that come in their own time; on a connection of its own."""
+        connection = self._open(timeout)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), self._headers(path))
+            return connection.getresponse()  # it holds the socket
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """This thread's own; a forked child has none yet."""
+        if getattr(self._mine, "pid", None) != os.getpid():
+            self._mine.pid, self._mine.connection = os.getpid(), None
+        if self._mine.connection is None:
+            self._mine.connection = self._open(self.timeout)
+        connection: http.client.HTTPConnection = self._mine.connection
+        return connection
+
+    def _open(self, timeout: float) -> http.client.HTTPConnection:
+        host, port = self.endpoint()
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=self.timeout)
+            if self._tls is None
+            else http.client.HTTPSConnection(host, port, timeout=self.timeout, context=self._tls)
+        )
+        connection.connect()
+        connection.timeout = timeout
+        connection.sock.settimeout(timeout)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connection
+
+    def _headers(self, path: str) -> dict[str, str]:
+        if self._user is None or path == "/v3/auth/authenticate":
+            return {}
+        if self._token is None:
+            body = {"name": self._user, "password": self._password}
+            self._token = str(self.call("/v3/auth/authenticate", body)["token"])
+        return {"Authorization": self._token}
+
+    def _encoded(self, part: Any) -> Any:
+        """As the gateway wants it: keys under the prefix, keys and values in base64."""
+        if isinstance(part, list):
+            return [self._encoded(one) for one in part]
+        if not isinstance(part, Mapping):
+            return part
+        return {
+            name: to_base64(self.prefix + value)
+            if name in ("key", "range_end")
+            else to_base64(value)
+            if name == "value"
+            else self._encoded(value)
+            for name, value in part.items()
+        }
+
+    def decoded(self, found: Mapping[str, Any]) -> KeyValue:
+        return KeyValue(
+            base64.b64decode(found["key"]).decode().removeprefix(self.prefix),
+            base64.b64decode(found.get("value", "")),
+            int(found.get("version", 0)),
+            int(found["mod_revision"]),
+        )
+
+
+def to_base64(data: str | bytes) -> str:
+    return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+def _read_endpoint(name: str) -> tuple[str, int]:
+    host, _, port = name.removeprefix("http://").removeprefix("https://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{name!r} is no endpoint of etcd; give host:port, several with commas in between")
+    return host.strip("[]"), int(port)

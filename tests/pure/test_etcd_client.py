@@ -1,0 +1,263 @@
+"""The client of etcd speaks its JSON gateway, leaves who does not answer for the next, and says what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recover.fabrics import etcd_client as etcd
+from recover.fabrics.etcd_agreement import Decision, Look, Vote
+from recover.fabrics.etcd_client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.fabrics.etcd_server import SAFE, warn_if_unsafe
+
+Reply = Callable[[str, dict[str, Any], dict[str, str]], tuple[int, Any]]
+DONE = {"header": {"revision": "7"}, "succeeded": True}
+
+
+class FakeGateway:
+    """Answers as it is told, and keeps what it was asked."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                gateway.asked.append((self.path, body))
+                status, answer = reply(self.path, body, dict(self.headers))
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def gateways() -> Iterator[Callable[[Reply], FakeGateway]]:
+    made: list[FakeGateway] = []
+
+    def make(reply: Reply) -> FakeGateway:
+        made.append(FakeGateway(reply))
+        return made[-1]
+
+    yield make
+    for gateway in made:
+        gateway.close()
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def test_a_transaction_is_written_and_its_answer_read_as_the_gateway_wants_it(gateways: Any) -> None:
+    found = {"key": b64("/job/vote/3"), "value": b64("7:1"), "version": "7", "mod_revision": "41"}
+    answer = DONE | {
+        "responses": [{"response_put": {}}, {"response_range": {"kvs": [found]}}, {"response_range": {}}]
+    }
+    gateway = gateways(lambda *_: (200, answer))
+    client = EtcdClient(gateway.endpoint, prefix="/job/")
+    told = client.txn(
+        [etcd.absent("dead/3"), etcd.version_is("vote/3", 6), etcd.unchanged_since("dead/", 40)],
+        [etcd.put("vote/3", b"7:1"), etcd.get_all("vote/"), etcd.get("decision")],
+        [etcd.either([etcd.present("host/a")], [etcd.delete_all("mail/")])],
+    )
+    assert told == Answer(True, 7, ((KeyValue("vote/3", b"7:1", 7, 41),), ()))
+    ((path, body),) = gateway.asked
+    assert path == "/v3/kv/txn"
+    assert body["compare"] == [
+        {"key": b64("/job/dead/3"), "target": "CREATE", "result": "EQUAL", "create_revision": 0},
+        {"key": b64("/job/vote/3"), "target": "VERSION", "result": "EQUAL", "version": 6},
+        {
+            "key": b64("/job/dead/"),
+            "range_end": b64("/job/dead0"),
+            "target": "MOD",
+            "result": "LESS",
+            "mod_revision": 41,
+        },
+    ]
+    assert body["success"][0] == {"request_put": {"key": b64("/job/vote/3"), "value": b64("7:1"), "lease": 0}}
+    inner = body["failure"][0]["request_txn"]
+    assert inner["compare"][0]["key"] == b64("/job/host/a")
+    assert inner["success"] == [
+        {"request_delete_range": {"key": b64("/job/mail/"), "range_end": b64("/job/mail0")}}
+    ]
+
+
+def test_a_read_of_several_keys_is_no_transaction_that_only_reads(gateways: Any) -> None:
+    """Over one whose asker has gone meanwhile, etcd before 3.5.7 may crash."""
+    gateway = gateways(lambda *_: (200, {"header": {"revision": "7"}, "responses": []}))
+    EtcdClient(gateway.endpoint).read(etcd.get("a"), etcd.get("b"))
+    ((_, body),) = gateway.asked
+    assert body["compare"] == [{"key": b64("/"), "target": "VERSION", "result": "EQUAL", "version": -1}]
+    assert "request_put" in body["success"][0]
+    assert [list(one) for one in body["failure"]] == [["request_range"]] * 2
+
+
+def unavailable(*_: object) -> tuple[int, Any]:
+    return 503, {"error": "etcdserver: no leader", "code": 14, "message": "etcdserver: no leader"}
+
+
+def test_who_does_not_answer_is_left_for_the_next(gateways: Any) -> None:
+    """Nobody listens; somebody listens and is silent; somebody has no leader; somebody hangs up."""
+    with socket.socket() as silent, socket.socket() as refusing:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        refusing.bind(("127.0.0.1", 0))
+        good = gateways(lambda *_: (200, DONE))
+        bad = [
+            f"127.0.0.1:{silent.getsockname()[1]}",
+            f"127.0.0.1:{refusing.getsockname()[1]}",
+            gateways(unavailable).endpoint,
+            gateways(lambda *_: (200, b"not JSON"[:0])).endpoint,
+        ]
+        client = EtcdClient(",".join([*bad[:3], good.endpoint]), timeout=0.05)
+        assert client.txn([], []).succeeded
+        assert client.unanswered == 3
+        assert client.txn([], []).succeeded
+        assert client.unanswered == 3, "it stays with the one that answers"
+        nobody = EtcdClient(bad[:3], timeout=0.05, patience=0.2)
+        before = time.monotonic()
+        with pytest.raises(UnansweredError, match=r"did not answer|cannot answer") as told:
+            nobody.txn([], [])
+        assert time.monotonic() - before >= 0.2
+        assert all(endpoint in str(told.value) for endpoint in bad[:3])
+        with pytest.raises(EtcdError, match=f"etcd at {bad[3]} refuses"):
+            EtcdClient(bad[3]).txn([], [])
+
+
+def test_every_thread_asks_by_a_connection_of_its_own(gateways: Any) -> None:
+    connections: dict[int, set[str]] = {}
+
+    class Client(EtcdClient):
+        def _open(self, timeout: float) -> Any:
+            connection = super()._open(timeout)
+            connections.setdefault(threading.get_ident(), set()).add(connection.sock.getsockname()[1])
+            return connection
+
+    client, meet = Client(gateways(lambda *_: (200, DONE)).endpoint), threading.Barrier(3)
+
+    def ask() -> None:
+        for _ in range(5):
+            meet.wait(10)
+            client.txn([], [])
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert [len(ports) for ports in connections.values()] == [1, 1, 1]
+    assert len(set.union(*connections.values())) == 3
+
+
+def test_a_login_is_made_once_and_again_when_it_has_expired(gateways: Any) -> None:
+    tokens = iter(["first", "second"])
+    valid = ""
+
+    def reply(path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+        nonlocal valid
+        if path == "/v3/auth/authenticate":
+            if body != {"name": "recover", "password": "secret"}:
+                return 400, {
+                    "error": "etcdserver: authentication failed, invalid user ID or password",
+                    "code": 3,
+                }
+            valid = next(tokens)
+            return 200, {"token": valid}
+        if headers.get("Authorization") != valid:
+            return 401, {"error": "etcdserver: invalid auth token", "code": 16}
+        return 200, DONE
+
+    gateway = gateways(reply)
+    client = EtcdClient(gateway.endpoint, user="recover", password="secret")
+    assert client.txn([], []).succeeded
+    assert client.txn([], []).succeeded
+    valid = "none"
+    assert client.txn([], []).succeeded
+    assert [path for path, _ in gateway.asked].count("/v3/auth/authenticate") == 2
+    with pytest.raises(EtcdError, match="may user 'somebody' read and write"):
+        EtcdClient(gateway.endpoint, user="somebody").txn([], [])
+    with pytest.raises(EtcdError, match=r"invalid auth token.*give a user"):
+        EtcdClient(gateway.endpoint).txn([], [])
+
+
+def test_a_refusal_names_endpoint_cause_and_mend(gateways: Any) -> None:
+    full = {"error": "etcdserver: mvcc: database space exceeded", "code": 8}
+    for status, answer, mend in (
+        (429, full, "defragment"),
+        (404, b"404 page not found", "JSON gateway"),
+        (403, {"error": "etcdserver: permission denied", "code": 7}, "read and write under /job/"),
+    ):
+        user = "recover" if status == 403 else None
+        gateway = gateways(
+            lambda path, *_, status=status, answer=answer: (
+                (200, {"token": "t"}) if path == "/v3/auth/authenticate" else (status, answer)
+            )
+        )
+        with pytest.raises(EtcdError, match=mend) as told:
+            EtcdClient(gateway.endpoint, prefix="/job/", user=user).txn([], [])
+        assert gateway.endpoint in str(told.value)
+        assert not isinstance(told.value, UnansweredError)
+
+
+@pytest.mark.parametrize("wrong", ["", "host", "host:", ":2379", "host:port"])
+def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="give host:port"):
+        EtcdClient(wrong)
+    assert EtcdClient("https://[::1]:2379, h2:1").endpoints == [("::1", 2379), ("h2", 1)]
+
+
+ranks = st.frozensets(st.integers(0, 300))
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, (1 << 31) - 1), ranks)
+def test_a_vote_survives_the_wire(number: int, word: int, acknowledged: frozenset[int]) -> None:
+    vote = Vote(number, word, acknowledged)
+    assert Vote.from_bytes(vote.to_bytes()) == vote
+
+
+def test_a_look_tells_who_is_missing() -> None:
+    votes = tuple(
+        KeyValue(f"vote/{rank}", Vote(5 - rank, 1, frozenset()).to_bytes(), 5, 9) for rank in (0, 1)
+    )
+    dead = (KeyValue("seen/dead/2", b"why", 1, 8),)
+    decision = (KeyValue("seen/decision", b'{"word": null, "dead": [2], "by": 0}', 4, 7),)
+    look = Look.of(Answer(True, 10, (decision, votes, dead)))
+    assert [look.misses(rank, 5) for rank in range(4)] == [False, True, False, True]
+    assert look.decided == 4
+    assert Decision.of(decision) == Decision(4, None, frozenset({2}), decision[0].value)
+    assert Decision.of(()).number == 0
+
+
+def test_an_etcd_that_may_lose_what_was_committed_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"etcd 3\.5\.1, in which a crash may lose"):
+        warn_if_unsafe((3, 5, 1), "this one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_unsafe(SAFE, "this one")
