@@ -1,7 +1,9 @@
 """The gradients of a plain module: moved out of `p.grad` into buckets of our own as backward produces them.
 
-Each parameter's gradient is taken the moment autograd has finished it. When those of a flat bucket (of fp32 mostly) are
-complete, they are added to their places in it and freed, all at once: a GPU is told one thing, not one for each.
+Each parameter's gradient is taken the moment autograd has finished it, and added to its place in a flat bucket (of fp32
+mostly), and freed. The host does that at once, while the gradient is in its cache. A GPU is told of all gradients of a
+bucket together, when they are complete: to be told of each takes longer than to add it.
+
 During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward goes on. Buckets are
 always posted in the same order, whatever order autograd finishes them in: the replicas must match.
 """
@@ -19,6 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from recover.policy import SlotSet
+from recover.sums import later
 from recover.sums.buckets import Bucket
 from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
@@ -144,6 +147,7 @@ class OwnedGradients:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
         self._members: list[list[Place]] = []  # by bucket
         self._taken: list[dict[Place, torch.Tensor]] = []  # by bucket, gradients that are not in its sum yet
+        self._at_once: list[int] = []  # by bucket, how many are added together
         self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
         self.buckets = self._lay_out(self._bucket_mb, self._replica)
         by_parameter = {place.parameter: place for members in self._members for place in members}
@@ -200,6 +204,7 @@ class OwnedGradients:
                     at += size
                 self._members.append(places)
                 self._taken.append({})
+                self._at_once.append(1 if device.type in later.NEAR else len(places))
                 buckets.append(Bucket(local, copies=sharing.copies))
         return buckets
 
@@ -285,7 +290,7 @@ class OwnedGradients:
             self._add_taken(index)  # this is its second one
         taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(parameter)
         parameter.grad = None
-        if len(taken) == len(self._members[index]):
+        if len(taken) == self._at_once[index]:
             self._add_taken(index)
         if self._post is not None and place not in self._seen:
             self._seen.add(place)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recover.faults.damage import flip
 from recover.step.totals import MODULUS, all_equal, on_the_wire
+from recover.sums import later
 from recover.sums.buckets import Bucket
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN, PlainReplica, mark, replica_of
@@ -220,15 +221,20 @@ def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
     st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=3),
     st.integers(1, 6),
     st.sampled_from(["fast", "reproducible"]),
+    st.booleans(),
 )
-@example([[3, 2, 3, 5, 4]], 2, "fast")  # a second one, in a full bucket that waits for the one before it
+@example(
+    [[3, 2, 3, 5, 4]], 2, "fast", True
+)  # a second one, in a full bucket that waits for the one before it
 @settings(max_examples=80, deadline=None)
 def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
-    microbatches: list[list[int]], in_a_bucket: int, reduction: str
+    microbatches: list[list[int]], in_a_bucket: int, reduction: str, far: bool
 ) -> None:
     """Some gradients not at all, some several times, in any order; until a bucket is handed over."""
     parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(6)]
-    gradients = OwnedGradients(parameters, 3 * 4 * in_a_bucket / (1 << 20), make_sum(reduction, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(later, "NEAR", () if far else ("cpu",))
+        gradients = OwnedGradients(parameters, 3 * 4 * in_a_bucket / (1 << 20), make_sum(reduction, 64))
     assert len(gradients.buckets) == -(-6 // in_a_bucket)
     expected: dict[int, torch.Tensor] = {}
     posted: dict[int, torch.Tensor] = {}
@@ -255,7 +261,12 @@ def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
     assert gradients.in_range
 
 
-def test_gradients_that_wait_to_be_added_are_those_of_one_bucket() -> None:
+@pytest.mark.parametrize(("far", "most"), [(False, 1), (True, 3)])
+def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
+    monkeypatch: pytest.MonkeyPatch, far: bool, most: int
+) -> None:
+    """And on the host those of one parameter."""
+    monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
     model = model_of()
     made: list[Any] = []
     alive: list[int] = []
@@ -270,7 +281,7 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket() -> None:
     gradients.begin()
     run(gradients, model, torch.randn(2, 32), last=False)
     assert len(alive) == 8
-    assert max(alive) <= 3, "so many parameters have room in a bucket"
+    assert max(alive) == most, "as many parameters as have room in a bucket of this size, or one"
 
 
 class Dispatches(TorchDispatchMode):
@@ -287,7 +298,10 @@ class Dispatches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(reduction: str) -> None:
+def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
+    monkeypatch.setattr(later, "NEAR", ())
     told: list[dict[str, int]] = []
     for count in (3, 40):
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
