@@ -29,10 +29,11 @@ class EtcdRanks:
         carrier: str = "",
         ttl: float = 5.0,
         grace: float = 1.0,
+        replica_size: int = 1,
     ) -> None:
         self.size, self.directory = sum(map(len, hosts)), directory
         shared = {"endpoint": endpoint, "prefix": prefix, "size": self.size, "carrier": carrier}
-        shared |= {"ttl": ttl, "grace": grace}
+        shared |= {"ttl": ttl, "grace": grace, "replica_size": replica_size}
         self._scenarios = [
             shared | {"directory": str(directory), "name": f"h{number}", "ranks": list(ranks)}
             for number, ranks in enumerate(hosts)
@@ -41,7 +42,7 @@ class EtcdRanks:
 
     def __enter__(self) -> EtcdRanks:
         for scenario in self._scenarios:
-            command = [sys.executable, "-P", PROGRAM, json.dumps(scenario)]
+            command = [sys.executable, "-P", str(PROGRAM), json.dumps(scenario)]
             with open(self.directory / f"{scenario['name']}.out", "wb") as out:
                 self.agents.append(subprocess.Popen(command, stdout=out, stderr=out))
         return self

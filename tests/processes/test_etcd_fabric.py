@@ -155,7 +155,7 @@ def test_whoever_was_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
 
 
 def test_a_death_between_the_look_and_the_decision_is_counted(fabrics: Fabrics) -> None:
-    struck = []
+    struck: list[Any] = []
 
     class Struck(EtcdClient):
         """Just before a decision is written, one of the voters is declared dead."""
@@ -495,18 +495,20 @@ def test_a_user_who_may_write_under_the_jobs_prefix_alone_is_enough(tmp_path: Pa
 # Real processes: Membership and World over the fabric, without MPI.
 
 
-def test_a_world_on_etcd_goes_on_after_deaths_down_to_two(
+def test_a_world_on_etcd_goes_on_after_deaths_down_to_one_replica(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    with EtcdRanks(server.endpoint, prefix, tmp_path, [range(5)], carrier="gloo") as ranks:
-        ranks.commit([0, 1, 2, 3, 4])
+    """Replicas of two: the mate of a dead rank leaves by itself."""
+    with EtcdRanks(server.endpoint, prefix, tmp_path, [range(8)], "gloo", replica_size=2) as ranks:
+        ranks.commit([0, 1, 2, 3, 4, 5, 6, 7])
         ranks.strike(0, signal.SIGKILL)
-        ranks.commit([1, 2, 3, 4])
-        ranks.strike(3, signal.SIGKILL)
-        ranks.strike(2, signal.SIGKILL)
-        ranks.commit([1, 4])
-        ranks.finish([1, 4])
+        ranks.commit([2, 3, 4, 5, 6, 7])
+        ranks.strike(4, signal.SIGKILL)
+        ranks.strike(7, signal.SIGKILL)
+        ranks.commit([2, 3])
+        ranks.finish([2, 3])
         assert ranks.agents[0].returncode == 0
+        assert {ranks.end(rank) for rank in (1, 5, 6)} == {"orphan"}
 
 
 def test_one_declared_dead_while_it_is_stopped_or_runs_ends_itself_and_never_commits(
@@ -573,13 +575,16 @@ def test_no_mixture_of_deaths_decrees_pauses_and_silences_of_etcd_breaks_a_law(
     seed: int, prefix: str, tmp_path: Path
 ) -> None:
     rng, runs = random.Random(seed), tmp_path / "run"
+    carrier, replica_size = ("gloo", 2) if seed % 2 else ("", 1)
     runs.mkdir()
     with EtcdServer(tmp_path / "etcd") as server:
         etcd = EtcdClient(server.endpoint, prefix=prefix)
-        with EtcdRanks(server.endpoint, prefix, runs, [range(4), range(4, 8)]) as ranks:
+        with EtcdRanks(
+            server.endpoint, prefix, runs, [range(4), range(4, 8)], carrier, replica_size=replica_size
+        ) as ranks:
             living = list(range(8))
             ranks.commit(living)
-            while len(living) > 2:
+            while len(living) > 2 * replica_size:
                 time.sleep(rng.uniform(0, 0.2))
                 victims = rng.sample(living, rng.randint(0, min(2, len(living) - 2)))
                 for victim in victims:
@@ -602,7 +607,8 @@ def test_no_mixture_of_deaths_decrees_pauses_and_silences_of_etcd_breaks_a_law(
                     os.kill(server.pid, signal.SIGSTOP)
                     time.sleep(rng.uniform(0, 2))
                     os.kill(server.pid, signal.SIGCONT)
-                living = [rank for rank in living if rank not in victims]
+                lost = {victim // replica_size for victim in victims}
+                living = [rank for rank in living if rank // replica_size not in lost]
                 ranks.commit(living)
             time.sleep(1.1)  # those that were stopped have been woken
             ranks.finish(living)

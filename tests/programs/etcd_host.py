@@ -1,8 +1,8 @@
 """A host on the etcd fabric, without MPI: a tiny agent that forks its ranks, sees them end, and declares them dead.
 
 Argument: a JSON object with `endpoint`, `prefix`, `name` (of this host), `ranks` (of this host), `size`, `carrier`
-("gloo": the whole World; "": Membership alone, without data), `directory`, `ttl`, `grace`. The ranks reduce, vote and
-repair until there is a file `stop` in the directory, and write down what they were told.
+("gloo": the whole World; "": Membership alone, without data), `replica_size`, `directory`, `ttl`, `grace`. The ranks
+reduce, vote and repair until there is a file `stop` in the directory, and write down what they were told.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NoCarriers:
 
 
 def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
-    grid = Grid.of(SIZE, 1)
+    grid = Grid.of(SIZE, scenario["replica_size"])
     if not CARRIER:
         membership = Membership(fabric, grid, NoCarriers(), lambda *place: None, ending.log)
         return membership, membership.repair(b"")
@@ -94,7 +94,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
         notes=RunNotes(str(DIRECTORY), fabric.rank),
         watch=lambda watcher: watcher.start(),
     )
-    world = World(JobSpec(ranks=SIZE, carrier="gloo", run_dir=str(DIRECTORY)), grid, parts)
+    world = World(JobSpec(SIZE, grid.replica_size, "gloo", run_dir=str(DIRECTORY)), grid, parts)
     return world, world.last_census
 
 
@@ -106,7 +106,7 @@ def reduced(world: Any) -> bool:
     mine = np.full(50_000, 2.0**world.rank, np.float64)
     total = np.empty_like(mine)
     complete = world.cross.all_reduce(mine, total).wait()
-    assert not complete or (total == sum(2.0**rank for rank in world.members)).all()
+    assert not complete or (total == sum(2.0**rank for rank in world.cross.peers)).all()
     return bool(complete)
 
 
