@@ -213,7 +213,8 @@ def test_a_grid_that_does_not_divide_is_refused_with_the_mend() -> None:
 
 
 def test_programs_are_all_used() -> None:
-    text = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
+    tests = Path(__file__).parents[1]
+    text = "".join(path.read_text() for path in [*tests.glob("*.py"), *tests.glob("*/test_*.py")])
     assert [p.name for p in PROGRAMS.glob("*.py") if p.name not in text] == []
 
 
