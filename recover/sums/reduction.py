@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from recover.sums import later
+
 Reduction = Literal["fast", "reproducible"]
 Tensors = list[torch.Tensor]
 DOUBLE = (torch.float64, torch.complex128)
@@ -102,7 +104,7 @@ class ReproducibleSum:
     def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
         gradients = [gradient.float() for gradient in gradients]
         some = [gradient for gradient in gradients if gradient.numel()]
-        extremes = list(torch._foreach_norm(some, math.inf)) if some else []  # NaN stays
+        extremes = _extremes(some) if some else []
         # Exact: a power of two, and integers from 2^24 on.
         torch._foreach_mul_(gradients, 2.0**self.exponent)
         torch._foreach_round_(gradients)
@@ -133,6 +135,13 @@ class ReproducibleSum:
             f"over {self._global_batch} microbatches (a gradient must stay within +-{self.bound:g}); "
             "lower the learning rate, look at the data, or set reduction=fast"
         )
+
+
+def _extremes(tensors: Tensors) -> Tensors:
+    """Some numbers that are as far from zero as anything in these, NaN if that is there: whichever come soonest."""
+    if tensors[0].device.type in later.NEAR:
+        return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def make_sum(name: str, global_batch: int) -> Sum:
