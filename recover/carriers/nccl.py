@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,38 +122,19 @@ class NcclCarrier(DataCarrier):
         kind = wire_type(source)
         send = self._on_wire(source, kind, ready)
         receive = send if out is source else self._room_for(out, send.shape, kind)
-        return self._run(
-            lambda comm, stream: self._library.all_reduce(
-                send.data_ptr(), receive.data_ptr(), send.numel(), kind, comm, stream
-            ),
-            receive,
-            out,
-            keep=send,
-        )
+        operation = partial(self._library.all_reduce, send.data_ptr(), receive.data_ptr())
+        return self._run(operation, send, receive, out)
 
     def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
-        kind = wire_type(data)
-        wire = self._on_wire(data, kind, ready)
-        return self._run(
-            lambda comm, stream: self._library.broadcast(
-                wire.data_ptr(), wire.numel(), kind, root, comm, stream
-            ),
-            wire,
-            data,
-        )
+        wire = self._on_wire(data, wire_type(data), ready)
+        return self._run(partial(self._library.broadcast, root, wire.data_ptr()), wire, wire, data)
 
     def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         kind = wire_type(source)
         send = self._on_wire(source, kind, ready)
         receive = self._room_for(out, (self.size, *send.shape), kind)
-        return self._run(
-            lambda comm, stream: self._library.all_gather(
-                send.data_ptr(), receive.data_ptr(), send.numel(), kind, comm, stream
-            ),
-            receive,
-            out,
-            keep=send,
-        )
+        operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr())
+        return self._run(operation, send, receive, out)
 
     def barrier(self) -> Rest | None:
         word = torch.ones(1, dtype=torch.int32)
@@ -179,14 +161,14 @@ class NcclCarrier(DataCarrier):
         return self._stream.holds(data) and data.is_contiguous() and str(data.dtype) == f"torch.{kind}"
 
     def _run(
-        self, call: Callable[[int, int], None], result: torch.Tensor, out: Data, keep: object = None
+        self, operation: Callable[..., None], send: torch.Tensor, result: torch.Tensor, out: Data
     ) -> Rest:
         """Hand an operation to the device; what is left is to wait for it, and to bring its result to `out`."""
         try:
             with self._inside:
                 self._refuse_if_freed()
                 with self._stream.on_device():
-                    call(self._comm or 0, self._stream.handle)
+                    operation(send.numel(), wire_type(send), self._comm, self._stream.handle)
             while not self._is_through():
                 time.sleep(POLL)
         except CarrierError:
@@ -197,7 +179,7 @@ class NcclCarrier(DataCarrier):
             self._stream.copy(target, result)
         passed = self._stream.record()
 
-        def wait(keep: object = keep) -> None:
+        def wait(keep: object = send) -> None:  # until then the device reads it
             passed.synchronize()
             try:
                 self._is_through()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
 
 from recover.carriers.contract import CarrierError
 
@@ -48,32 +49,13 @@ class Nccl:
         self._library.ncclGetErrorString.restype = c_char_p
         self._library.ncclGetLastError.restype = c_char_p
         self._library.ncclGetLastError.argtypes = [c_void_p]
-        self._library.ncclCommInitRankConfig.argtypes = [
-            POINTER(c_void_p),
-            c_int,
-            _Id,
-            c_int,
-            POINTER(_Settings),
-        ]
-        self._library.ncclAllReduce.argtypes = [
-            c_void_p,
-            c_void_p,
-            c_size_t,
-            c_int,
-            c_int,
-            c_void_p,
-            c_void_p,
-        ]
-        self._library.ncclBroadcast.argtypes = [
-            c_void_p,
-            c_void_p,
-            c_size_t,
-            c_int,
-            c_int,
-            c_void_p,
-            c_void_p,
-        ]
-        self._library.ncclAllGather.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p]
+        made, settings = POINTER(c_void_p), POINTER(_Settings)
+        self._library.ncclCommInitRankConfig.argtypes = [made, c_int, _Id, c_int, settings]
+        # Two buffers, a count, a type and, but for a gather, an operation or a root; then communicator and stream.
+        gather: list[Any] = [c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p]
+        self._library.ncclAllGather.argtypes = gather
+        self._library.ncclAllReduce.argtypes = [*gather[:4], c_int, *gather[4:]]
+        self._library.ncclBroadcast.argtypes = [*gather[:4], c_int, *gather[4:]]
         self._library.ncclCommAbort.argtypes = [c_void_p]
         self._library.ncclCommGetAsyncError.argtypes = [c_void_p, POINTER(c_int)]
 
@@ -103,7 +85,7 @@ class Nccl:
         code = self._library.ncclAllReduce(source, out, count, TYPES[kind], SUM, comm, stream)
         self._check(code, comm, in_progress_too=True)
 
-    def broadcast(self, data: int, count: int, kind: str, root: int, comm: int, stream: int) -> None:
+    def broadcast(self, root: int, data: int, count: int, kind: str, comm: int, stream: int) -> None:
         code = self._library.ncclBroadcast(data, data, count, TYPES[kind], root, comm, stream)
         self._check(code, comm, in_progress_too=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recover.peers.ended import BenchmarkError
@@ -11,6 +12,35 @@ from recover.peers.ended import BenchmarkError
 # until the world is whole; until the sums are rewound; until the step commits.
 PARTS_OF_A_KILL = ("notice", "drain", "repair", "restore", "redo")
 Facts = dict[str, Any]
+
+
+def timed_steps(
+    step: Any,
+    replica: int,
+    stream: Any,
+    last: int,
+    run: Callable[[Any], object],
+    through: Callable[[], object],
+) -> Iterator[Facts]:
+    """Take steps up to number `last`; of each, how long it took, when it was committed, and what running again took.
+
+    `run` computes a microbatch, to its end; `through` waits until the device is through with a step.
+    """
+    while step.index < last:
+        began, computed = time.time(), list[float]()
+        for microbatch in step.microbatches(stream):
+            start = time.perf_counter()
+            run(microbatch)
+            computed.append(time.perf_counter() - start)
+        through()
+        committed = time.time()
+        redone = len(step.samples) - len(step.layout.share(replica).run) if step.incidents else 0
+        yield {
+            "step": step.index,
+            "seconds": committed - began,
+            "committed": committed,
+            "redone_seconds": sum(computed[len(computed) - redone :]) if redone > 0 else 0.0,
+        }
 
 
 def judge(ranks: Sequence[Facts], killed: dict[int, float]) -> list[Facts]:

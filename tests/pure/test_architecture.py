@@ -103,6 +103,8 @@ def test_no_file_and_no_room_grows_too_large() -> None:
         lines = sum(lines for path, lines in files.items() if path.parts[0] == room)
         if lines > LINES_OF_A_ROOM:
             over[room] = lines
+    tests = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
+    assert not {path.name: lines for path, lines in tests.items() if lines > LINES_OF_A_FILE}
     for name, lines in over.items():
         assert name in TOO_LARGE, f"recover/{name} has {lines} lines; cut it where it holds two things"
         warnings.warn(f"recover/{name} has {lines} lines: {TOO_LARGE[name]}", stacklevel=1)

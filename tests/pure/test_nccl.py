@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,10 +67,32 @@ class Rank:
             return len(self._groups.joined[self._address]) == self._size and self._looks % 3 == 0
 
     def all_reduce(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
+        def add_up(brought: dict[int, torch.Tensor]) -> torch.Tensor:
+            return sum(brought.values())  # type: ignore[return-value]
+
+        self._launch(_memory(source, count, kind), _memory(out, count, kind), stream, add_up)
+
+    def broadcast(self, root: int, data: int, count: int, kind: str, comm: int, stream: int) -> None:
+        memory = _memory(data, count, kind)
+        self._launch(memory, memory, stream, lambda brought: brought[root])
+
+    def all_gather(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
+        def in_order(brought: dict[int, torch.Tensor]) -> torch.Tensor:
+            return torch.cat([brought[index] for index in sorted(brought)])
+
+        room = _memory(out, count * self._size, kind)
+        self._launch(_memory(source, count, kind), room, stream, in_order)
+
+    def _launch(
+        self,
+        send: torch.Tensor,
+        receive: torch.Tensor,
+        stream: int,
+        made_of: Callable[[dict[int, torch.Tensor]], torch.Tensor],
+    ) -> None:
         with self._inside():
             self._operation += 1
             key, here = (self._address, self._operation), self._index
-            send, receive = _memory(source, count, kind), _memory(out, count, kind)
 
             def bring() -> bool:
                 self._groups.brought.setdefault(key, {}).setdefault(here, send.clone())
@@ -83,7 +105,7 @@ class Rank:
                     return True
                 if len(brought) < self._size:
                     return False
-                receive.copy_(sum(brought.values()))  # type: ignore[arg-type]
+                receive.copy_(made_of(brought))
                 return True
 
             self._streams[stream].launch(bring)
@@ -103,7 +125,12 @@ class Rank:
 
 
 def _memory(address: int, count: int, kind: str) -> torch.Tensor:
-    numbers = {"float32": ctypes.c_float, "float64": ctypes.c_double, "int64": ctypes.c_int64}[kind]
+    numbers: Any = {
+        "float32": ctypes.c_float,
+        "float64": ctypes.c_double,
+        "int32": ctypes.c_int32,
+        "int64": ctypes.c_int64,
+    }[kind]
     whole = (numbers * count).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(whole))
 
@@ -144,6 +171,24 @@ def test_sums_are_there_when_the_work_says_so() -> None:
         assert sources[n].tolist() == [n + 1.0] * 100
         assert rows[n].tolist() == [6.0] * 4
         assert halves[n].tolist() == [6.0] * 8
+
+
+def test_what_one_has_goes_to_all_and_what_each_has_lies_in_its_row() -> None:
+    _, _, crosses = make_ranks(3)
+    state = [on_device(torch.full((7,), n + 1.0)) for n in range(3)]
+    mine = [on_device(torch.full((2,), n, dtype=torch.int64)) for n in range(3)]
+    rows = [on_device(torch.empty((3, 2), dtype=torch.int64)) for _ in range(3)]
+    names = [np.array([n], np.int32) for n in range(3)]
+    table = [np.empty((3, 1), np.int32) for _ in range(3)]
+    works: list[Any] = []
+    for n, cross in enumerate(crosses):
+        works += [cross.broadcast(state[n], root=1), cross.all_gather(mine[n], rows[n])]
+        works += [cross.all_gather(names[n], table[n]), cross.barrier()]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    for n in range(3):
+        assert state[n].tolist() == [2.0] * 7
+        assert rows[n].tolist() == [[0, 0], [1, 1], [2, 2]]
+        assert table[n].tolist() == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("slow_abort", [0.0, 0.2])

@@ -14,6 +14,7 @@ import recover
 from recover.faults import Fault
 from recover.faults.probe import Probe
 from recover.models import SIZES, Llama
+from recover.peers.kills import timed_steps
 
 torch.set_num_threads(1)
 world = recover.init()
@@ -42,24 +43,16 @@ class Stream:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-rows = []
-while step.index < kills[-1].step + 1:
-    began = time.time()
-    computed: list[float] = []
-    for tokens, targets in step.microbatches(Stream()):
-        start = time.perf_counter()
-        step.backward(model(tokens, targets))
-        computed.append(time.perf_counter() - start)
-    committed = time.time()
-    redone = len(step.samples) - len(step.layout.share(world.replica).run) if step.incidents else 0
-    rows.append(
-        {
-            "step": step.index,
-            "seconds": committed - began,
-            "committed": committed,
-            "redone_seconds": sum(computed[len(computed) - redone :]) if redone > 0 else 0.0,
-            "discarded": sum(incident.discarded_microbatches for incident in step.incidents),
-            "repair_ms": [incident.repair_ms for incident in step.incidents],
-        }
-    )
+def run(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    step.backward(model(*batch))
+
+
+rows = [
+    {
+        **row,
+        "discarded": sum(incident.discarded_microbatches for incident in step.incidents),
+        "repair_ms": [incident.repair_ms for incident in step.incidents],
+    }
+    for row in timed_steps(step, world.replica, Stream(), kills[-1].step + 1, run, lambda: None)
+]
 (run_dir / f"rows-{world.rank}.json").write_text(json.dumps(rows))

@@ -18,7 +18,8 @@ import recover
 from recover.faults import Fault
 from recover.faults.probe import Probe
 from recover.models import SIZES
-from recover.peers.gpu_rank import GpuRank, RandomTokens
+from recover.peers.gpu_rank import GpuRank, RandomTokens, Tokens
+from recover.peers.kills import timed_steps
 from recover.train.run_records import parameters_digest
 
 kind, size = sys.argv[1], sys.argv[2]
@@ -40,29 +41,22 @@ world.hooks = Probe(world.replica, world.shard, kills, fire)
 model, optimizer = me.make(size, seq_len)
 step = recover.Step(world, model, optimizer, global_batch=batch, clip=1.0)
 stream = RandomTokens(SIZES[size].vocab, seq_len, me.device)
-rows = []
-while step.index < kills[-1].step + 2:
-    began = time.time()
-    computed: list[float] = []
-    for tokens in step.microbatches(stream):
-        start = time.perf_counter()
-        step.backward(me.forward(model, tokens))
-        if me.on_gpu:
-            torch.cuda.current_stream().synchronize()  # what computes, not what reduces
-        computed.append(time.perf_counter() - start)
-    me.synchronize()
-    committed = time.time()
-    redone = len(step.samples) - len(step.layout.share(world.replica).run) if step.incidents else 0
-    rows.append(
-        {
-            "step": step.index,
-            "seconds": committed - began,
-            "committed": committed,
-            "microbatches": len(step.all_samples),
-            "redone_seconds": sum(computed[len(computed) - redone :]) if redone > 0 else 0.0,
-            "incidents": [asdict(incident) for incident in step.incidents],
-        }
-    )
+
+
+def run(tokens: Tokens) -> None:
+    step.backward(me.forward(model, tokens))
+    if me.on_gpu:
+        torch.cuda.current_stream().synchronize()  # what computes, not what reduces
+
+
+rows = [
+    {
+        **row,
+        "microbatches": len(step.all_samples),
+        "incidents": [asdict(incident) for incident in step.incidents],
+    }
+    for row in timed_steps(step, world.replica, stream, kills[-1].step + 2, run, me.synchronize)
+]
 facts = {
     "rows": rows,
     "batch": batch,

@@ -1,0 +1,37 @@
+"""What tests of several files stand on: an etcd, and hosts to try things on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etcd_fabrics import Fabrics
+
+from recover.fabrics.etcd_server import EtcdServer
+from recover.lab.hosts import unavailable
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    return f"/recover/{request.node.name}/"
+
+
+@pytest.fixture
+def fabrics(server: EtcdServer, prefix: str, tmp_path: Path) -> Iterator[Fabrics]:
+    made = Fabrics(server, prefix, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def a_lab_can_be_made_here() -> None:
+    """Hosts need root. Where that is missing their tests are skipped: the one reason for which any is."""
+    if reason := unavailable():
+        pytest.skip(reason)

@@ -1,0 +1,102 @@
+"""An etcd of one's own, and one that belongs to somebody else: who may do what, and what is left behind."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from etcd_fabrics import Fabrics, agree
+from launching import wait_until
+
+from recover.fabrics.etcd import EtcdFabric
+from recover.fabrics.etcd_client import EtcdClient, EtcdError
+from recover.fabrics.etcd_server import EtcdServer
+from recover.liveness.board import Board
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+def test_an_etcd_of_ones_own_listens_on_one_address_ends_with_its_starter_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    program = (
+        "import time; from recover.fabrics.etcd_server import EtcdServer; s = EtcdServer().start(); "
+        "print(s.endpoint, s.pid, s._directory, flush=True); time.sleep(600)"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    endpoint, pid, directory = starter.stdout.readline().split()
+    try:
+        host, port = endpoint.split(":")
+        assert host == "127.0.0.1"
+        socket.create_connection((host, int(port)), 5).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", int(port)), 5)
+        assert directory.startswith("/dev/shm/")
+    finally:
+        starter.kill()
+        starter.wait()
+        starter.stdout.close()
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    shutil.rmtree(directory)  # of one whose starter was killed
+    with EtcdServer() as server:
+        assert EtcdClient(server.endpoint).version() == ".".join(map(str, server.version))
+        mine = server._directory
+        assert mine is not None
+        assert mine.exists()
+    assert not mine.exists()
+
+
+def test_an_etcd_that_has_lost_its_data_is_told(tmp_path: Path) -> None:
+    server = EtcdServer(tmp_path / "etcd")
+    try:
+        made = Fabrics(server.start(), "/lost/", tmp_path)
+        (rank,), _ = made.make(1)
+        assert agree([rank], 1) == [1]
+        server.kill()
+        shutil.rmtree(tmp_path / "etcd")
+        server.start()
+        (error,) = agree([rank], 1)
+        assert isinstance(error, EtcdError)
+        assert "has lost its data" in str(error)
+        made.close()
+    finally:
+        server.stop()
+
+
+def test_a_user_who_may_write_under_the_jobs_prefix_alone_is_enough(tmp_path: Path) -> None:
+    with EtcdServer() as server:
+        etcd = EtcdClient(server.endpoint)
+        ours, behind = (base64.b64encode(key).decode() for key in (b"/recover/ours/", b"/recover/ours0"))
+        permission = {"permType": "READWRITE", "key": ours, "range_end": behind}
+        for path, body in (
+            ("user/add", {"name": "root", "password": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("role/add", {"name": "job"}),
+            ("role/grant", {"name": "job", "perm": permission}),
+            ("user/add", {"name": "trainer", "password": "secret"}),
+            ("user/grant", {"user": "trainer", "role": "job"}),
+            ("enable", {}),
+        ):
+            etcd.call(f"/v3/auth/{path}", body)
+
+        def client(prefix: str, password: str) -> EtcdClient:
+            return EtcdClient(server.endpoint, prefix, "trainer", password)
+
+        rank = EtcdFabric(client("/recover/ours/", "secret"), 0, 1, Board(tmp_path / "board", 1))
+        try:
+            assert agree([rank], 1) == [1]
+        finally:
+            rank.close()
+        for prefix, password in (("/recover/theirs/", "secret"), ("/recover/ours/", "guessed")):
+            with pytest.raises(EtcdError, match="may user 'trainer' read and write under"):
+                client(prefix, password).put("key", b"value")
+        with pytest.raises(EtcdError, match="give a user"):
+            etcd.put("key", b"value")
