@@ -2,7 +2,8 @@
 
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
-`nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own.
+`nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own. What
+        lies on the host travels by `mpi` beside it.
 `auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise
         `mpi`: it and `gloo` pass the burst tests without losing a bystander (docs/world.md), and it is faster.
 """
@@ -36,8 +37,11 @@ def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> Data
         return GlooCarriers(fabric, grid, worker)
     if name == "nccl":
         from recover.carriers.nccl import NcclCarriers
+        from recover.carriers.two_wires import TwoWireCarriers
 
-        return NcclCarriers(fabric, grid, worker)
+        return TwoWireCarriers(
+            NcclCarriers(fabric, grid, worker), choose("mpi", fabric, grid, worker), worker
+        )
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
 
 

@@ -140,6 +140,10 @@ class NcclCarrier(DataCarrier):
         word = torch.ones(1, dtype=torch.int32)
         return self.all_reduce(word, word, Ready())
 
+    def holds(self, data: Data) -> bool:
+        """Whether these data lie on a GPU."""
+        return bool(self._stream.holds(data))
+
     def _on_wire(self, data: Data, kind: str, ready: Ready) -> torch.Tensor:
         """The data themselves, once they are ready, or a copy of them that NCCL can take."""
         for event in ready.events:

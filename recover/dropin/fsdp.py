@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from recover.replica.hsdp import ShardedReplica
-from recover.step.step import BUCKET_MB
 from recover.sums.accumulation import ignore
 from recover.sums.gradients import OwnedGradients, Place
 from recover.sums.inside import mark
@@ -30,7 +29,7 @@ SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 class FSDPGradients(OwnedGradients):
     """The sharded gradients of an FSDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
-    def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float = BUCKET_MB) -> None:
+    def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float | None = None) -> None:
         for module in FullyShardedDataParallel.fsdp_modules(model):
             if module.sharding_strategy not in SHARDED:
                 raise ValueError(

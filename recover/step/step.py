@@ -33,11 +33,9 @@ from recover.sums.inside import replica_of
 from recover.sums.later import Later
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import Reduction, make_sum
-from recover.sums.state_hash import fingerprint, optimizer_tensors
+from recover.sums.state_hash import StateHash, optimizer_tensors
 from recover.world import ending
 from recover.world.world import World
-
-BUCKET_MB = 25.0
 
 
 class Step(TellsOfLastStep):
@@ -55,7 +53,7 @@ class Step(TellsOfLastStep):
     seed:          random draws in a microbatch follow from (seed, step, slot), not from which replica computes it;
                    draws outside of the loop over microbatches are the user's own, and go on as if there were no step
     reduction:     `fast`, or `reproducible`: bits that do not depend on who computed what, or on how many replicas
-    bucket_mb:     size of a gradient bucket
+    bucket_mb:     size of a gradient bucket; by default 25, on a GPU 50
     gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
     buffers:       names of buffers that forward changes, beside those of BatchNorm and its kin: after a step they are
                    what they were before it plus the mean of what its microbatches did to them
@@ -74,7 +72,7 @@ class Step(TellsOfLastStep):
         scheduler: Any = None,
         seed: int = 0,
         reduction: Reduction = "fast",
-        bucket_mb: float = BUCKET_MB,
+        bucket_mb: float | None = None,
         gradients: Gradients | None = None,
         buffers: Iterable[str] = (),
     ) -> None:
@@ -349,10 +347,11 @@ class Step(TellsOfLastStep):
             self._world.cross.break_off()
 
     def _fingerprint(self, number: int) -> Later[int]:
-        tensors = [*self._belonging.parameters(), *self._moving.tensors()]
-        if self._compares_optimizers:
-            tensors += optimizer_tensors(self._optimizer)
-        return fingerprint(tensors, number, self._belonging.trained)
+        """Buffers are looked at now, for forward may change them; parameters when it is asked for: at the vote."""
+        whole = StateHash(number, self._belonging.trained)
+        whole.add(self._moving.tensors())
+        optimizer = optimizer_tensors(self._optimizer) if self._compares_optimizers else []
+        return whole.value(lambda: [*self._belonging.parameters(), *optimizer])
 
     def _commit(self, number: int) -> None:
         transaction, totals = self._transaction, self._transaction.totals

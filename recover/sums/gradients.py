@@ -32,6 +32,8 @@ from recover.sums.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
 MEGABYTE = 1 << 20
+BUCKET_MB = 25.0
+BUCKET_MB_OF_DEVICE = 50.0  # each reduction has to wait for its turn on the device
 NO_SLOTS = SlotSet()
 
 
@@ -116,7 +118,7 @@ class OwnedGradients:
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
-        bucket_mb: float,
+        bucket_mb: float | None,
         sum: Sum | None = None,
         replica: Replica = PLAIN,
         name: Callable[[torch.nn.Parameter], str] = lambda parameter: (
@@ -175,13 +177,12 @@ class OwnedGradients:
     def squared_norm(self) -> float:
         return squared_norm(self.buckets)
 
-    def _lay_out(self, bucket_mb: float, replica: Replica) -> list[Bucket]:
+    def _lay_out(self, bucket_mb: float | None, replica: Replica) -> list[Bucket]:
         """Last parameters first, as backward meets them. A bucket mixes neither devices, types nor ways of sharing.
 
         What partners share comes last, since it is full last. Its buckets are cut alike on all of them, whatever else
         they hold: their sums have the same bits only if they are reduced in the same pieces.
         """
-        limit = max(1, int(bucket_mb * MEGABYTE / 4))
         alike: dict[tuple[torch.device, torch.dtype, Sharing], list[torch.nn.Parameter]] = {}
         for parameter in reversed(self.parameters):
             kind = parameter.device, self.sum.dtype_for(parameter.dtype), replica.sharing(parameter)
@@ -190,6 +191,8 @@ class OwnedGradients:
         for (device, dtype, sharing), members in sorted(
             alike.items(), key=lambda item: item[0][2].partners is not None
         ):
+            near = device.type in later.NEAR
+            limit = max(1, int((bucket_mb or (BUCKET_MB if near else BUCKET_MB_OF_DEVICE)) * MEGABYTE / 4))
             for group in _cut(members, limit):
                 total = builtins.sum(_room(p).numel() for p in group)
                 local = torch.zeros(total, dtype=dtype, device=device)
@@ -204,7 +207,7 @@ class OwnedGradients:
                     at += size
                 self._members.append(places)
                 self._taken.append({})
-                self._at_once.append(1 if device.type in later.NEAR else len(places))
+                self._at_once.append(1 if near else len(places))
                 buckets.append(Bucket(local, copies=sharing.copies))
         return buckets
 

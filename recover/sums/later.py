@@ -7,7 +7,7 @@ has plain numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -24,13 +24,24 @@ NEAR = ("cpu",)  # kinds of devices whose memory is the host's own: nothing has 
 class Later(Generic[T]):
     """What `make` says of the numbers in some tensors; it gets a flat array of float64 or int64 for each of them.
 
-    The tensors must stay as they are until then. Whoever asks before they were fetched waits for these alone.
+    The tensors must stay as they are until then. Whoever asks before they were fetched waits for these alone. Those of
+    `when_asked` come behind the others, and the device is not told to compute them before they are fetched.
     """
 
-    def __init__(self, make: Callable[..., T], *tensors: torch.Tensor) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        make: Callable[..., T],
+        *tensors: torch.Tensor,
+        when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+    ) -> None:
+        self._tensors, self._when_asked = tensors, when_asked
         self._make: Callable[..., T] | None = make
         self._value: T
+
+    def begin(self) -> Sequence[torch.Tensor]:
+        """What is to be read."""
+        self._tensors, self._when_asked = (*self._tensors, *self._when_asked()), lambda: ()
+        return self._tensors
 
     @property
     def value(self) -> T:
@@ -45,7 +56,7 @@ class Later(Generic[T]):
     def learn(self, *numbers: Numbers) -> None:
         assert self._make is not None
         self._value = self._make(*numbers)
-        self._make, self.tensors = None, ()
+        self._make, self._tensors = None, ()
 
 
 def now(value: T | Later[T]) -> T:
@@ -56,9 +67,10 @@ def now(value: T | Later[T]) -> T:
 def fetch(values: Iterable[object]) -> None:
     """Learn all of these that are not known yet: one transfer from each device, and one wait."""
     laters = list({id(each): each for each in values if isinstance(each, Later) and not each.known}.values())
-    read = iter(_read([tensor for later in laters for tensor in later.tensors]))
-    for later in laters:
-        later.learn(*(next(read) for _ in later.tensors))
+    begun = [later.begin() for later in laters]
+    read = iter(_read([tensor for tensors in begun for tensor in tensors]))
+    for later, tensors in zip(laters, begun, strict=True):
+        later.learn(*(next(read) for _ in tensors))
 
 
 def _read(tensors: list[torch.Tensor]) -> list[Numbers]:

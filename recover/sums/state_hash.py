@@ -7,7 +7,7 @@ square of the sum equals the number of replicas times the sum of squares only if
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,29 +15,50 @@ from recover.sums.later import Later, Numbers
 from recover.sums.parts import local_part
 
 
-@torch.no_grad()
-def fingerprint(parameters: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
-    """64 bits over the step counter and all parameters, as they are now. Any single flipped bit changes it.
+class StateHash:
+    """64 bits over the step counter and all tensors that are added, as they are then. Any flipped bit changes it.
 
     `trained` says which of them are: replicas that train different ones must not go on together, either.
     """
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    weights: dict[torch.device, list[int]] = {}
-    for number, parameter in enumerate(parameters):
-        for weight, part in enumerate(_words(local_part(parameter)), start=2 * number + 1):
-            if part.numel():  # a sum of nothing would be one more thing for the device to do
-                sums.setdefault(part.device, []).append(part.sum(dtype=torch.int64))
-                weights.setdefault(part.device, []).append(weight)
 
-    def total(*values: Numbers) -> int:
-        weighted = (
-            weight * value
-            for of_device, there in zip(weights.values(), values, strict=True)
-            for weight, value in zip(of_device, there.tolist(), strict=True)
-        )
-        return (step + zlib.crc32(trained) + sum(weighted)) % 2**64
+    def __init__(self, step: int, trained: bytes = b"") -> None:
+        self._start = step + zlib.crc32(trained)
+        self._added = 0
+        self._sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._weights: dict[torch.device, list[int]] = {}
 
-    return Later(total, *(torch.stack(there) for there in sums.values()))
+    @torch.no_grad()
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for weight, part in enumerate(_words(local_part(tensor)), start=2 * self._added + 1):
+                if part.numel():  # a sum of nothing would be one more thing for the device to do
+                    self._sums.setdefault(part.device, []).append(part.sum(dtype=torch.int64))
+                    self._weights.setdefault(part.device, []).append(weight)
+            self._added += 1
+
+    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> Later[int]:
+        """Of all that was added so far, and of these, as they are when somebody asks."""
+
+        def begin() -> Iterable[torch.Tensor]:
+            self.add(when_asked())
+            return [torch.stack(there) for there in self._sums.values()]
+
+        def total(*values: Numbers) -> int:
+            weighted = (
+                weight * value
+                for of_device, there in zip(self._weights.values(), values, strict=True)
+                for weight, value in zip(of_device, there.tolist(), strict=True)
+            )
+            return (self._start + sum(weighted)) % 2**64
+
+        return Later(total, when_asked=begin)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
+    """The hash of these alone, as they are now."""
+    whole = StateHash(step, trained)
+    whole.add(tensors)
+    return whole.value()
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -155,8 +155,10 @@ class Config(Keys):
     carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
         default="auto", description="what moves the data between replicas: docs/gpu.md"
     )
-    bucket_mb: float = Field(
-        default=25.0, gt=0, description="size of a gradient bucket: what is reduced in one piece"
+    bucket_mb: float | None = Field(
+        default=None,
+        gt=0,
+        description="size of a gradient bucket, which is reduced in one piece; null: 25, on a GPU 50",
     )
     hang_limit: float | None = Field(
         default=None,

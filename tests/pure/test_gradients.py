@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recover.faults.damage import flip
-from recover.step.totals import MODULUS, all_equal, on_the_wire
 from recover.sums import later
 from recover.sums.buckets import Bucket
 from recover.sums.gradients import OwnedGradients
@@ -191,14 +189,6 @@ def test_what_is_trained_can_change_between_steps_and_not_within() -> None:
     )
 
 
-def test_replicas_that_train_different_parameters_have_different_fingerprints() -> None:
-    values = [torch.randn(3) for _ in range(3)]
-    seen = {
-        on_the_wire(fingerprint(values, 1, bytes(trained)).value) for trained in product((0, 1), repeat=3)
-    }
-    assert len(seen) == 8
-
-
 def test_gradients_take_eight_bytes_per_parameter() -> None:
     """Stock DDP holds `p.grad` and a bucket (8 bytes), or 4 with gradients as views: at most 4 more than that."""
     model = model_of()
@@ -318,13 +308,6 @@ def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(
     assert told[0]["_foreach_copy_.default"] == 1
 
 
-def test_a_device_is_told_once_of_each_parameter_whose_bits_are_looked_at() -> None:
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 5), (0,))]
-    with Dispatches() as device:
-        fingerprint(parameters, 1)
-    assert device.told == {"sum.default": 3, "stack.default": 1}
-
-
 def test_a_model_without_gradients_is_refused() -> None:
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
@@ -362,32 +345,6 @@ def test_a_spare_contributes_zeros_and_keeps_its_sum(in_place: bool) -> None:
     assert bucket.result.tolist() == [0.0] * 4
     bucket.rewind()
     assert bucket.local.tolist() == [1.0] * 4
-
-
-def test_any_flipped_bit_changes_the_fingerprint() -> None:
-    parameters = [torch.randn(7), torch.randn(3, 3), torch.randn(5).to(torch.bfloat16)]
-    before = fingerprint(parameters, 1).value
-    assert before == fingerprint([p.clone() for p in parameters], 1).value
-    assert before != fingerprint(parameters, 2).value
-    for parameter in parameters:
-        raw = parameter.view(-1).view(torch.uint8)
-        for byte in range(raw.numel()):
-            for bit in range(8):
-                raw[byte] ^= 1 << bit
-                assert fingerprint(parameters, 1).value % MODULUS != before % MODULUS
-                raw[byte] ^= 1 << bit
-
-
-def test_a_parameter_that_is_a_view_at_an_odd_place_has_a_fingerprint() -> None:
-    flat = torch.randn(9)
-    assert fingerprint([flat[1:]], 0).value == fingerprint([flat[1:].clone()], 0).value
-
-
-def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:
-    for others in ([5, 5, 5], [5, 5, 6], [MODULUS - 1] * 2 + [0]):
-        wires = [on_the_wire(value) for value in (others[0], *others)]
-        total, squares = (sum(column) for column in zip(*wires, strict=True))
-        assert all_equal(total, squares, len(wires)) == (len(set(others)) == 1)
 
 
 def test_what_a_module_was_built_into_is_found_inside_a_wrapper() -> None:

@@ -1,0 +1,74 @@
+"""Two carriers as one: what lies on a GPU travels by the GPUs' own wire, what lies on the host by a wire of the host.
+
+The small sums of a vote are made on the host and read there. To send them by way of a GPU would cost it a turn for each
+copy and for the sum, behind all gradients; this way they travel while gradients are still summed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready
+from recover.carriers.nccl import NcclCarrier, NcclCarriers
+from recover.carriers.worker import Rest, Worker
+
+_LENGTH = struct.Struct("<q")
+
+
+class TwoWireCarriers(DataCarriers):
+    def __init__(self, device: NcclCarriers, host: DataCarriers, worker: Worker) -> None:
+        self._device, self._host, self._worker = device, host, worker
+        self.settle = max(device.settle, host.settle)
+
+    def make(self, members: tuple[int, ...]) -> TwoWires:
+        host = self._host.make(members)
+        try:
+            device = self._device.make(members)
+        except BaseException:
+            host.free()
+            raise
+        return TwoWires(device, host, self._worker)
+
+
+class TwoWires(DataCarrier):
+    def __init__(self, device: NcclCarrier, host: DataCarrier, worker: Worker) -> None:
+        super().__init__(worker, device.peers, device.peers[device.index])
+        self._device, self._host = device, host
+
+    def offer(self) -> bytes:
+        of_device = self._device.offer()
+        return _LENGTH.pack(len(of_device)) + of_device + self._host.offer()
+
+    def connect(
+        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
+    ) -> None:
+        """Each is built, and tried, by itself."""
+        lengths = {rank: _LENGTH.unpack_from(offer)[0] for rank, offer in offers.items()}
+        parts = {
+            rank: (offer[_LENGTH.size :][: lengths[rank]], offer[_LENGTH.size + lengths[rank] :])
+            for rank, offer in offers.items()
+        }
+        # The one with agreements in it first: whoever fails in the other would leave the rest alone in them.
+        self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
+        self._device.build({rank: of_device for rank, (of_device, _) in parts.items()}, confirm, alarmed)
+
+    def free(self) -> None:
+        self._device.free()
+        self._host.free()
+
+    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+        return self._wire(source, out).all_reduce(source, out, ready)
+
+    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
+        return self._wire(data).broadcast(data, root, ready)
+
+    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+        return self._wire(source, out).all_gather(source, out, ready)
+
+    def barrier(self) -> Rest | None:
+        return self._host.barrier()
+
+    def _wire(self, *data: Data) -> DataCarrier:
+        """Where one of them is on a GPU, the sum is made there."""
+        return self._device if any(map(self._device.holds, data)) else self._host

@@ -1,0 +1,134 @@
+"""Two carriers as one: data of a GPU by NCCL, data of the host by a wire of the host, and both are freed by a death."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from streams import LateDevice, on_device
+from test_nccl import Groups, Rank
+
+from recover.carriers.base import Array
+from recover.carriers.contract import CarrierError
+from recover.carriers.host import AllLanes, HostCarrier
+from recover.carriers.nccl import NcclCarrier
+from recover.carriers.two_wires import TwoWires
+from recover.carriers.worker import Worker
+from recover.world.cross import CrossGroup
+
+
+class ThreadsOfOneHost(HostCarrier):
+    """Real sums among threads; who waits for one that does not come is freed by whoever frees the group."""
+
+    def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, meeting: Meeting) -> None:
+        super().__init__(worker, peers, rank, AllLanes())
+        self._meeting = meeting
+        self.operations = 0
+
+    def offer(self) -> bytes:
+        return b"at number %d" % self.index
+
+    def connect(
+        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
+    ) -> None:
+        if [offers[peer] for peer in self.peers] != [b"at number %d" % index for index in range(self.size)]:
+            raise CarrierError(f"these are no offers of this carrier's: {offers}")
+
+    def free(self) -> None:
+        self._meeting.barrier.abort()
+
+    def sum(self, source: Array, out: Array) -> None:
+        out[...] = sum(self._exchange(source))
+
+    def copy_from(self, data: Array, root: int) -> None:
+        data[...] = self._exchange(data)[root]
+
+    def gather(self, source: Array, out: Array) -> None:
+        out[...] = np.stack(self._exchange(source))
+
+    def meet(self) -> None:
+        self._exchange(np.zeros(1))
+
+    def _exchange(self, mine: Array) -> list[Array]:
+        self.operations += 1
+        try:
+            self._meeting.brought[self.index] = mine.copy()
+            self._meeting.barrier.wait(60)
+            brought = [self._meeting.brought[index] for index in range(self.size)]
+            self._meeting.barrier.wait(60)
+        except threading.BrokenBarrierError:
+            raise CarrierError("freed") from None
+        return brought
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.brought: dict[int, Array] = {}
+
+
+def connected(size: int) -> tuple[list[Rank], list[ThreadsOfOneHost], list[CrossGroup]]:
+    groups, meeting, peers = Groups(), Meeting(size), tuple(range(size))
+    ranks, hosts, pairs, crosses = [], [], [], []
+    for number in peers:
+        stream, worker = LateDevice().stream(), Worker()
+        ranks.append(Rank(groups, {stream.handle: stream}))
+        hosts.append(ThreadsOfOneHost(worker, peers, number, meeting))
+        pairs.append(TwoWires(NcclCarrier(worker, peers, number, ranks[-1], stream, []), hosts[-1], worker))
+        crosses.append(CrossGroup(pairs[-1], worker))
+    offers = {number: pair.offer() for number, pair in enumerate(pairs)}
+    failures: list[BaseException] = []
+
+    def build(pair: TwoWires) -> None:
+        try:
+            pair.build(offers, bool, lambda: False)
+        except BaseException as error:
+            failures.append(error)
+
+    builders = [threading.Thread(target=build, args=[pair]) for pair in pairs]
+    for each in builders:
+        each.start()
+    for each in builders:
+        each.join(10)
+    assert not failures, failures
+    return ranks, hosts, crosses
+
+
+def test_data_travel_by_the_wire_of_the_place_where_they_lie() -> None:
+    ranks, hosts, crosses = connected(3)
+    on_wire = [rank._operation for rank in ranks], [host.operations for host in hosts]
+    rows = [np.full(4, n + 1.0) for n in range(3)]
+    outs = [np.zeros(4) for _ in range(3)]
+    numbers, tables = [np.array([n]) for n in range(3)], [np.zeros((3, 1)) for _ in range(3)]
+    works: list[Any] = []
+    for n, cross in enumerate(crosses):
+        works += [cross.all_reduce(rows[n], outs[n]), cross.all_gather(numbers[n], tables[n])]
+        works += [cross.broadcast(rows[n], root=2), cross.barrier()]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    assert [out.tolist() for out in outs] == [[6.0] * 4] * 3
+    assert [table.ravel().tolist() for table in tables] == [[0.0, 1.0, 2.0]] * 3
+    assert [row.tolist() for row in rows] == [[3.0] * 4] * 3
+    assert [rank._operation for rank in ranks] == on_wire[0], "the device had to do with what is the host's"
+    sums = [on_device(torch.full((5,), n + 1.0)) for n in range(3)]
+    on_host = [host.operations for host in hosts]
+    works = [cross.all_reduce(mine) for cross, mine in zip(crosses, sums, strict=True)]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    assert [mine.tolist() for mine in sums] == [[6.0] * 5] * 3
+    assert [host.operations for host in hosts] == on_host, "a gradient went over the host's wire"
+
+
+def test_a_death_frees_whoever_waits_on_either_wire() -> None:
+    ranks, _, crosses = connected(3)
+    on_gpu = crosses[0].all_reduce(on_device(torch.ones(3)))  # the third is dead
+    on_host = crosses[1].all_reduce(np.ones(3))
+    assert not on_gpu.wait(0.02)
+    assert not on_host.wait(0.02)
+    for rank, cross, work in zip(ranks, crosses[:2], (on_gpu, on_host), strict=False):
+        cross.break_off()
+        assert not work.wait(5)
+        assert work.done, "nobody has freed it"
+        assert cross.all_reduce(np.ones(3)).refused
+        assert not rank.crowded
