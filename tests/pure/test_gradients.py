@@ -274,6 +274,15 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
     assert max(alive) == most, "as many parameters as have room in a bucket of this size, or one"
 
 
+@pytest.mark.parametrize(("far", "sizes"), [(False, [6, 6, 3]), (True, [1, 12, 2])])
+def test_a_device_sums_few_large_buckets_and_can_begin_soon(
+    monkeypatch: pytest.MonkeyPatch, far: bool, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
+    parameters = [torch.nn.Parameter(torch.empty(1 << 20)) for _ in range(15)]  # 4 MiB each
+    assert [b.local.numel() >> 20 for b in OwnedGradients(parameters, None).buckets] == sizes
+
+
 class Dispatches(TorchDispatchMode):
     """What a device would be told to do."""
 
