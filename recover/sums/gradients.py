@@ -193,7 +193,8 @@ class OwnedGradients:
         ):
             near = device.type in later.NEAR
             limit = max(1, int((bucket_mb or (BUCKET_MB if near else BUCKET_MB_OF_DEVICE)) * MEGABYTE / 4))
-            # What a device sums beside backward should begin early: the first bucket is soon full.
+            # What a device sums beside backward should begin early, and go on without a rest: the first buckets are
+            # soon full, each is twice as large as the one before.
             for group in _cut(members, limit, limit if near or bucket_mb or buckets else limit // 10):
                 total = builtins.sum(_room(p).numel() for p in group)
                 local = torch.zeros(total, dtype=dtype, device=device)
@@ -308,8 +309,9 @@ class OwnedGradients:
         """Add what was taken for this bucket to its places; what comes first to a place overwrites it."""
         taken = self._taken[index]
         parts = self._trays[index][0].size if index in self._trays else 1
+        added_to = self._touched.intersection(taken)
         for first in (True, False):
-            places = [place for place in taken if (place not in self._touched) is first]
+            places = [place for place in taken if (place not in added_to) is first]
             if places:
                 gradients = [self._dense(place, taken[place]) for place in places]
                 self._extremes.note(self.sum.add([p.room for p in places], gradients, first), parts)
@@ -323,7 +325,7 @@ class OwnedGradients:
                 f"the gradient of parameter {self._name(place.parameter)} is sparse, and buckets are dense; "
                 "use sparse=False, and no other operation with sparse gradients"
             )
-        return as_real(gradient)
+        return gradient if gradient.dtype is torch.float32 else as_real(gradient)
 
     def _post_up_to(self, end: int) -> None:
         assert self._post is not None
@@ -384,12 +386,12 @@ def _room(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _cut(parameters: list[torch.nn.Parameter], limit: int, first: int) -> list[list[torch.nn.Parameter]]:
-    """Into runs of at most `limit` numbers (the first one of at most `first`), or of one parameter that has more."""
+    """Into runs of at most `first` numbers, twice that, and so on up to `limit`; or of one parameter that has more."""
     runs: list[list[torch.nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
         size = _room(parameter).numel()
-        if not runs or (filled and filled + size > (first if len(runs) == 1 else limit)):
+        if not runs or (filled and filled + size > min(limit, first << len(runs) - 1)):
             runs.append([])
             filled = 0
         runs[-1].append(parameter)
