@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-fast check bench soak mutants clean
+.PHONY: help setup demo test test-fast check bench soak mutants dist clean
 help:
 	@echo "make demo      train a small LLaMA twice, with and without deaths, and draw both"
 	@echo "make test      all tests (minus the soaks)"
@@ -13,6 +13,7 @@ help:
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
 	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices"
+	@echo "make dist      a wheel and an sdist, in dist/"
 	@echo "make setup     only the virtual environment"
 
 setup: $(STAMP)
@@ -47,5 +48,9 @@ soak: setup
 mutants: setup
 	$(BIN)/python tests/mutate.py
 
+dist: setup
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist

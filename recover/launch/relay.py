@@ -1,60 +1,160 @@
-"""Passes a process's output on, stdout and stderr apart, in whole lines where there are any."""
+"""Passes the output of processes on, stdout and stderr apart, in whole lines where there are any.
+
+Where it is known which rank writes, its lines are labelled. A line that is drawn again and again (a progress bar: it
+ends in a carriage return, or in nothing) comes through as it is drawn; another rank's words begin a new line.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import subprocess
 import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from recover.launch.rank_outputs import label
+
+PATIENCE = (
+    0.05  # seconds that an unfinished line is held back: it may be finished by then, and must not be torn
+)
+_CONTROL = rb"(?:\x1b\[[0-?]*[ -/]*[@-~]|[\r\n])"  # what moves the cursor or sets colours, and is no word yet
+_FIRST_WORD = re.compile(_CONTROL + rb"*(?=[^\r\n\x1b])")
+_NEXT_WORD = re.compile(rb"[\r\n]" + _CONTROL + rb"*(?=[^\r\n\x1b])")
+_AT_BEGINNING = re.compile(rb"[\r\n]" + _CONTROL + rb"*$")
+_HALF_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?$")
+
+
+class _Source:
+    """Somebody who writes: to stdout or stderr (`target`), with a name or without."""
+
+    def __init__(self, target: int, name: bytes = b"", copy: Path | None = None) -> None:
+        self.target, self.name = target, name
+        self.held, self.since = b"", 0.0
+        self.at_beginning = True  # of a line: a word that comes now is the first
+        self.copy = None if copy is None else os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
 
 class Relay:
-    """Reads a process's pipes; the caller pumps, and so learns whether anything was said."""
+    """Reads pipes; the caller pumps, and so learns whether anything was said.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    `outputs`: descriptors of ranks, with rank and stream (from `rank_outputs.make`). What they say is also kept in
+    `copies`, a file for each rank.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        outputs: Mapping[int, tuple[int, int]] | None = None,
+        copies: Path | None = None,
+    ) -> None:
         self._selector = selectors.DefaultSelector()
-        self._held: dict[int, bytes] = {1: b"", 2: b""}
-        assert process.stdout is not None
-        assert process.stderr is not None
+        self._screen: dict[int, _Source | None] = {1: None, 2: None}  # who is in the middle of a line there
+        self._one_screen = os.isatty(1) and os.isatty(2)
+        self._pipes, self._has_ours = 0, process.stdout is None or process.stderr is None
         for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
-            self._selector.register(pipe, selectors.EVENT_READ, (target, pipe))
+            if pipe is not None:  # else the process has ours
+                self._pipes += 1
+                self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
+        for end, (rank, stream) in (outputs or {}).items():
+            copy = None if copies is None else copies / f"{rank}.out"
+            self._selector.register(end, selectors.EVENT_READ, (_Source(stream, label(rank), copy), None))
 
     @property
     def open(self) -> bool:
-        return bool(self._selector.get_map())
+        """Whether more may come from the process itself. Pipes of ranks may never have been taken."""
+        return bool(self._pipes) or self._has_ours
 
     def pump(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for output and pass it on; True if there was any."""
+        if not self._selector.get_map():
+            time.sleep(timeout)
+            return False
         ready = self._selector.select(timeout)
         for key, _ in ready:
-            target, pipe = key.data
-            data = os.read(key.fd, 1 << 16)
-            self._pass_on(target, data)
+            source, pipe = key.data
+            try:
+                data = os.read(key.fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:  # a terminal whose last writer is gone
+                data = b""
+            self._pass_on(source, data)
             if not data:
-                self._selector.unregister(pipe)
-                pipe.close()
-        if not ready:  # nobody has finished these lines for a while: a prompt, a progress bar
-            self._flush()
+                self._selector.unregister(key.fileobj)
+                self._pipes -= pipe is not None
+                _close(key.fd, source)
+        now = time.monotonic()
+        for key in self._selector.get_map().values():  # a prompt, a progress bar
+            source, _ = key.data
+            if source.held and now - source.since > PATIENCE:
+                self._flush(source)
         return bool(ready)
 
     def drain(self, limit: float) -> None:
         """Pass on what is left, until the pipes are closed or `limit` seconds are over."""
         deadline = time.monotonic() + limit
-        while self.open and time.monotonic() < deadline:
-            self.pump(0.05)
-        self._flush()
+        while time.monotonic() < deadline:
+            if not self.pump(0.05) and not self._pipes:
+                break
+        for key in list(self._selector.get_map().values()):
+            self._flush(key.data[0])
 
-    def _pass_on(self, target: int, data: bytes) -> None:
-        whole, newline, rest = (self._held[target] + data).rpartition(b"\n")
-        self._held[target] = rest
-        _write(target, whole + newline)
+    def end_line(self) -> None:
+        """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""
+        screens = self._screen.keys() if self._one_screen else (2,)
+        if any(self._screen[screen] for screen in screens):
+            os.write(2, b"\n")
+            self._screen |= dict.fromkeys(screens)
 
-    def _flush(self) -> None:
-        for target, data in self._held.items():
-            _write(target, data)
-            self._held[target] = b""
+    def _pass_on(self, source: _Source, data: bytes) -> None:
+        if source.copy is not None:
+            try:
+                os.write(source.copy, data)
+            except OSError:
+                pass  # a full disk: what is shown is shown
+        if not source.held:
+            source.since = time.monotonic()
+        whole, newline, source.held = (source.held + data).rpartition(b"\n")
+        self._write(source, whole + newline)
+        if not data:
+            self._flush(source)
+
+    def _flush(self, source: _Source) -> None:
+        data, source.held = source.held, b""
+        if source.name and (half := _HALF_CONTROL.search(data)):
+            data, source.held = data[: half.start()], half[0]
+        source.since = time.monotonic()
+        self._write(source, data)
+
+    def _write(self, source: _Source, data: bytes) -> None:
+        if not data:
+            return
+        screens = self._screen.keys() if self._one_screen else (source.target,)
+        other = next((who for s in screens if (who := self._screen[s]) not in (None, source)), None)
+        if source.name:
+            if self._screen[source.target] is not source:
+                source.at_beginning = True
+            data = (b"\n" if other else b"") + _labelled(source, data)
+        for s in screens:
+            self._screen[s] = None
+        self._screen[source.target] = None if data.endswith(b"\n") or not source.name else source
+        while data:
+            data = data[os.write(source.target, data) :]
 
 
-def _write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
+def _labelled(source: _Source, data: bytes) -> bytes:
+    """With the name before the first word of each line, also of one that is drawn over."""
+    first = _FIRST_WORD.match(data) if source.at_beginning else None
+    name = source.name.replace(b"\\", rb"\\")
+    rest = _NEXT_WORD.sub(rb"\g<0>" + name, data[first.end() :] if first else data)
+    only_controls = source.at_beginning and not first
+    source.at_beginning = only_controls or bool(_AT_BEGINNING.search(data))
+    return data[: first.end()] + source.name + rest if first else rest
+
+
+def _close(descriptor: int, source: _Source) -> None:
+    os.close(descriptor)
+    if source.copy is not None:
+        os.close(source.copy)

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from recover.job.gpus import VISIBLE, peak_of, ranks_on_host
+from recover.job.gpus import VISIBLE, peak_of
+from recover.job.process import ranks_on_host
 from recover.models.flops import flops_per_token
 from recover.models.llama_config import LlamaConfig
 from recover.records.kinds import StepRecord

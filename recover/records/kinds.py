@@ -18,13 +18,18 @@ class StepRecord(TypedDict):
     grad_norm: float | None
     lr: float
     microbatches: int
-    tokens: int
     replicas: int
     epoch: int
     accum: int
     roles: dict[str, int]
     seconds: float
     data_digest: str  # over the numbers of its samples
+    tokens: NotRequired[
+        int
+    ]  # a loop of one's own has `weight` instead: the sum of what it gave to step.backward
+    weight: NotRequired[float]
+    own_step: NotRequired[int]  # of a script with several Steps: the number in the Step that took it,
+    part: NotRequired[int]  # and which one that was, from 1 on; `step` counts them all
     heldout_loss: NotRequired[float]
     gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
     mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted

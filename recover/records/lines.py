@@ -105,6 +105,7 @@ class LineFile(Generic[R]):
 
     def __init__(self, path: Path, *key: str) -> None:
         self.kept: deque[R] = deque(maxlen=KEPT)
+        self.since: tuple[int, ...] | None = None  # from here on this job writes; what others left there goes
         self._path, self._key = path, key
         self._written: tuple[int, ...] | None = None  # None: this rank cannot vouch for the file
 
@@ -143,11 +144,14 @@ class LineFile(Generic[R]):
             os.truncate(self._path, whole)
         lines = data[:whole].splitlines(keepends=True)
         kept = {self._key_of(line): line for line in self.kept}
+        mine = min(kept, default=None)
+        if self.since is not None and len(kept) < KEPT:  # none of mine is forgotten yet
+            mine = self.since
         at, reached = 0, tuple(0 for _ in self._key)
         for text in lines:
             line = json.loads(text)
             key = self._key_of(line)
-            if kept and key >= min(kept) and not _same(line, kept.get(key)):
+            if mine is not None and key >= mine and not _same(line, kept.get(key)):
                 # Only the dead have seen this commit: an agreement's result can die with all who held it.
                 os.truncate(self._path, at)
                 break

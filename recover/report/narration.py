@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recover.job.extras import need
 from recover.policy import get_policy
 from recover.policy.losses import Loss
 from recover.policy.plan import Layout
@@ -158,6 +159,7 @@ def _many(number: int, one: str, many: str | None = None) -> str:
 
 def save_picture(rehearsal: Rehearsal, path: Path) -> None:
     """Committed microbatches, rounds per step and the spares' part of all work, against survivors."""
+    need("matplotlib", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -45,11 +45,11 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 def _read(path: Path, name: str) -> Run:
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory; name the run directory of a `recover train`")
+        raise ValueError(f"{path} is not a directory; name the run directory of a job")
     if not any((path / file).exists() for file in ("steps.jsonl", "config.yaml")):
         raise ValueError(
             f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml; "
-            "name one that `recover train` made"
+            "name one that `recover train` made, or `recover run` of a script that takes steps"
         )
     steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
     once = {line["step"]: line for line in steps.whole}

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from recover.job.extras import need
 from recover.report.recorded_runs import Run
 from recover.report.words import PHASES, victims
 
@@ -33,6 +34,7 @@ _SMOOTH_FROM, _REACH = 150, 7  # steps
 
 def draw(runs: list[Run], output: Path) -> list[Path]:
     """Write the pictures that these runs have something for; returned in the order of the page."""
+    need("matplotlib", "a picture")
     from matplotlib import rc_context
 
     drawn = []
@@ -46,6 +48,7 @@ def draw(runs: list[Run], output: Path) -> list[Path]:
 
 
 def new_figure(height: float) -> Any:
+    need("matplotlib", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -130,17 +133,19 @@ def _mark_failures(axes: Any, runs: list[Run]) -> None:
 def _steps(runs: list[Run]) -> Any:
     figure = new_figure(8.0)
     batches, alive, speed = figure.subplots(3, 1, sharex=True)
+    # A script of one's own tells nothing of tokens.
+    unit = "tokens" if any("tokens" in line for run in runs for line in run.steps) else "microbatches"
     for index, run in enumerate(runs):
         line = _line(index, runs)
         for axes, key in ((batches, "microbatches"), (alive, "replicas")):
             axes.plot(*run.column(key), drawstyle="steps-mid", **line)
-        timed = [s for s in run.steps if s.get("seconds") and s.get("tokens")]
-        speed.plot([s["step"] for s in timed], [s["tokens"] / s["seconds"] for s in timed], **line)
+        timed = [s for s in run.steps if s.get("seconds") and s.get(unit)]
+        speed.plot([s["step"] for s in timed], [s[unit] / s["seconds"] for s in timed], **line)
     constant = {run.global_batch for run in runs}
     batch = f" (B = {constant.pop()})" if len(constant) == 1 else ""
     batches.set_title(f"Microbatches in the committed step{batch}")
     alive.set_title("Replicas alive")
-    speed.set_title("Tokens per second")
+    speed.set_title(f"{unit.capitalize()} per second")
     speed.set_xlabel("step")
     speed.yaxis.set_major_formatter("{x:,.0f}")
     for axes in (batches, alive, speed):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recover.journal.own_records import records_of
 from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.step.belonging import Belonging
 from recover.step.clock import clock_of
@@ -97,9 +98,7 @@ class Step(TellsOfLastStep):
         self._exact_sum = reduction == "reproducible"
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
         if gradients is not None and reduction != "fast":
-            raise ValueError(
-                f"reduction={reduction!r} needs gradients that are kept apart per microbatch; leave gradients= out"
-            )
+            raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
         self._gradients = gradients or OwnedGradients(
             model.parameters(),
             bucket_mb,
@@ -124,6 +123,7 @@ class Step(TellsOfLastStep):
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
         self._compares_optimizers = False  # whether the next vote does
+        self._records = records_of(world, self, model, optimizer, samples == "exact")
         copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
         ending.on_raise(self._handed_out.blame)
@@ -278,7 +278,7 @@ class Step(TellsOfLastStep):
         self._by_rounds = not overlap
         self._world.hooks.step = number
         self._look_at_parameters(number)
-        with self._world.step(number), self._randomness.apart():
+        with self._records, self._world.step(number), self._randomness.apart():
             try:
                 transaction.begin(number, self._fingerprint(number))
                 self._world.hooks.dealt({share.replica: share.run for share in self.layout.shares})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
+from recover.job.extras import need
 from recover.job.gpus import sharing_refused
 from recover.train import checkpoint
 from recover.train.config import Config, ConfigError, flatten, parse, read
@@ -164,8 +164,10 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
 
 
 def _check_extras(config: Config) -> None:
-    if config.log.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("log.wandb needs the package wandb, which is not installed; `pip install wandb`")
+    if config.log.wandb:
+        need("wandb", "log.wandb")
+    if config.log.tensorboard:
+        need("tensorboard", "log.tensorboard", "log.tensorboard=false")
     if config.compile:
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import Follower
+from recover.records.sentences import in_replicas, sentence
 from recover.train.config import Config
 
 QUIET = 1.0  # seconds between two lines where there is no terminal
@@ -77,9 +78,7 @@ class Screen:
     def _show(self, line: StepRecord) -> None:
         loss = "  -   " if line["loss"] is None else f"{line['loss']:.4f}"
         heldout = f"  held-out {line['heldout_loss']:.4f}" if "heldout_loss" in line else ""
-        text = (
-            f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {_replicas(line['replicas'])}{gpu_use(line)}"
-        )
+        text = f"loss {loss}{heldout}  {self._rate:,.0f} tokens/s  {in_replicas(line['replicas'])}{gpu_use(line)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=line["step"], description=text)
             return
@@ -90,29 +89,7 @@ class Screen:
             self.say(f"step {line['step']}/{self._config.steps}  {text}  ETA {left:.0f} s")
 
 
-def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int) -> str:
-    """Who, where in the step, how long the repair took, what was redone, and what the step was committed on."""
-    dead = incident["dead_replicas"]
-    who = f"replica{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
-    text = f"step {incident['step']}: lost {who} ({incident['location']}); repaired in {incident['repair_ms']:.0f} ms"
-    extra = incident["extra_microbatches"]
-    if extra:
-        what = f"microbatch{'es' if extra > 1 else ''}"
-        text += f", {extra} {what} {'run again' if incident['redone_microbatches'] else 'run in their place'}"
-    else:
-        text += ", nothing to run again"
-    if step is None:
-        return text + "; every step was committed already"
-    return (
-        text + f"; committed with {step['microbatches']} of {global_batch} on {_replicas(step['replicas'])}"
-    )
-
-
 def gpu_use(line: StepRecord) -> str:
     """What a line says of the GPU; nothing where there is none."""
     used = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
     return used + (f"  {line['gpu_peak_mib'] / 1024:.1f} GiB" if "gpu_peak_mib" in line else "")
-
-
-def _replicas(number: int) -> str:
-    return f"{number} replica{'' if number == 1 else 's'}"

@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from recover.journal.run_records import parameters_digest
 from recover.train import checkpoint
 from recover.train.checkpoint import FACTS, FORMAT, CheckpointError
-from recover.train.run_records import parameters_digest
 from recover.train.tensors import Snapshot, Stored, Tensors
 from recover.world import ending
 

@@ -13,6 +13,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import recover
 from recover.faults import parse_faults
+from recover.journal.journal import Journal, do_despite_losses
+from recover.journal.run_records import (
+    incident_line,
+    loss_line,
+    parameters_digest,
+    spans,
+    step_line,
+    summary,
+    write_json,
+)
 from recover.models.gpu_use import GpuUse
 from recover.sums.inside import replica_of
 from recover.train.config import Config
@@ -20,20 +30,10 @@ from recover.train.determinism import ask_for_determinism, environment, operatio
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
-from recover.train.journal import Journal, do_despite_losses
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover.train.optimizer import make_optimizer
 from recover.train.resuming import load_checkpoint
-from recover.train.run_records import (
-    incident_line,
-    lost_outside_of_steps,
-    parameters_digest,
-    spans,
-    step_line,
-    summary,
-    write_json,
-)
 from recover.train.saver import Saver
 from recover.train.sinks import Sinks
 from recover.train.stop_requests import StopRequests
@@ -77,7 +77,7 @@ class Trainer:
             self._go_on_from(saved)
         self.resumed_at = self.step.index
         self.sinks = Sinks(config, run_dir)
-        self.journal = Journal(run_dir, world, self.sinks)
+        self.journal = Journal(run_dir, world, self.sinks.log)
         self.saver = Saver(
             run_dir,
             config.checkpoint.every,
@@ -132,7 +132,7 @@ class Trainer:
         started, lr = time.perf_counter(), self.optimizer.param_groups[0]["lr"]
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
-        line = step_line(step, self.world, config, lr, time.perf_counter() - started)
+        line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)
         self.gpu_use.note(line, self.world.members)
         if config.eval.every and step.index % config.eval.every == 0:
             line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
@@ -193,8 +193,7 @@ class Trainer:
     def _lost(self, ranks: Sequence[int], seconds: float) -> None:
         """Ranks died before the first step or after the last one: there is nothing to run again."""
         at = max(self.step.index, self.resumed_at + 1)
-        died = lost_outside_of_steps(self.world, at, ranks, seconds)
-        self.journal.incidents.kept.append(incident_line(died, self.kills, exact=False))
+        self.journal.incidents.kept.append(loss_line(self.world, at, ranks, seconds, self.kills))
 
     def _close(self) -> None:
         """The writer may die before its last line, or over it: then its successor does all of this again."""

@@ -52,6 +52,9 @@ _last_word = threading.Lock()  # taken, and never given back, by the thread that
 _callbacks: list[Callable[[], object]] = []
 _doubts: list[Callable[[BaseException], object]] = []
 _stack_file: IO[str] | None = None  # faulthandler writes to its descriptor: keep it open
+_speaks_alone = (
+    False  # nobody else writes where this rank does, or somebody names it: it need not name itself
+)
 _exit_code: object = None  # what the script gave to sys.exit
 _inside = False  # a step, or one that was left before it was complete
 
@@ -85,6 +88,12 @@ def _append(text: str) -> None:
         os.write(fd, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
     finally:
         os.close(fd)
+
+
+def speak_alone() -> None:
+    """Whoever reads this rank's output knows whose it is."""
+    global _speaks_alone
+    _speaks_alone = True
 
 
 def in_step(inside: bool) -> None:
@@ -228,6 +237,26 @@ def install_hooks(standalone: bool = False) -> None:
         sys.exit = _noting(sys.exit)  # type: ignore[assignment]
 
 
+def close_at_exit() -> None:
+    """For a process that is a world by itself: run the callbacks when it ends, unless an exception ends it.
+
+    Nothing else is taken from the script: it raises, exits and is debugged as any other. Under `recover run` the hooks
+    are there before, and this changes nothing.
+    """
+    global _installed, _owner
+    if _installed:
+        return
+    _installed, _owner = True, os.getpid()
+    before, raised = sys.excepthook, []
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        raised.append(kind)
+        before(kind, error, trace)
+
+    sys.excepthook = note
+    atexit.register(lambda: None if raised else close())
+
+
 def is_rank() -> bool:
     """False in a child that this rank has forked."""
     return os.getpid() == _owner
@@ -281,7 +310,7 @@ def _kill_self() -> NoReturn:
 def _write_stderr(text: str) -> None:
     """Past sys.stderr, whose lock another thread may hold, and without waiting for a stuck reader."""
     rank = process.rank()
-    prefix = f"[rank {'?' if rank is None else rank}] "
+    prefix = "" if _speaks_alone else f"[rank {'?' if rank is None else rank}] "
     data = "".join(prefix + line + "\n" for line in text.rstrip().splitlines()).encode(errors="replace")
     deadline = time.monotonic() + _STDERR_PATIENCE
     while data and select.select([], [2], [], max(0.0, deadline - time.monotonic()))[1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from recover.carriers.base import DataCarrier
@@ -37,6 +37,7 @@ class World:
         self.hooks = parts.hooks
         self.notes = parts.notes
         self.worker = parts.worker
+        self.closing: list[Callable[[], object]] = []  # what must be done before anybody may leave
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
         self._fabric, self._own = parts.fabric, parts.own
         self._membership: Membership[DataCarrier] = Membership(
@@ -185,7 +186,7 @@ class World:
 
     def _close(self) -> None:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
-        while self._end() is None:
+        while self._finish() is None:
             census = self.repair()
             if inside := sorted(rank for rank, record in census.records.items() if record):
                 raise RuntimeError(
@@ -196,6 +197,12 @@ class World:
         self._watcher.rest()
         with self._waits_here():  # one that hangs here is fenced, or it would be left behind
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
+
+    def _finish(self) -> int | None:
+        """What is left to do falls, after a death, to another."""
+        for act in self.closing:
+            act()
+        return self._end()
 
     def _end(self) -> int | None:
         """One closing agreement. Who waits for this rank inside a step is freed, and comes to it by way of its vote."""

@@ -16,7 +16,7 @@ from launching import PATIENCE, ULFM, Job, wait_until
 from recover.launch import launcher, preflight
 from recover.launch.verdict import name_ranks
 
-RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
+RANK = "import os, sys, time; from recover.job import process; rank = process.rank()\n"
 BUSY = RANK + "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)\n"
 
 
@@ -47,8 +47,11 @@ def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path
     ]
     expected.append(f"cores {cores} {max(1, cores // 2)}")
     assert sorted(job.stdout.splitlines()) == sorted(expected * 2)
-    assert job.stderr == ("words" * 20000 + "\n") * 2
-    assert sorted(path.name for path in (job.run_dir / "ranks").iterdir()) == ["0.end", "1.end"]
+    long = sorted(f"[rank {rank}] {'words' * 20000}" for rank in (0, 1))
+    *words, told = sorted(job.stderr.splitlines(), key=lambda line: "never called" in line)
+    assert sorted(words) == long
+    assert told.endswith("its 2 rank(s) knew nothing of each other, and no death would have been repaired")
+    assert {path.name for path in (job.run_dir / "ranks").iterdir()} == {"0.end", "1.end", "0.out", "1.out"}
     assert json.loads(job.rank_file("0.end").read_text())["end"] == "done"
     assert job.leftovers() == []
 
@@ -89,7 +92,8 @@ def test_a_job_that_raises_everywhere_has_failed(tmp_path: Path) -> None:
 def test_a_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
     script = """
         import os, signal
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        from recover.job import process
+        if process.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         import recover
         print("members", recover.init().members)

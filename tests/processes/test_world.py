@@ -70,14 +70,6 @@ def test_a_device_mesh_takes_ulfm_across_replicas_and_refuses_it_inside(tmp_path
     assert outcome.code == 0, outcome.output
 
 
-def test_init_outside_of_mpirun_says_how_to_start() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import recover; recover.init()"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 1
-    assert "recover run -n RANKS SCRIPT" in result.stderr
-
-
 def _mpirun(*words: str, script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """A site's own mpirun: no launcher of ours, no bootstrap."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RECOVER_")}

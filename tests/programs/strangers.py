@@ -18,6 +18,7 @@ import numpy as np
 
 import recover
 from recover.carriers import gloo
+from recover.job import process
 
 HARMLESS = "silent short store nonsense"
 ROUNDS = ("impostor", HARMLESS, f"{HARMLESS} peer", "loud-peer")
@@ -42,7 +43,8 @@ for line in sys.stdin:
 stranger = subprocess.Popen(
     [sys.executable, "-c", STRANGER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
 )
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+rank = process.rank()
+assert rank is not None
 results: list[str] = []  # of each round
 offer_of, connect_of = gloo.GlooCarrier.offer, gloo.GlooCarrier.connect
 

@@ -22,6 +22,7 @@ from toy import MEMORY, Model, Stream, loss_of, make_optimizer
 
 import recover
 from recover.job.grid import Grid
+from recover.job.spec import JobSpec
 from recover.policy import SlotSet
 from recover.step.errors import OutOfRangeError
 from recover.step.handed_out import HandedOut
@@ -67,6 +68,7 @@ class World:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.job = JobSpec(1)
         self.grid, self.rank, self.replica, self.shard, self.epoch = Grid(1, 1), 0, 0, 0, 1
         self.replicas, self.noticed_at = (0,), None
         self.cross, self.hooks = Cross(self.log), NoHooks()

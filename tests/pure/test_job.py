@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from recover import __version__
+from recover.cli import app
+from recover.job import process
 from recover.job.spec import JobSpec
+from recover.launch import join
 from recover.launch.preflight import Refusal, check_carrier, check_faults
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +55,68 @@ def test_a_fault_that_can_never_strike_is_refused_before_anything_starts() -> No
         check_faults(["3:1:votes"], 4, 2)
     with pytest.raises(Refusal, match="it must be one of auto, mpi, gloo"):
         check_carrier("pigeon")
+
+
+def test_a_fault_that_could_strike_nobody_is_refused_whatever_the_reason() -> None:
+    for texts, words in (
+        (["3:1:repair"], "there is no repair unless somebody else is lost in step 3"),
+        (["3:0:extra=pause:1"], "there is no extra unless"),
+        (["2:1:vote", "5:1:forward"], r"replica 1 is lost already by 2:1\.0:vote"),
+    ):
+        with pytest.raises(Refusal, match=f"--kill: fault .*{words}"):
+            check_faults(texts, 3, 1)
+    assert check_faults(["2:1:vote", "2:0:repair"], 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "another MPI")],
+)
+def test_a_process_of_another_launcher_is_no_world_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, launcher: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert join._lone_job().ranks == 1
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(
+        RuntimeError, match=f"{name} is 4.*{launcher}.*`recover run -n 4 SCRIPT`.*unset {name}"
+    ):
+        join._lone_job()
+
+
+def test_a_fault_of_another_replica_is_refused_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECOVER_KILL", "3:1:vote")
+    monkeypatch.setattr(join, "_current", None)
+    with pytest.raises(ValueError, match=r"fault 3:1\.0:vote: there are replicas 0 to 0, and no 1"):
+        join._alone(join._lone_job())
+
+
+def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_hidden", {})
+    given = {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        "PMIX_RANK": "2",
+        "OMPI_MCA_pml": "ob1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    process.hide_runtime()
+    assert [name for name in given if name in os.environ] == ["OMPI_MCA_pml"]
+    assert (process.rank(), process.ranks_on_host(), process.on_one_host()) == (2, 4, False)
+
+
+def test_options_after_the_script_s_name_are_named() -> None:
+    for words, late in (
+        (["run", "train.py", "-n", "4"], "-n after train.py"),
+        (["run", "--timeout", "5", "train.py", "--lr", "1", "--ranks=2"], "--ranks=2 after train.py"),
+    ):
+        answer = CliRunner().invoke(app, words)
+        assert answer.exit_code == 2
+        assert f"Missing option '--ranks' / '-n'; {late} is handed to the script" in answer.output
+    plain = CliRunner().invoke(app, ["run", "train.py", "--lr", "1"])
+    assert "handed to the script" not in plain.output
+    assert CliRunner().invoke(app, ["--version"]).output.startswith(f"recover {__version__} (torch ")
 
 
 def test_nobody_but_the_job_reads_our_variables() -> None:

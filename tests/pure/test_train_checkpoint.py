@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from training import small_world
 
+from recover.journal.run_records import parameters_digest
 from recover.train import checkpoint
 from recover.train.checkpoint import FACTS, CheckpointError, Found
 from recover.train.preparation import prepare_run
-from recover.train.run_records import parameters_digest
 from recover.train.saver import Saver
 from recover.train.tensors import Part, Stored, Tensors
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from recover.journal.journal import Journal
+from recover.journal.run_records import data_digest
 from recover.records.lines import Follower, LineFile, read_lines
+from recover.records.sentences import sentence
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse
-from recover.train.journal import Journal
-from recover.train.progress import Screen, sentence
-from recover.train.run_records import data_digest
+from recover.train.progress import Screen
 from recover.train.sinks import Sinks
 
 
@@ -77,7 +78,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world: Any = SimpleNamespace(rank=0, members=(0, 1))
-    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path))
+    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path).log)
     journal.commit(line(1), [])
     with monkeypatch.context() as full:
         write = os.write
@@ -97,7 +98,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
 
 def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(rank=2, members=(0, 2, 3))
-    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path))
+    journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path).log)
     journal.commit(line(1), [])
     assert not (tmp_path / "steps.jsonl").exists()
     world.members = (2, 3)

@@ -5,12 +5,11 @@ The lowest living rank writes. A repair does not end before the dead are gone, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import LineFile
-from recover.train.sinks import Sinks
 from recover.world import ending
 from recover.world.world import World
 
@@ -18,10 +17,16 @@ from recover.world.world import World
 class Journal:
     """What a run writes down about its steps and its losses."""
 
-    def __init__(self, run_dir: Path, world: World, sinks: Sinks) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        also: Callable[[Collection[StepRecord]], object] = lambda kept: None,
+    ) -> None:
+        """`also` is shown the latest steps by the rank that writes, whenever it has written."""
         self.steps: LineFile[StepRecord] = LineFile(run_dir / "steps.jsonl", "step")
         self.incidents: LineFile[IncidentRecord] = LineFile(run_dir / "incidents.jsonl", "step", "epoch")
-        self._world, self._sinks = world, sinks
+        self._world, self._also = world, also
         self._complained = False
 
     @property
@@ -47,7 +52,7 @@ class Journal:
         if self.writing:
             self.incidents.write()
             self.steps.write()
-            self._sinks.log(self.steps.kept)
+            self._also(self.steps.kept)
 
 
 def do_despite_losses(

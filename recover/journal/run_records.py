@@ -5,34 +5,69 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from recover.faults import Fault
-from recover.policy import RestoreMode
+from recover.policy import Layout, RestoreMode
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import read_lines
-from recover.step.incident import Incident
-from recover.step.step import Step
-from recover.train.config import Config
 from recover.world.world import World
 
 
-def step_line(step: Step, world: World, config: Config, lr: float, seconds: float) -> StepRecord:
-    """The step that was just committed. The same on all survivors, but for the time it took."""
+class CommittedStep(Protocol):
+    """What a step tells of itself once it is committed."""
+
+    loss: float
+    grad_norm: float
+    weight: float
+    all_samples: list[int]
+    stragglers: dict[int, float]
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Repaired(Protocol):
+    """What a repair meant for the step that it struck."""
+
+    step: int
+    epoch: int
+    dead_ranks: tuple[int, ...]
+    dead_replicas: tuple[int, ...]
+    boundary: bool
+    restore: RestoreMode
+    extra_microbatches: int
+    noticed_in: str
+    detect_ms: float
+    repair_ms: float
+    restore_ms: float
+    redo_ms: float
+
+
+def step_line(
+    step: CommittedStep, world: World, lr: float, seconds: float, tokens_each: int | None = None
+) -> StepRecord:
+    """The step that was just committed. The same on all survivors, but for the time it took.
+
+    `tokens_each`: in a microbatch. A loop of one's own counts by weights instead, which may be tokens or not.
+    """
     microbatches = len(step.all_samples)
     stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
+    counted: Any = {"weight": step.weight} if tokens_each is None else {"tokens": microbatches * tokens_each}
     record: StepRecord = {
         "step": step.index,
         "loss": _finite(step.loss),
         "grad_norm": _finite(step.grad_norm),
         "lr": lr,
         "microbatches": microbatches,
-        "tokens": microbatches * config.tokens_per_microbatch,
+        **counted,
         "replicas": len(world.replicas),
         "epoch": world.epoch,
         "accum": step.layout.accum,
@@ -45,10 +80,11 @@ def step_line(step: Step, world: World, config: Config, lr: float, seconds: floa
     return record
 
 
-def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
+def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
     return {
         "step": incident.step,
-        "location": _location(incident, kills),
+        # Of a death that nobody scheduled: where the survivors were when they noticed.
+        "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
         "dead_ranks": list(incident.dead_ranks),
         "dead_replicas": list(incident.dead_replicas),
         "boundary": incident.boundary,
@@ -64,39 +100,42 @@ def incident_line(incident: Incident, kills: Iterable[Fault], exact: bool) -> In
     }
 
 
-def lost_outside_of_steps(world: World, step: int, ranks: Sequence[int], seconds: float) -> Incident:
+def loss_line(
+    world: World, step: int, ranks: Sequence[int], seconds: float, kills: Iterable[Fault]
+) -> IncidentRecord:
     """Ranks that died before the first step or after the last one, and how long the repair took."""
-    return Incident(
-        step=step,
-        epoch=world.epoch,
-        dead_ranks=tuple(ranks),
-        dead_replicas=world.grid.replicas_of(ranks),
-        complete=True,
-        boundary=False,
-        restore=RestoreMode.SKIP,
-        extra_microbatches=0,
-        discarded_microbatches=0,
-        noticed_at=time.time(),
-        noticed_in="advance",
-        detect_ms=0.0,
-        repair_ms=seconds * 1e3,
-    )
+    replicas = world.grid.replicas_of(ranks)
+    return {
+        "step": step,
+        "location": _struck(kills, replicas, step) or "advance",
+        "dead_ranks": list(ranks),
+        "dead_replicas": list(replicas),
+        "boundary": False,
+        "restore": str(RestoreMode.SKIP),
+        "extra_microbatches": 0,
+        "redone_microbatches": 0,
+        "epoch": world.epoch,
+        "detect_ms": 0.0,
+        "repair_ms": round(seconds * 1e3, 3),
+        "restore_ms": 0.0,
+        "redo_ms": 0.0,
+    }
 
 
-def _location(incident: Incident, kills: Iterable[Fault]) -> str:
-    """Where the schedule struck; of a death that nobody scheduled, where the survivors were when they noticed."""
+def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
+    """Where the schedule has struck these replicas; "" if nobody had scheduled their deaths."""
     latest: dict[int, Fault] = {}
     for kill in sorted(kills, key=lambda kill: kill.step):
-        if kill.lethal and kill.replica in incident.dead_replicas and kill.step <= incident.step:
+        if kill.lethal and kill.replica in replicas and kill.step <= step:
             latest[kill.replica] = kill
-    return ", ".join(sorted({kill.location for kill in latest.values()})) or incident.noticed_in
+    return ", ".join(sorted({kill.location for kill in latest.values()}))
 
 
-def summary(run_dir: Path, world: World, digest: str, resumed_at: int) -> dict[str, Any]:
-    """Over all steps of the run, those before it was resumed included."""
+def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) -> dict[str, Any]:
+    """Over all steps of the run, those before it was resumed included. What is not known is left out."""
     steps = list(read_lines(run_dir / "steps.jsonl"))
     before = [line for line in read_lines(run_dir / "incidents.jsonl") if line["step"] <= resumed_at]
-    tokens, seconds = sum(line["tokens"] for line in steps), sum(line["seconds"] for line in steps)
+    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
     alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
     facts: dict[str, Any] = {
         "steps": steps[-1]["step"] if steps else 0,
@@ -107,13 +146,15 @@ def summary(run_dir: Path, world: World, digest: str, resumed_at: int) -> dict[s
         "failures": world.grid.replicas
         - len(world.replicas)
         + sum(len(line["dead_replicas"]) for line in before),
-        "tokens": tokens,
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
-        "effective_throughput": round(tokens / alive, 1) if alive else 0.0,  # per living rank
         "final_loss": steps[-1]["loss"] if steps else None,
-        "parameters_digest": digest,
     }
+    if tokens or not steps:
+        facts["tokens"] = tokens
+        facts["tokens_per_second"] = round(tokens / seconds, 1) if seconds else 0.0
+        facts["effective_throughput"] = round(tokens / alive, 1) if alive else 0.0  # per living rank
+    if digest is not None:
+        facts["parameters_digest"] = digest
     if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
         facts["gpu_peak_mib"] = max(peaks)
     if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:

@@ -1,0 +1,49 @@
+"""The fabric of a world of one: every agreement is with oneself, and nobody else can die. Needs no MPI."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NoReturn
+
+from recover.fabrics.base import FabricError
+from recover.liveness.board import Board
+
+
+class LoneFabric:
+    rank, size = 0, 1
+
+    def __init__(self, board: Board) -> None:
+        self.lock = threading.RLock()
+        self.waiting_in: int | None = None
+        self._board, self._agreements = board, 0
+
+    def agree(self, word: int) -> int | None:
+        self._agreements += 1
+        self._board.enter(self.rank, self._agreements)
+        self._board.finish(self.rank, self._agreements)
+        return word
+
+    def failed(self) -> frozenset[int]:
+        return frozenset()
+
+    def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
+        return frozenset()
+
+    def send(self, data: bytes, to: int, tag: int) -> NoReturn:
+        raise FabricError(f"there is no rank {to} in a world of one")
+
+    def receive(self, source: int, tag: int) -> NoReturn:
+        raise FabricError(f"there is no rank {source} in a world of one")
+
+    def linger(self, seconds: float) -> None:
+        """Nobody is late."""
+
+    def fence(self, rank: int) -> None:
+        """There is nobody to end."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)

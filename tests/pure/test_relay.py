@@ -1,0 +1,96 @@
+"""What ranks print arrives whole, in order and with their names, however it is cut up on its way."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recover.launch import relay as relay_module
+from recover.launch.relay import Relay
+
+PLAIN = st.text("ab \r\n", max_size=12).map(str.encode)
+DRAWN = st.sampled_from(
+    [b"\r 10%|#    |", b"\r\x1b[2K\x1b[1A\x1b[2Kbar", b"\x1b[32mgreen\x1b[0m\n", b"\x1b[?25l"]
+)
+
+
+class Ranks:
+    """Pipes of three ranks, each with one stream."""
+
+    def __init__(self, monkeypatch: Any = None) -> None:
+        ends = [os.pipe() for _ in range(3)]
+        self.writes = [write for _, write in ends]
+        process: Any = SimpleNamespace(stdout=None, stderr=None)
+        self.relay = Relay(process, {read: (rank, 1) for rank, (read, _) in enumerate(ends)})
+
+    def say(self, rank: int, data: bytes) -> None:
+        os.write(self.writes[rank], data)
+        self.relay.pump(0)
+
+    def end(self) -> None:
+        for write in self.writes:
+            os.close(write)
+        for _ in range(3):
+            self.relay.pump(0)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    said=st.lists(st.tuples(st.integers(0, 2), PLAIN | DRAWN), max_size=25),
+    patience=st.sampled_from([0.0, 9.0]),
+)
+def test_each_line_has_its_rank_before_it_and_nothing_is_lost_or_torn(
+    said: list[tuple[int, bytes]], patience: float
+) -> None:
+    out, held = os.memfd_create("out"), relay_module.PATIENCE
+    write, relay_module.PATIENCE = os.write, patience
+    try:
+        ranks = Ranks()
+        relay_module.os = SimpleNamespace(  # type: ignore[attr-defined]
+            write=lambda target, data: write(out, data),
+            read=os.read,
+            close=os.close,
+            isatty=os.isatty,
+            open=os.open,
+        )
+        for rank, data in said:
+            if data:
+                ranks.say(rank, data)
+        ranks.end()
+    finally:
+        relay_module.os, relay_module.PATIENCE = os, held  # type: ignore[attr-defined]
+    text = os.pread(out, 1 << 20, 0)
+    os.close(out)
+    for rank in range(3):
+        mine = b"".join(data for who, data in said if who == rank)
+        words = re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]|[\r\n]", b"|", mine)
+        pieces = re.findall(
+            rb"\[rank %d\] ([^\[]*)" % rank, re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]|[\r\n]", b"|", text)
+        )
+        assert b"".join(pieces).replace(b"|", b"") == words.replace(b"|", b"")
+    for piece in re.split(rb"[\r\n]", re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]", b"", text)):
+        assert not piece or re.fullmatch(rb"\[rank \d\] [^\[]+", piece), text
+
+
+def test_a_bar_is_drawn_over_itself_until_another_rank_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+    held, relay_module.PATIENCE = relay_module.PATIENCE, 0.0
+    try:
+        ranks = Ranks()
+        for part in (b"\r 10%", b"\r 20", b"%", b"\r 30%"):
+            ranks.say(0, part)
+        ranks.say(1, b"hello\n")
+        ranks.say(0, b"\r 40%\n")
+        ranks.end()
+    finally:
+        relay_module.PATIENCE = held
+    sys.stdout.flush()
+    assert capfd.readouterr().out == (
+        "\r[rank 0]  10%\r[rank 0]  20%\r[rank 0]  30%\n[rank 1] hello\n\r[rank 0]  40%\n"
+    )
