@@ -1,39 +1,49 @@
-"""A Hugging Face model, random at the start, trained through deaths. Needs the extra: pip install 'recover[hf]'.
+"""`huggingface_before.py` made fault tolerant. Needs the extra: pip install 'recover[hf]'.
 
     RECOVER_KILL="3:0:backward 6:2:vote" recover run -n 3 examples/huggingface.py
 
-Two of three replicas are killed, the first one among them; the last one runs all 12 microbatches of every step.
+Two of three replicas are killed, the first one among them; the last one runs all 12 microbatches of every step, and the
+losses stay those of the one process before.
 """
 
 import os
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils.data import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import recover
 
-STEPS, GLOBAL_BATCH = 12, 12
-SEQUENCES, LENGTH = 8, 64
+STEPS, GLOBAL_BATCH, SEQUENCES, LENGTH = 12, 12, 8, 64
 
 
-class Stream:
-    """Sample i: the arguments of the model's forward, picked by i alone. Tokens are the bytes of Python's sources."""
+class Lines(Dataset):
+    """Stretches of Python's own sources, as bytes, of different lengths."""
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
-        self.text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+        text = b"".join(file.read_bytes() for file in files)
+        lengths = torch.randint(
+            LENGTH // 4, LENGTH, (4000,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.pieces = [text[start * LENGTH :][:length] for start, length in enumerate(lengths)]
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        starts = torch.randint(len(self.text) - LENGTH, (SEQUENCES,), generator=generator)
-        tokens = torch.stack([self.text[start : start + LENGTH] for start in starts]).long()
-        return {"input_ids": tokens, "labels": tokens}
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(list(self.pieces[index]))
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": labels.clamp(min=0), "labels": labels, "attention_mask": (labels >= 0).long()}
 
 
 world = recover.init()
 torch.manual_seed(0)
-config = LlamaConfig(
+config = Qwen2Config(
     vocab_size=256,
     hidden_size=64,
     intermediate_size=160,
@@ -41,16 +51,16 @@ config = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=LENGTH,
-    attention_dropout=0.1,
 )
-model = LlamaForCausalLM(config)
+model = Qwen2ForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+stream = recover.stream(Lines(), batch_size=SEQUENCES, collate_fn=padded, workers=2)
 step = recover.Step(world, model, optimizer, GLOBAL_BATCH, clip=1.0, scheduler=scheduler)
-stream = Stream()
 
 while step.index < STEPS:
-    for batch in step.microbatches(stream):
-        step.backward(model(**batch).loss)
-    if world.replica == world.replicas[0]:
-        print(f"step {step.index} loss {step.loss:.4f} on {step.weight:g}, replicas {world.replicas}")
+    for each in step.microbatches(stream):
+        step.backward(model(**each).loss, weight=int((each["labels"][:, 1:] >= 0).sum()))
+    step.on_first(
+        print, f"step {step.index} loss {step.loss:.4f} on {len(step.all_samples)} by {world.replicas}"
+    )

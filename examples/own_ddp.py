@@ -48,5 +48,4 @@ stream = Stream()
 while step.index < STEPS:
     for tokens, targets in step.microbatches(stream):
         step.backward(model(tokens, targets))
-    if world.replica == world.replicas[0]:
-        print(f"step {step.index} loss {step.loss:.4f} on {step.weight:g}, replicas {world.replicas}")
+    step.on_first(print, f"step {step.index} loss {step.loss:.4f} on {step.weight:g} by {world.replicas}")

@@ -54,5 +54,4 @@ while step.index < STEPS:
     for batch in step.microbatches(stream):
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         step.backward(loss)
-    if world.replica == world.replicas[0]:
-        print(f"step {step.index} loss {step.loss:.4f} on {step.weight:g}, replicas {world.replicas}")
+    step.on_first(print, f"step {step.index} loss {step.loss:.4f} on {step.weight:g} by {world.replicas}")

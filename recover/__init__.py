@@ -6,18 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recover.data.indexed import stream
     from recover.launch.join import init
     from recover.replica.hsdp import hsdp
     from recover.replica.threed import threed
+    from recover.saving.own_loop import resume, save
     from recover.step.step import Step
     from recover.world.world import World
 
-__all__ = ["Step", "World", "hsdp", "init", "threed"]
+__all__ = ["Step", "World", "hsdp", "init", "resume", "save", "stream", "threed"]
 _HOMES = {
     "Step": "recover.step.step",
     "World": "recover.world.world",
     "hsdp": "recover.replica.hsdp",
     "init": "recover.launch.join",
+    "resume": "recover.saving.own_loop",
+    "save": "recover.saving.own_loop",
+    "stream": "recover.data.indexed",
     "threed": "recover.replica.threed",
 }
 __version__ = "0.1.0"

@@ -16,13 +16,14 @@ from simulated_schedules import BATCH, STEPS, Schedule
 
 from recover.fabrics.simulated import SimulatedFabric, Simulation
 from recover.job.spec import JobSpec
-from recover.journal.journal import Journal, do_despite_losses
+from recover.journal.journal import Journal
 from recover.policy import Layout, SlotSet, get_policy
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident
 from recover.step.poison import PoisonedSampleError
 from recover.step.transaction import Transaction
 from recover.sums.buckets import Bucket
+from recover.world.despite import do_despite_losses
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
 from recover.world.simulated_parts import simulated_parts

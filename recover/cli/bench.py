@@ -57,6 +57,24 @@ def bench_overhead(
     _measure(measure, model, replicas, sizes.get("shard", 1), seq_len, accum, turns, json)
 
 
+@app.command("data")
+def bench_data(
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
+    replicas: Annotated[int, typer.Option(min=2)] = 2,
+    seq_len: Annotated[int, typer.Option(min=1)] = 128,
+    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 4,
+    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 4,
+    workers: Annotated[int, typer.Option(help="Processes that read, per replica.", min=1)] = 2,
+    turns: Annotated[int, typer.Option(help="Turns of each, of six steps.", min=3)] = 10,
+    slow_ms: Annotated[float, typer.Option(help="What an item of the slow dataset takes.", min=0)] = 10.0,
+    json: Json = None,
+) -> None:
+    """recover.stream with workers against torch's DataLoader under stock DDP; a slow dataset, hidden or not."""
+    from recover.bench.reading import bench_data as measure
+
+    _measure(measure, model, replicas, seq_len, sequences, accum, workers, turns, slow_ms, json)
+
+
 @app.command("recovery")
 def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
     """From SIGKILL in the middle of a reduction to the commit of that very step."""

@@ -23,12 +23,12 @@ from recover.journal.run_records import (
     Repaired,
     incident_line,
     loss_line,
-    parameters_digest,
     spans,
     step_line,
     summary,
     write_json,
 )
+from recover.sums.state_hash import parameters_digest
 from recover.world import ending
 from recover.world.world import World
 

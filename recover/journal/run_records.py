@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from recover.faults import Fault
 from recover.policy import Layout, RestoreMode
 from recover.records.kinds import IncidentRecord, StepRecord
@@ -172,14 +170,6 @@ def write_json(path: Path, content: Any) -> None:
 def data_digest(samples: Sequence[int]) -> str:
     """Over the sample indices of a step, in order, as text."""
     return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
-
-
-def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Over the bytes of all parameters, whole, in the order of their names."""
-    digest = hashlib.sha256()
-    for _, parameter in parameters:
-        digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def spans(numbers: Sequence[int]) -> str:

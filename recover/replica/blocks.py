@@ -10,10 +10,17 @@ import torch
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of its ModuleLists."""
-    return [
-        block for module in model.children() if isinstance(module, torch.nn.ModuleList) for block in module
-    ]
+    """The members of its ModuleLists, at any depth; of lists inside of blocks (experts, say) the outermost ones count.
+
+    What has no parameters is no block, and one that is used several times is one.
+    """
+    found: list[torch.nn.Module] = []
+    for module in model.children():
+        if isinstance(module, torch.nn.ModuleList):
+            found += [block for block in module if any(True for _ in block.parameters())]
+        else:
+            found += blocks_of(module)
+    return list(dict.fromkeys(found))
 
 
 def plain_name(name: str) -> str:
@@ -38,6 +45,17 @@ def recompute_blocks(
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     chosen = list(blocks) if blocks is not None else blocks_of(model)
+    if not chosen:
+        raise ValueError(
+            f"activations cannot be recomputed block by block: no ModuleList was found in {type(model).__name__}; "
+            "name the modules with blocks=[...]"
+        )
+    inside = set(model.modules())
+    if foreign := [type(block).__name__ for block in chosen if block not in inside or block is model]:
+        raise ValueError(
+            f"activations of {len(foreign)} block(s) ({foreign[0]}, ...) cannot be recomputed: they are no modules "
+            f"inside of {type(model).__name__}; give blocks= of the model itself"
+        )
     apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
     return [
         module for module in model.modules() if getattr(module, "_checkpoint_wrapped_module", None) in chosen

@@ -17,6 +17,7 @@ from recover.replica.blocks import blocks_of, recompute_blocks
 from recover.replica.torch_world import init_replica_world
 from recover.sums.accumulation import ignore
 from recover.sums.inside import Replica, mark
+from recover.world import ending
 
 if TYPE_CHECKING:
     from recover.world.world import World
@@ -65,7 +66,8 @@ def hsdp(
 ) -> torch.nn.Module:
     """Shard `model` over the ranks of this replica, in place, and return it.
 
-    blocks:                  modules that are gathered one at a time; by default the members of its ModuleLists
+    blocks:                  modules that are gathered one at a time; by default the members of its ModuleLists, at any
+                             depth. How many units that makes is said
     param_dtype:             what forward and backward compute in (bfloat16, say); gradients are summed in float32
                              (those of float64 parameters in float64)
     checkpoint_activations:  forget the activations inside blocks and compute them again in backward
@@ -91,4 +93,15 @@ def hsdp(
     for module in gathered:  # every microbatch leaves its gradient in the shards, to be counted
         ignore(module, "set_requires_gradient_sync")
     mark(model, ShardedReplica(mesh.get_group(), device, gathered))
+    _tell(model, world, len(gathered), mesh.size())
     return model
+
+
+def _tell(model: torch.nn.Module, world: World, units: int, ranks: int) -> None:
+    """What is gathered at a time decides about memory, and nothing else would show it."""
+    text = f"{type(model).__name__} is sharded over {ranks} rank(s) in {units} unit(s) that are gathered one at a time"
+    if units == 1:
+        text += ": no ModuleList was found in it, so all of it is gathered at once; name its blocks with blocks=[...]"
+    ending.log(text)
+    if world.rank == world.members[0]:
+        print(f"recover: {text}", flush=True)

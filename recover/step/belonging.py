@@ -6,6 +6,7 @@ that the step sums and the optimizer does not know is never trained. Both would 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 import zlib
@@ -34,6 +35,11 @@ class Belonging:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}, which has no param_groups; give a torch.optim.Optimizer"
+            )
+        if _needs(optimizer.step, "closure"):
+            raise ValueError(
+                f"{type(optimizer).__name__} calls the model again inside of its step (a closure), on gradients that "
+                "are not summed over replicas; use an optimizer whose step() takes none"
             )
         self._model, self._optimizer, self._adapter = model, optimizer, adapter
         # A wrapper may show others while it computes; what it was made with are these.
@@ -113,6 +119,23 @@ class Belonging:
                     f"{_few('parameter', left_out)} of the model would be trained and are not in gradients=, so they "
                     "would not be summed over replicas; wrap the whole model, and give Step that"
                 )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """One that is told of a metric is the user's to call: Step does not know which."""
+    if scheduler is not None and _needs(scheduler.step, "metrics"):
+        raise ValueError(
+            f"{type(scheduler).__name__}.step() takes a metric; leave scheduler= out, and call "
+            "scheduler.step(step.loss) after each step (step.loss is the same on all replicas)"
+        )
+
+
+def _needs(method: Any, argument: str) -> bool:
+    try:
+        given = inspect.signature(method).parameters.get(argument)
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    return given is not None and given.default is inspect.Parameter.empty
 
 
 def refuse_different_models(world: World, model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
 from recover.step import poison
 from recover.step.clock import Clock
@@ -23,6 +24,33 @@ class Stream(Protocol[T_co]):
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
+def refuse_what_is_no_stream(stream: Any) -> None:
+    """A stream is asked for microbatch i, whichever replica it falls to. What has an order of its own cannot be."""
+    if (mend := loader_mend(stream)) is not None:
+        raise TypeError(
+            f"the stream is a DataLoader, which gives what it likes in an order of its own; {mend}"
+        )
+    if isinstance(stream, IterableDataset) or not hasattr(stream, "__getitem__"):
+        raise TypeError(
+            f"the stream is a {type(stream).__name__}, and cannot be asked for microbatch i; make one of it: "
+            "recover.stream(dataset, batch_size=...)"
+        )
+
+
+def loader_mend(stream: Any) -> str | None:
+    """What to write instead of a DataLoader; None if it is none."""
+    if not isinstance(stream, DataLoader):
+        return None
+    given = {"batch_size": stream.batch_size or 1}
+    if isinstance(stream.sampler, RandomSampler):
+        given |= {"shuffle": True, "seed": 0}
+    if stream.num_workers:
+        given["workers"] = stream.num_workers
+    words = ", ".join(f"{name}={value}" for name, value in given.items())
+    collate = "" if stream.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
+    return f"write recover.stream(loader.dataset, {words}{collate})"
+
+
 class HandedOut:
     """One microbatch, or all of a round. `pending`: slots and samples whose backward is to come."""
 
@@ -33,6 +61,11 @@ class HandedOut:
         self._ran: set[int] = set()  # slots of the step under way, however often it was begun
         self._under_way: list[tuple[int, int]] = []  # told to a device that may not be through with them
         self._step, self._clock = 0, clock
+
+    def announce(self, stream: Any, slots: list[int]) -> None:
+        """Tell a stream that can read ahead what will be asked for."""
+        if expect := getattr(stream, "expect", None):
+            expect(*self._samples.coming(slots))
 
     def read(self, stream: Stream[T], step: int, slots: list[int]) -> list[T]:
         """The samples of these slots, each read with draws of its own."""

@@ -26,6 +26,14 @@ class Randomness:
         """A sample is about to be read, by every rank of the replica alike."""
         self._start("read", step, slot)
 
+    def sample(self, index: int) -> None:
+        """A microbatch is about to be read by its number in a stream that knows of no step."""
+        self._start("sample", index)
+
+    def in_order(self, index: int) -> None:
+        """The items of a microbatch are about to be read, of something that can only be read in order."""
+        self._start("in-order", index)
+
     def compute(self, step: int, slot: int, stage: int = 0) -> None:
         """This rank is about to compute its part of a microbatch."""
         self._start("compute", step, slot, self._shard, stage)

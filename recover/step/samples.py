@@ -10,6 +10,7 @@ it with others, and uses each sample that is left once.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, Literal
 
 SampleMode = Literal["exact", "partitioned"]
@@ -27,6 +28,11 @@ class ExactSamples:
 
     def committed(self, samples: list[int], contributed: bool) -> None:
         self._next += self._global_batch
+
+    def coming(self, slots: Sequence[int]) -> tuple[list[int], range]:
+        """What these slots will ask for in this step and the next, and all that this step may ask for."""
+        step = range(self._next, self._next + self._global_batch)
+        return [step[slot] for slot in slots] + [step.stop + slot for slot in slots], step
 
     def put_back(self) -> None:
         pass  # a slot is its sample, whoever runs it
@@ -55,8 +61,18 @@ class PartitionedSamples:
         self._drawn = 0  # of this one, in the step under way
 
     def index(self, step: int, slot: int) -> int:
-        place = self._replica + (self._used[self._replica] + self._drawn) * self._replicas
         self._drawn += 1
+        return self._place(self._drawn - 1)
+
+    def coming(self, slots: Sequence[int]) -> tuple[list[int], range]:
+        """As above; this replica draws one after the other, in whatever slot."""
+        drawn = self._drawn + 2 * len(slots)
+        coming = [self._place(number) for number in range(drawn)]
+        return coming[self._drawn :], range(coming[0], coming[-1] + 1) if coming else range(0)
+
+    def _place(self, drawn: int) -> int:
+        """The sample that this replica draws as number `drawn` (from 0) in the step under way."""
+        place = self._replica + (self._used[self._replica] + drawn) * self._replicas
         for used in reversed(self._levels):
             place = _left(used, place)
         return place

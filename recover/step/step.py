@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from recover.journal.own_records import records_of
-from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
-from recover.step.belonging import Belonging
+from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
+from recover.step.belonging import Belonging, refuse_scheduler
+from recover.step.beside import BesideTraining
 from recover.step.clock import clock_of
 from recover.step.habits import Habits
-from recover.step.handed_out import HandedOut, Stream, T
+from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
+from recover.step.on_first import OnFirst
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
-from recover.step.result import StepResult, TellsOfLastStep
+from recover.step.result import StepResult
 from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.stragglers import Stragglers
@@ -39,7 +41,7 @@ from recover.world import ending
 from recover.world.world import World
 
 
-class Step(TellsOfLastStep):
+class Step(BesideTraining):
     """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
 
     world:         from `recover.init()`
@@ -81,6 +83,7 @@ class Step(TellsOfLastStep):
             raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        refuse_scheduler(scheduler)
         replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
         if replica_of(model).size != world.grid.replica_size:
@@ -116,6 +119,8 @@ class Step(TellsOfLastStep):
             replica_of(model),
             self._moving,
         )
+        self._on_first = OnFirst(world, self._randomness)
+        self._transaction.is_quiet = self._on_first.is_quiet
         self._stragglers = Stragglers(ending.log)
         device = self._gradients.parameters[0].device
         self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
@@ -128,11 +133,6 @@ class Step(TellsOfLastStep):
         world.hooks.watch(model, self._gradients)
         ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
-
-    @property
-    def index(self) -> int:
-        """Committed steps. `load_state_dict` sets it: with it goes the sample that comes next."""
-        return self._index
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
@@ -190,21 +190,6 @@ class Step(TellsOfLastStep):
         """
         self._handed_out.seed(number, stage)
 
-    @property
-    def numerics(self) -> dict[str, Any]:
-        """What the bits of the sums depend on."""
-        sums = self._gradients.sum
-        return {
-            "reduction": "reproducible" if self._exact_sum else "fast",
-            "scale": sums.unit,
-            "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
-        }
-
-    @property
-    def layout(self) -> Layout:
-        """How the last step was shared out when it began."""
-        return self._transaction.layout
-
     def request_stop(self) -> None:
         """Ask all replicas to stop after the same step: `stop_agreed` tells when. May be called by a signal handler."""
         self._transaction.stop_requested = True
@@ -251,6 +236,8 @@ class Step(TellsOfLastStep):
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
     ) -> Iterator[list[T]]:
         """One step, which the others wait for. Only the newest iterator goes on; an older one was left."""
+        refuse_what_is_no_stream(stream)
+        self._on_first.take_over()
         if self._attempt is not None:
             self._attempt.close()
         attempt = self._attempt = self._attempts(stream, cut, overlap)
@@ -270,6 +257,11 @@ class Step(TellsOfLastStep):
     ) -> Generator[list[T], None, None]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
         transaction, number = self._transaction, self.index + 1
+
+        def cut_and_announce(slots: list[int]) -> list[list[int]]:
+            self._handed_out.announce(stream, slots)
+            return cut(slots)
+
         if self._torn:
             raise RuntimeError(
                 f"step {number} was agreed on, but an exception kept this replica from taking it: its parameters may "
@@ -282,7 +274,9 @@ class Step(TellsOfLastStep):
             try:
                 transaction.begin(number, self._fingerprint(number))
                 self._world.hooks.dealt({share.replica: share.run for share in self.layout.shares})
-                for slots, place, post in transaction.attempts(cut, overlap, self._samples.put_back):
+                for slots, place, post in transaction.attempts(
+                    cut_and_announce, overlap, self._samples.put_back
+                ):
                     yield self._hand_out(stream, slots, place, post)
                     if self._handed_out.pending:
                         raise RuntimeError(
@@ -384,6 +378,7 @@ class Step(TellsOfLastStep):
         self._index = number
         self._compares_optimizers = False
         self._handed_out.committed()
+        self._on_first.committed(transaction.all_quiet)
         self._world.board.accomplish(self._world.rank)
         self._world.hooks("advance")
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # tensors are the sums' own business
     from recover.sums.inside import Replica
     from recover.sums.moving import MovingBuffers
 
-COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE = 1, 2, 4, 8, 16  # the bits of the vote
+COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 64  # the bits of the vote
 FRUITLESS = 8
 
 
@@ -56,7 +56,8 @@ class Transaction:
         self.finite = True
         self.grad_norm = 0.0
         self.stop_requested = False
-        self.stop_agreed = False
+        self.stop_agreed = self.all_quiet = False
+        self.is_quiet: Callable[[], bool] = lambda: True
         self.totals = Totals(global_batch, world.grid.replicas, moving.size)
         # The step that was given up here and is not begun again yet, and the epoch of that.
         self._left: tuple[int, int] | None = None
@@ -167,6 +168,7 @@ class Transaction:
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
+        word |= QUIET * self.is_quiet()
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
         if self._complete:
@@ -189,7 +191,7 @@ class Transaction:
         if not agreed & IN_RANGE:
             self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         self.finite = bool(agreed & FINITE)
-        self.stop_agreed = not agreed & GO_ON
+        self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
         return True
 
     def _wait_for_device(self) -> None:
@@ -239,7 +241,7 @@ class Transaction:
         if all(record.complete for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
-            self.stop_agreed = any(record.stop for record in records.values())
+            self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
             return True
         started = time.perf_counter()
         decision = self.policy.respond(

@@ -6,6 +6,7 @@ square of the sum equals the number of replicas times the sum of squares only if
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 
@@ -79,3 +80,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)
     ]
+
+
+def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Over the bytes of all parameters, whole, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, parameter in parameters:
+        digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

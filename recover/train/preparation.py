@@ -14,7 +14,7 @@ from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
 from recover.job.extras import need
 from recover.job.gpus import sharing_refused
-from recover.train import checkpoint
+from recover.saving import checkpoint
 from recover.train.config import Config, ConfigError, flatten, parse, read
 from recover.train.streams import open_streams
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recover.journal.run_records import parameters_digest
+from recover.saving import checkpoint
+from recover.saving.checkpoint import CheckpointError, Found
+from recover.saving.tensors import Tensors
 from recover.step.errors import StateDivergedError
-from recover.train import checkpoint
-from recover.train.checkpoint import CheckpointError, Found
+from recover.sums.state_hash import parameters_digest
 from recover.train.engine import Engine
-from recover.train.tensors import Tensors
 from recover.world.world import World
 
 

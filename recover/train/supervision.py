@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.launch.launcher import RAISED, launch
-from recover.train import checkpoint
+from recover.saving import checkpoint
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 

@@ -13,18 +13,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import recover
 from recover.faults import parse_faults
-from recover.journal.journal import Journal, do_despite_losses
+from recover.journal.journal import Journal
 from recover.journal.run_records import (
     incident_line,
     loss_line,
-    parameters_digest,
     spans,
     step_line,
     summary,
     write_json,
 )
 from recover.models.gpu_use import GpuUse
-from recover.sums.inside import replica_of
+from recover.saving.confirmed import save_confirmed, together
+from recover.saving.saver import Saver
+from recover.saving.tensors import Tensors
+from recover.sums.state_hash import parameters_digest
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
 from recover.train.device import pick_device
@@ -34,12 +36,11 @@ from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover.train.optimizer import make_optimizer
 from recover.train.resuming import load_checkpoint
-from recover.train.saver import Saver
 from recover.train.sinks import Sinks
 from recover.train.stop_requests import StopRequests
 from recover.train.streams import open_streams
-from recover.train.tensors import Tensors
 from recover.world import ending
+from recover.world.despite import do_despite_losses
 from recover.world.world import World
 
 
@@ -152,7 +153,7 @@ class Trainer:
         self.saver.found_equal(step.index, self.world.replicas)
         if self.saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
             step.compare_optimizers()
-            if self._in_writing_replica() and self._together(self.saver.due(step.index)):
+            if self._in_writing_replica() and together(step, self.world, self.saver.due(step.index)):
                 self._save()
         if every and step.index % every == 0:
             self.world.hooks.under_way("checkpoint")
@@ -161,15 +162,7 @@ class Trainer:
         """The last state, too, counts only when all have been compared after it was taken."""
         world, step = self.world, self.step
         wanted = self.config.checkpoint.every or step.index < self.config.steps
-        writer = None
-        while writer != world.replicas[0]:  # again, if it was the writer that was lost over it
-            writer = world.replicas[0]
-            if wanted and world.replica == writer and self._together(self.saver.lacks(step.index)):
-                self._save()
-            differing, seconds = step.confirm()
-            if differing:
-                self._lost(differing, seconds)
-            self.saver.found_equal(step.index + 1, world.replicas)
+        save_confirmed(world, step, self.saver, self._save if wanted else None, self._lost)
 
     def _save(self) -> None:
         facts = {
@@ -184,11 +177,6 @@ class Trainer:
     def _in_writing_replica(self) -> bool:
         """Whether this is a rank of the replica whose first rank writes; its mates help it to."""
         return self.world.replica == self.world.replicas[0]
-
-    def _together(self, decided: bool) -> bool:
-        """What the first rank of this replica has decided, on all of its ranks."""
-        vote = torch.tensor([float(decided and self.world.shard == 0)], dtype=torch.float64)
-        return bool(replica_of(self.engine.model).combine(vote))
 
     def _lost(self, ranks: Sequence[int], seconds: float) -> None:
         """Ranks died before the first step or after the last one: there is nothing to run again."""

@@ -9,7 +9,7 @@ from training import small_world, train
 from worlds import PROGRAMS
 
 from recover.launch.launcher import launch
-from recover.train.checkpoint import FACTS, CheckpointError
+from recover.saving.checkpoint import FACTS, CheckpointError
 from recover.train.config import parse, read_words
 from recover.train.preparation import prepare_run
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from training import small_world
 
-from recover.journal.run_records import parameters_digest
-from recover.train import checkpoint
-from recover.train.checkpoint import FACTS, CheckpointError, Found
+from recover.saving import checkpoint
+from recover.saving.checkpoint import FACTS, CheckpointError, Found
+from recover.saving.saver import Saver
+from recover.saving.tensors import Part, Stored, Tensors
+from recover.sums.state_hash import parameters_digest
 from recover.train.preparation import prepare_run
-from recover.train.saver import Saver
-from recover.train.tensors import Part, Stored, Tensors
 
 
 def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -125,7 +125,7 @@ def test_a_flipped_bit_anywhere_is_refused_with_both_digests_and_an_older_one(
         found.verify()
     assert found.facts()["files"][path.name] in str(refusal.value)
     assert checkpoint.file_digest(path) in str(refusal.value)
-    assert "move it away, and --resume goes on from step-1" in str(refusal.value)
+    assert "move it away, and --resume (recover.resume) goes on from step-1" in str(refusal.value)
 
 
 def planted(path: Path) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from training import SHAPE, small_world
 
 from recover.models import SIZES, Llama
-from recover.train import checkpoint
+from recover.saving import checkpoint
 from recover.train.config import MODELS, ConfigError, parse, read_file
 from recover.train.model_shape import parameters_of, shape_of
 from recover.train.preparation import prepare_run

@@ -17,10 +17,10 @@ import torch
 import recover
 from recover.faults import Fault
 from recover.faults.probe import Probe
-from recover.journal.run_records import parameters_digest
 from recover.models import SIZES
 from recover.peers.gpu_rank import GpuRank, RandomTokens, Tokens
 from recover.peers.kills import timed_steps
+from recover.sums.state_hash import parameters_digest
 
 kind, size = sys.argv[1], sys.argv[2]
 seq_len, accum, deaths, seed = map(int, sys.argv[3:7])

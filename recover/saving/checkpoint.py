@@ -1,7 +1,7 @@
 """Checkpoints as they lie on disk: `checkpoints/step-N`, with safetensors files and one readable file, `trainer.json`.
 
 What has this name is whole, and a later vote has confirmed the state that it was taken from. Until then it is a draft,
-`checkpoints/draft-N`, which is offered to nobody: see `recover.train.saver`.
+`checkpoints/draft-N`, which is offered to nobody: see `recover.saving.saver`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Found:
         """What to do instead of loading this one."""
         older = [found for found in all_good(self.path.parents[1]) if found.step < self.step]
         if older:
-            return f"move it away, and --resume goes on from {older[-1].path.name}"
-        return "there is no older one: start again without --resume"
+            return f"move it away, and --resume (recover.resume) goes on from {older[-1].path.name}"
+        return "there is no older one: start again without --resume (recover.resume)"
 
     def _digest(self, name: str) -> str:
         path = self.path / name

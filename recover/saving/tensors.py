@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from recover.replica import plain_name
-from recover.train.checkpoint import CheckpointError, file_digest
+from recover.saving.checkpoint import CheckpointError, file_digest
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Tensors:
         # A group of its own: it is used by the saving thread while the replica computes.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if replica_size > 1 else None
 
-    def snapshot(self) -> Snapshot:
-        """Copy what this rank holds."""
+    def snapshot(self, beside: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Snapshot:
+        """Copy what this rank holds, and the tensors `beside` it."""
         tensors, values = self._state()
+        tensors |= beside
         return Snapshot(
             {name: _copy(Part.of(tensor)) for name, tensor in tensors.items()},
             values,

@@ -12,15 +12,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from recover.journal.run_records import parameters_digest
-from recover.train import checkpoint
-from recover.train.checkpoint import FACTS, FORMAT, CheckpointError
-from recover.train.tensors import Snapshot, Stored, Tensors
+import torch
+
+from recover.saving import checkpoint
+from recover.saving.checkpoint import FACTS, FORMAT, CheckpointError
+from recover.saving.tensors import Snapshot, Stored, Tensors
+from recover.sums.state_hash import parameters_digest
 from recover.world import ending
 
 
@@ -66,11 +68,20 @@ class Saver:
             self._newest = self._take_over()
         return self._newest
 
-    def save(self, step: int, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Copy all tensors now, and write the draft in the thread. All ranks of the replica call it."""
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        facts: dict[str, Any],
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Copy all tensors now, and write the draft in the thread. All ranks of the replica call it.
+
+        `beside`: tensors that are neither the model's nor the optimizer's.
+        """
         self._newest = step
         try:
-            snapshot = tensors.snapshot()
+            snapshot = tensors.snapshot(beside or {})
         except Exception as error:
             if not self._alone:
                 raise  # its mates are saving already, and would wait for this rank for ever

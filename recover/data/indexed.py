@@ -1,0 +1,242 @@
+"""`recover.stream`: microbatches by number out of anybody's dataset, the same ones on whatever replica asks.
+
+Microbatch i is a function of (seed, i) alone. What a dataset draws from torch's, Python's or numpy's generators while
+it is read follows from them, too, and the user's own generators are left as they were found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from recover.data.readers import Readers
+from recover.data.shuffle import Shuffle
+from recover.step.handed_out import loader_mend
+from recover.step.randomness import Randomness
+
+WINDOW = 1024
+Collate = Callable[[list[Any]], Any]
+
+
+def stream(
+    dataset: Any,
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    collate_fn: Collate | None = None,
+    workers: int = 0,
+    epochs: int | None = None,
+    window: int | None = None,
+) -> MapStream | IterableStream:
+    """A stream for `step.microbatches` and `step.rounds`: `stream[i]` is microbatch i, on every replica.
+
+    dataset:     map-style, with a length (torch, Hugging Face `datasets`, a list), or anything that can be iterated
+                 (an IterableDataset, a streaming one of Hugging Face, a generator)
+    batch_size:  items in a microbatch; each has as many, what is left over at the end of a pass is left out
+    shuffle:     another order in every pass, by (seed, pass); map-style only
+    seed:        of the order and of what the dataset draws while it is read. No other generator has a say
+    collate_fn:  makes a microbatch of a list of items; torch's default_collate, if not given
+    workers:     processes that read what this replica owes to this step and the next; 0: the rank reads when it needs.
+                 An iterable has one at most
+    epochs:      passes over a map-style dataset, after which there is nothing more; None: as many as are asked for
+    window:      of an iterable: how many microbatches back one may be asked for again. At least a whole step (B)
+    """
+    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("epochs", epochs, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if (mend := loader_mend(dataset)) is not None:
+        raise TypeError(f"recover.stream was given a DataLoader, which has an order of its own; {mend}")
+    if isinstance(dataset, Mapping | str) or not (_is_map_style(dataset) or isinstance(dataset, Iterable)):
+        raise TypeError(
+            f"recover.stream was given a {type(dataset).__name__}; give a dataset with __len__ and __getitem__, or "
+            "something that can be iterated (of a DatasetDict one split: dataset['train'])"
+        )
+    if not _is_map_style(dataset):
+        return _iterable(dataset, batch_size, shuffle, seed, collate_fn, workers, epochs, window)
+    if window is not None:
+        raise ValueError(
+            f"window={window} is for what is read in order; a map-style dataset is read anywhere"
+        )
+    return MapStream(dataset, batch_size, shuffle, seed, collate_fn or _default_collate(), workers, epochs)
+
+
+class ReadAhead:
+    """What a stream over a dataset of the user's is: microbatches read here or ahead, with draws of their own."""
+
+    def __init__(self, seed: int, workers: int) -> None:
+        self._randomness = Randomness(seed, shard=0)
+        self._readers = Readers(self._read, workers)
+
+    def __getitem__(self, index: int) -> Any:
+        if index < 0:
+            raise IndexError(f"microbatch {index}: microbatches are numbered from 0")
+        return self._readers.get(index)
+
+    def expect(self, coming: Sequence[int], kept: range) -> None:
+        """Called by a step: this replica will be asked for `coming`, and after deaths perhaps for any of `kept`."""
+        self._readers.announce(coming)
+
+    def _read(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+class MapStream(ReadAhead):
+    """Over a dataset that can be read anywhere. `len(stream)` microbatches make one pass."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        collate_fn: Collate,
+        workers: int,
+        epochs: int | None,
+    ) -> None:
+        super().__init__(seed, workers)
+        self._dataset, self._batch_size, self._collate = dataset, batch_size, collate_fn
+        self._shuffle, self._seed, self.epochs = shuffle, seed, epochs
+        self._pass, self._order = -1, Shuffle(0, "")
+        if not len(self):
+            raise ValueError(
+                f"the dataset has {len(dataset)} items, fewer than one microbatch of batch_size={batch_size}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._dataset) // self._batch_size
+
+    def items(self, index: int) -> list[int]:
+        """Which items of the dataset make up this microbatch."""
+        number, position = divmod(index, len(self))
+        if self.epochs is not None and number >= self.epochs:
+            raise IndexError(
+                f"there is no microbatch {index}: {self.epochs} epoch(s) of {len(self)} microbatches are all; end the "
+                "loop before (steps = epochs * len(stream) // global_batch), or raise epochs="
+            )
+        places = range(position * self._batch_size, (position + 1) * self._batch_size)
+        if not self._shuffle:
+            return list(places)
+        if number != self._pass:
+            self._pass, self._order = number, Shuffle(len(self._dataset), f"{self._seed}/{number}")
+        return [self._order[place] for place in places]
+
+    def expect(self, coming: Sequence[int], kept: range) -> None:
+        last = None if self.epochs is None else self.epochs * len(self)
+        super().expect([index for index in coming if last is None or index < last], kept)
+
+    def _read(self, index: int) -> Any:
+        items = self.items(index)
+        with self._randomness.apart():
+            self._randomness.sample(index)
+            if hasattr(self._dataset, "__getitems__"):  # all at once, as DataLoader asks for them
+                return self._collate(self._dataset.__getitems__(items))
+            return self._collate([self._dataset[item] for item in items])
+
+
+class IterableStream(ReadAhead):
+    """Over what can only be read in order: every replica reads all of it, and holds on to what may be asked for again.
+
+    Whoever resumes reads from the beginning again, up to where the run stood.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        batch_size: int,
+        seed: int,
+        collate_fn: Collate,
+        workers: int,
+        window: int,
+    ) -> None:
+        super().__init__(seed, workers)
+        self._iterable, self._batch_size, self._collate, self._window = (
+            iterable,
+            batch_size,
+            collate_fn,
+            window,
+        )
+        self._iterator: Iterator[Any] | None = None
+        self._held: deque[list[Any]] = deque(maxlen=window)  # the items of the last microbatches
+        self._next = 0  # the microbatch that is read next
+
+    def expect(self, coming: Sequence[int], kept: range) -> None:
+        if len(kept) > self._window:
+            raise ValueError(
+                f"a step has {len(kept)} microbatches, and window={self._window}: what a death leaves could not be "
+                f"read again; give recover.stream window={len(kept)} or more"
+            )
+        # In order: what is read at all is read up to the last of them, whoever needs it.
+        super().expect(sorted(coming), kept)
+
+    def _read(self, index: int) -> Any:
+        if index < self._next - len(self._held):
+            raise IndexError(
+                f"microbatch {index} of an iterable has been left behind: {self._next} were read and window="
+                f"{self._window} of them are kept; give recover.stream a larger window="
+            )
+        with self._randomness.apart():
+            while self._next <= index:
+                self._held.append(self._next_items())
+                self._next += 1
+            self._randomness.sample(index)
+            return self._collate(list(self._held[index - self._next]))
+
+    def _next_items(self) -> list[Any]:
+        if self._iterator is None:
+            self._randomness.in_order(-1)
+            self._iterator = iter(self._iterable)
+        self._randomness.in_order(self._next)
+        items = []
+        for number in range(self._next * self._batch_size, (self._next + 1) * self._batch_size):
+            try:
+                items.append(next(self._iterator))
+            except StopIteration:
+                raise IndexError(
+                    f"there is no microbatch {self._next}: the iterable has ended after {number} items; end the loop "
+                    "before, or let it go on (itertools.chain, .repeat())"
+                ) from None
+        return items
+
+
+def _iterable(
+    iterable: Iterable[Any],
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    collate_fn: Collate | None,
+    workers: int,
+    epochs: int | None,
+    window: int | None,
+) -> IterableStream:
+    if shuffle:
+        raise ValueError(
+            "shuffle=True needs a dataset with __len__ and __getitem__; shuffle an iterable itself, by a seed that is "
+            "the same on every replica (datasets: .shuffle(seed=0))"
+        )
+    if epochs is not None:
+        raise ValueError(f"epochs={epochs} needs a dataset with a length; an iterable ends where it ends")
+    if workers > 1:
+        raise ValueError(
+            f"workers={workers}: an iterable is read in order, by one process at most; give workers=1"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1, and at least the microbatches of a step")
+    return IterableStream(
+        iterable, batch_size, seed, collate_fn or _default_collate(), workers, window or WINDOW
+    )
+
+
+def _is_map_style(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return not isinstance(dataset, IterableDataset) and all(
+        hasattr(dataset, name) for name in ("__len__", "__getitem__")
+    )
+
+
+def _default_collate() -> Collate:
+    from torch.utils.data import default_collate
+
+    return default_collate

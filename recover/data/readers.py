@@ -1,0 +1,192 @@
+"""Processes that read microbatches before they are asked for: any number, in any order, each read once.
+
+Torch's DataLoader does not fit: its order is fixed when an iterator is made, so what a death adds would wait behind
+what nobody wants any more; it draws a seed from the user's generator; and a worker that dies raises in the rank
+wherever that is, in the middle of a vote, too. Here a rank asks for numbers and takes answers, without any thread.
+
+Workers are forked, as DataLoader's are: a script needs no `if __name__ == "__main__"`, and what it made need not be
+pickled. They never touch MPI or a GPU. The kernel ends them with their rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+REPLACED = 8  # workers that are replaced when they have died; then this process reads by itself
+AHEAD = 64  # microbatches that are read and not asked for yet: each may hold memory and open files
+
+
+@dataclass
+class _Worker:
+    process: Any
+    line: Connection
+    owes: deque[int] = field(default_factory=deque)  # in the order in which it will answer
+
+
+class Readers:
+    """`workers` processes, each a copy of this one when it first reads ahead, that call `read(index)`."""
+
+    def __init__(self, read: Callable[[int], Any], workers: int) -> None:
+        self._read, self._count = read, workers
+        self._workers: list[_Worker] = []
+        self._coming: deque[int] = deque()  # announced, and not given to a worker yet
+        self._arrived: dict[int, Any] = {}
+        self._owner: int | None = None
+        self._lost = 0
+        self._processes: list[Any] = []  # all that are there
+        weakref.finalize(self, _end, self._processes, os.getpid())
+
+    def announce(self, coming: Iterable[int]) -> None:
+        """These will be asked for, the first ones first; what has been read and is not among them is forgotten."""
+        wanted = dict.fromkeys(coming)
+        self._take_what_is_there()
+        self._arrived = {index: value for index, value in self._arrived.items() if index in wanted}
+        owed = {index for worker in self._workers for index in worker.owes}
+        self._coming = deque(index for index in wanted if index not in owed and index not in self._arrived)
+        self._ask()
+
+    def get(self, index: int) -> Any:
+        """Read ahead, if it was announced in time; otherwise read here."""
+        while index not in self._arrived:
+            worker = next((each for each in self._workers if index in each.owes), None)
+            if worker is None:
+                if index in self._coming:
+                    self._coming.remove(index)
+                return self._read(index)
+            self._take(wait_for=worker)
+        value = self._arrived.pop(index)
+        self._ask()
+        if isinstance(value, _Raised):
+            value.again()
+        return value
+
+    def _ask(self) -> None:
+        """Give out what is coming, so far as it may be read by now."""
+        if not self._coming or not self._start():
+            return
+        held = len(self._arrived) + sum(len(worker.owes) for worker in self._workers)
+        while self._coming and held < max(AHEAD, 2 * self._count):
+            idlest = min(self._workers, key=lambda worker: len(worker.owes))
+            try:
+                idlest.line.send(self._coming[0])
+            except OSError:
+                self._bury(idlest)
+                return  # what is left is read when it is asked for
+            idlest.owes.append(self._coming.popleft())
+            held += 1
+
+    def _start(self) -> bool:
+        """Workers are made by the process that uses them: one that was forked has none of its own yet."""
+        if self._owner != os.getpid():
+            self._owner, self._workers, self._arrived = os.getpid(), [], {}
+            self._processes.clear()
+        if self._count and self._lost <= REPLACED:
+            import torch.multiprocessing  # how tensors go from process to process: in shared memory
+
+            context = torch.multiprocessing.get_context("fork")
+            while len(self._workers) < self._count:
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(there, here, self._read, os.getpid()), daemon=True
+                )
+                with warnings.catch_warnings():
+                    # Python warns of forks beside threads. Those of this package hold no lock that reading needs.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                there.close()
+                self._processes.append(process)
+                self._workers.append(_Worker(process, here))
+        return bool(self._workers)
+
+    def _take_what_is_there(self) -> None:
+        """Answers lie in a pipe of some size: a worker goes on when they are taken out."""
+        for worker in list(self._workers) if self._owner == os.getpid() else []:
+            while worker in self._workers and worker.owes and worker.line.poll():
+                self._take(worker)
+
+    def _take(self, wait_for: _Worker) -> None:
+        """The next answer of this one; those of the others are taken meanwhile, so that they can go on."""
+        lines = {worker.line: worker for worker in self._workers if worker.owes}
+        for line in [wait_for.line] if wait_for.line.poll() else wait(list(lines)):
+            worker = lines[line]  # type: ignore[index]
+            try:
+                value = worker.line.recv()
+            except (EOFError, OSError):
+                self._bury(worker)
+            else:
+                self._arrived[worker.owes.popleft()] = value
+
+    def _bury(self, worker: _Worker) -> None:
+        """What it owed is read when it is asked for, and another one takes its place when reading ahead goes on."""
+        self._workers.remove(worker)
+        self._processes.remove(worker.process)
+        self._lost += 1
+        worker.line.close()
+        worker.process.join(1.0)
+        code = worker.process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        print(
+            f"recover: a process that read data has ended ({how}; out of memory?); what it owed is read in the rank",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class _Raised:
+    """An exception on its way from a worker."""
+
+    def __init__(self, index: int) -> None:
+        from torch._utils import ExceptionWrapper  # what DataLoader sends: kind, message and traceback
+
+        self._wrapped = ExceptionWrapper(where=f"in a process that read microbatch {index} ahead")
+
+    def again(self) -> None:
+        self._wrapped.reraise()
+
+
+def _end(processes: list[Any], owner: int) -> None:
+    """The stream is gone. (A worker has other workers' lines in its hand, so closing them tells nobody.)"""
+    for process in processes if os.getpid() == owner else ():
+        process.kill()
+        process.join()
+
+
+def _serve(line: Connection, other_end: Connection, read: Callable[[int], Any], rank: int) -> None:
+    """A worker's whole life: answer what was asked, in order."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != rank:  # it died before we asked to be told
+        os._exit(1)
+    for number in _SIGNALS:  # the rank's handlers are about the rank
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, too, and the kernel does the rest
+    import torch
+
+    torch.set_num_threads(1)  # the threads of a forked OpenMP are gone, and it would wait for them
+    other_end.close()
+    while True:
+        try:
+            index = line.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = read(index)
+        except Exception:
+            answer = _Raised(index)
+        try:
+            line.send(answer)
+        except (EOFError, OSError):
+            os._exit(0)
+        except Exception:  # it cannot be pickled
+            line.send(_Raised(index))

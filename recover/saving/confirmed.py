@@ -1,0 +1,41 @@
+"""A state counts as saved when all have been compared after it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from recover.saving.saver import Saver
+from recover.sums.inside import replica_of
+from recover.world.world import World
+
+if TYPE_CHECKING:
+    from recover.step.step import Step
+
+
+def save_confirmed(
+    world: World,
+    step: Step,
+    saver: Saver,
+    save: Callable[[], object] | None,
+    lost: Callable[[tuple[int, ...], float], object],
+) -> None:
+    """Where no step follows whose vote would confirm the draft. `save`: by all ranks of the first replica; None: no
+    draft is wanted, only the comparison. `lost` is told of who was lost over it."""
+    writer = None
+    while writer != world.replicas[0]:  # again, if it was the writer that was lost over it
+        writer = world.replicas[0]
+        if save and world.replica == writer and together(step, world, saver.lacks(step.index)):
+            save()
+        differing, seconds = step.confirm()
+        if differing:
+            lost(differing, seconds)
+        saver.found_equal(step.index + 1, world.replicas)
+
+
+def together(step: Step, world: World, decided: bool) -> bool:
+    """What the first rank of this replica has decided, on all of its ranks."""
+    vote = torch.tensor([float(decided and world.shard == 0)], dtype=torch.float64)
+    return bool(replica_of(step.state().model).combine(vote))

@@ -1,0 +1,150 @@
+"""`recover.save` and `recover.resume`: the state of a step on disk, for loops of one's own.
+
+The files are those of `recover train`: `PATH/checkpoints/step-N`, whole tensors under the names of the whole model, so
+that any number of replicas, sharded or not, goes on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from recover.saving import checkpoint
+from recover.saving.confirmed import save_confirmed
+from recover.saving.packing import pack, unpack
+from recover.saving.saver import Saver
+from recover.saving.tensors import Part, Stored, Tensors
+from recover.step.state import StepState
+from recover.world.despite import do_despite_losses
+
+if TYPE_CHECKING:
+    from recover.step.step import Step
+
+
+def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> None:
+    """Write the state after the last committed step to `path`/checkpoints/step-N, and return when it is there.
+
+    To be called by all replicas after the same step. The first living one writes; if it is lost over it, the next one
+    does. It gets its name only when all replicas were found to hold the same state: until then it is a draft. A disk
+    that is full is told, and the one before stands.
+
+    extra:  the user's own, by name: objects with state_dict() and load_state_dict() (an average of weights, say),
+            tensors, numbers, strings, lists, dicts
+    keep:   good ones that are kept; older ones go
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep} must be at least 1")
+    if not step.index:
+        raise ValueError("there is nothing to save before the first step is committed; save after one")
+    found = checkpoint.latest(Path(path))
+    if found is not None and found.step > step.index:
+        raise ValueError(
+            f"{found.path} is of a later step than {step.index}: another run's; recover.resume goes on from it, or "
+            "give another path"
+        )
+    world, state = step.world, step.state(extra)
+    tensors, packed = _packed(state)
+    kept = _kept(step)
+    saver = kept.saver(Path(path), keep)
+
+    def write() -> None:
+        facts = {"step": step.index, "position": step.state_dict(), "state": packed}
+        saver.save(step.index, kept.tensors, facts, tensors)
+
+    def act() -> None:
+        save_confirmed(world, step, saver, write, lambda *_: None)
+        if world.replica == world.replicas[0]:
+            saver.finish()
+
+    do_despite_losses(world, act, lambda *_: None)
+
+
+def resume(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Go on from the newest good checkpoint under `path`; None if there is none, and the run begins at its beginning.
+
+    To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
+    whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
+    Objects in `extra` get back their state, by name. Returns all extras that were saved, as plain values and tensors.
+    """
+    if step.index:
+        raise ValueError(f"step {step.index} is committed already; resume before the first one")
+    found = checkpoint.latest(Path(path))
+    if found is None:
+        return None
+    if step.world.shard == 0:
+        found.verify()
+    facts, state = found.facts(), step.state(extra)
+    if "state" not in facts:
+        raise checkpoint.CheckpointError(
+            f"{found.path} was not written by recover.save; go on with it by `recover train --resume {path}`"
+        )
+    _kept(step).tensors.load(found.path, facts["files"])
+    with Stored(found.path, facts["files"]) as stored:
+        given = state.named()
+        for name, value in given.items():
+            if not hasattr(value, "load_state_dict"):
+                continue
+            if name not in facts["state"]:
+                raise checkpoint.CheckpointError(f"{found.path} has no {name}; it was saved without it")
+            held: dict[str, torch.Tensor] = {}
+            pack(value.state_dict(), name, held)
+            value.load_state_dict(unpack(facts["state"][name], _Found(stored, held)))
+        saved = {
+            name.removeprefix(StepState.EXTRA): unpack(packed, _Found(stored, {}))
+            for name, packed in facts["state"].items()
+            if name.startswith(StepState.EXTRA)
+        }
+    step.load_state_dict(facts["position"])
+    return saved
+
+
+class _Found:
+    """Tensors of a checkpoint: whole ones, or this rank's part where it holds a part of the same name."""
+
+    def __init__(self, stored: Stored, held: Mapping[str, torch.Tensor]) -> None:
+        self._stored, self._held = stored, held
+
+    def __call__(self, name: str) -> torch.Tensor:
+        here = self._held.get(name)
+        if here is None or not hasattr(here, "to_local"):
+            return self._stored.whole(name)
+        self._stored.fill(name, Part.of(here))
+        return here
+
+
+def _packed(state: StepState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors: dict[str, torch.Tensor] = {}
+    values = {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in state.named().items()
+    }
+    return tensors, {name: pack(value, name, tensors) for name, value in values.items()}
+
+
+class _Kept:
+    """What is made once for a step: groups and threads."""
+
+    def __init__(self, step: Step) -> None:
+        state, world = step.state(), step.world
+        self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
+        self._world, self._savers = world, dict[tuple[Path, int], Saver]()
+
+    def saver(self, path: Path, keep: int) -> Saver:
+        world, key = self._world, (path.absolute(), keep)
+        if key not in self._savers:
+            alone = world.grid.replica_size == 1
+            self._savers[key] = Saver(path, 0, keep, world.replica, first=world.shard == 0, alone=alone)
+        return self._savers[key]
+
+
+_all_kept: WeakKeyDictionary[Step, _Kept] = WeakKeyDictionary()
+
+
+def _kept(step: Step) -> _Kept:
+    if step not in _all_kept:
+        _all_kept[step] = _Kept(step)
+    return _all_kept[step]

@@ -1,0 +1,30 @@
+"""`docs/porting.md`: what it says of a construct is what happens, against one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from constructs import CONSTRUCTS, plain
+from worlds import run_world
+
+PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
+
+
+def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
+    """Three replicas, two of which die on the way: final parameters to 1e-5."""
+    outcome = run_world("constructs.py", tmp_path / "run", 3, [{"1": 2, "0": 8}])
+    assert outcome.code == 0, outcome.output
+    assert outcome.survivors == [2], outcome.output
+    torch.set_num_threads(1)
+    for number, (name, construct) in enumerate(CONSTRUCTS.items()):
+        found = torch.load(tmp_path / "run" / f"{number}-2.pt")
+        torch.testing.assert_close(
+            found, plain(construct), rtol=0, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_the_page_lists_every_construct_that_is_tried() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    assert [name for name in CONSTRUCTS if name not in rows] == []

@@ -1,0 +1,113 @@
+"""What of people's own code is found, packed or refused, without starting anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from constructs import Net, Tied, gpt2, qwen2
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+
+from recover.replica.blocks import blocks_of, recompute_blocks
+from recover.saving.packing import pack, unpack
+from recover.step.belonging import Belonging, refuse_scheduler
+
+
+class Deep(torch.nn.Module):
+    """Blocks three levels down, with lists inside of them, one block used twice, and one without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [
+            torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}) for _ in range(3)
+        ]
+        inner = torch.nn.ModuleDict(
+            {"h": torch.nn.ModuleList([*self.blocks, self.blocks[0], torch.nn.Tanh()])}
+        )
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"transformer": inner}))
+        self.more = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+
+def test_blocks_are_found_at_any_depth() -> None:
+    assert (deep := Deep()).blocks + list(deep.more) == blocks_of(deep)
+    assert blocks_of(model := qwen2(layers=3)) == list(model.model.layers)
+    assert blocks_of(model := gpt2()) == list(model.transformer.h)
+    assert blocks_of(Tied()) == []
+
+
+def test_recomputation_that_cannot_be_placed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no ModuleList was found in Tied; name the modules with blocks="):
+        recompute_blocks(Tied())
+    for foreign in ([torch.nn.Linear(2, 2)], [*(model := Net()).layers, model]):
+        with pytest.raises(
+            ValueError, match=r"activations of 1 block\(s\) \(\w+, ...\) cannot be recomputed: they are no"
+        ):
+            recompute_blocks(model if len(foreign) > 1 else Net(), foreign)
+    assert len(recompute_blocks(qwen2(layers=3))) == 3
+
+
+def test_optimizers_and_schedulers_that_step_cannot_call_are_refused() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="LBFGS calls the model again inside of its step"):
+        Belonging(model, torch.optim.LBFGS(model.parameters()), None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Belonging(model, optimizer, None)
+    with pytest.raises(
+        ValueError, match=r"ReduceLROnPlateau.step\(\) takes a metric; .* scheduler.step\(step.loss\) after"
+    ):
+        refuse_scheduler(ReduceLROnPlateau(optimizer))
+    refuse_scheduler(CosineAnnealingLR(optimizer, 3))
+    refuse_scheduler(None)
+
+
+KEYS = st.one_of(st.text(max_size=4), st.integers(), st.just("recover"))
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(max_size=4),
+        st.just("tensor"),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+def with_tensors(value: Any, numbers: Iterator[int]) -> Any:
+    """Each word "tensor" becomes one, with a number of its own."""
+    if isinstance(value, dict):
+        return {key: with_tensors(each, numbers) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_tensors(each, numbers) for each in value)
+    return torch.tensor([next(numbers)]) if value == "tensor" else value
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES)
+@example({"a": {"b": "tensor"}, "a.b": "tensor", 1: "tensor", "1": "tensor"})
+def test_a_users_values_come_back_as_they_were(value: Any) -> None:
+    """Through JSON, with tensors beside it: also keys that are no strings, tuples, and our own mark."""
+    value = with_tensors(value, count())
+    tensors: dict[str, torch.Tensor] = {}
+    packed = json.loads(json.dumps(pack(value, "extra.x", tensors)))
+    found = unpack(packed, tensors.__getitem__)
+    assert repr(found) == repr(value)
+
+
+def test_values_that_no_checkpoint_holds_are_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"extra.x.seen is a set, which a checkpoint does not hold; give tensors, numbers"
+    ):
+        pack({"seen": {1, 2}}, "extra.x", {})
