@@ -23,14 +23,17 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 CAN_BE_CUT = {"num_hidden_layers": 2, "num_key_value_heads": 2}  # into stages, and into slices
-STEP_FIELDS = "step loss grad_norm lr microbatches tokens replicas epoch accum roles seconds data_digest"
+STEP_FIELDS = (
+    "step loss grad_norm lr microbatches tokens replicas epoch accum roles seconds data_digest at "
+    "compute_ms wait_ms"
+)
 INCIDENT_FIELDS = (
     "step location dead_ranks dead_replicas boundary restore extra_microbatches redone_microbatches epoch "
-    "detect_ms repair_ms restore_ms redo_ms"
+    "detect_ms repair_ms restore_ms redo_ms at"
 )
 SUMMARY_FIELDS = (
     "steps microbatches_min microbatches_max replicas_start replicas_end failures tokens seconds tokens_per_second "
-    "effective_throughput final_loss parameters_digest"
+    "effective_throughput final_loss parameters_digest goodput"
 )
 
 

@@ -15,7 +15,10 @@ from recover.cli.plan import plan
 from recover.cli.report import report
 from recover.cli.run import run
 from recover.cli.run_command import RunCommand
+from recover.cli.status import status
 from recover.cli.train import TrainCommand, train
+from recover.cli.watch import watch
+from recover.cli.why import why
 
 
 def _tell_version(asked: bool) -> None:
@@ -36,7 +39,7 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=TrainCommand)(train)
-for verb in (doctor, plan, report, demo):
+for verb in (doctor, plan, report, status, watch, why, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 app.add_typer(bench.app, name="bench")

@@ -75,6 +75,20 @@ def bench_data(
     _measure(measure, model, replicas, seq_len, sequences, accum, workers, turns, slow_ms, json)
 
 
+@app.command("watch")
+def bench_watch(
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    replicas: Annotated[int, typer.Option(min=2)] = 2,
+    seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 10,
+    turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 6,
+    json: Json = None,
+) -> None:
+    """What a page that is open and Prometheus cost a step: with them and without, turn by turn, in one run."""
+    from recover.bench.looking_on import bench_watch as measure
+
+    _measure(measure, model, replicas, seconds, turns, json)
+
+
 @app.command("recovery")
 def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
     """From SIGKILL in the middle of a reduction to the commit of that very step."""

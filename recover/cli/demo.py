@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from recover.cli.looking_on import Page
+from recover.cli.refusals import refusals
+
+if TYPE_CHECKING:
+    from recover.launch.launcher import Beside
 
 STEPS = 24
 WORDS = (
@@ -24,6 +30,7 @@ def demo(
     output: Annotated[
         Path | None, typer.Option(help="Where runs and page go.  [default: runs/demo-TIME]")
     ] = None,
+    page: Page = "auto",
 ) -> None:
     """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
     from recover.records.lines import read_lines
@@ -33,12 +40,12 @@ def demo(
     place = output or Path("runs", f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     calm, rough = place / "failure-free", place / "two-replicas-lost"
     print("A run in which nothing fails:", flush=True)
-    if code := train(WORDS, calm):
+    if code := train(WORDS, calm, beside=_page(page)):
         raise typer.Exit(code)
     print(f"\nThe same run, in which two of four replicas are killed ({', '.join(KILLS)}):", flush=True)
-    if code := train(WORDS, rough, KILLS):
+    if code := train(WORDS, rough, KILLS, beside=_page(page)):
         raise typer.Exit(code)
-    page = build([calm, rough], place / "report")
+    picture = build([calm, rough], place / "report")
     undisturbed, survived = (list(read_lines(run / "steps.jsonl")) for run in (calm, rough))
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(undisturbed, survived, strict=True))
     batches = {line["microbatches"] for line in (*undisturbed, *survived)}
@@ -49,5 +56,12 @@ def demo(
         f"Every step of both runs was committed on {' or '.join(map(str, sorted(batches)))} microbatches, "
         f"{'on the same samples' if same else 'BUT NOT ON THE SAME SAMPLES'}; the losses are never more than "
         f"{apart:.2g} apart.\n"
-        f"Both curves: {page}"
+        f"Both curves: {picture}"
     )
+
+
+def _page(page: str) -> Beside:
+    from recover.monitor.beside import LOOPBACK, onlookers
+
+    with refusals("recover demo"):
+        return onlookers(page, LOOPBACK, None, typer.echo)

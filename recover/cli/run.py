@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from recover.cli.looking_on import OnIncident, Page, PageBind
+from recover.cli.refusals import refusals
 
 
 def run(
@@ -45,10 +49,23 @@ def run(
             help="A fault on schedule, as 3:1:in-reduce; may be repeated.  [default: what RECOVER_KILL says]",
         ),
     ] = None,
+    page: Page = "auto",
+    page_bind: PageBind = "127.0.0.1",
+    on_incident: OnIncident = None,
 ) -> None:
     """Start SCRIPT on several ranks that survive each other. Options go before SCRIPT."""
     from recover.launch.launcher import launch
+    from recover.monitor.beside import onlookers
 
+    # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
+    tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
+    with refusals("recover run"):
+        beside = onlookers(
+            page,
+            page_bind,
+            on_incident,
+            lambda text: typer.echo(f"recover: {text}", err=True) if tell else None,
+        )
     code = launch(
         ranks,
         script,
@@ -62,5 +79,6 @@ def run(
         faults=kill,
         module=module,
         own=True,
+        beside=beside,
     )
     raise typer.Exit(code)

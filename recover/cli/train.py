@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from recover.cli.looking_on import OnIncident, Page, PageBind
+from recover.cli.refusals import refusals
+
 
 class TrainCommand(TyperCommand):
     """Its help ends with all keys; they are looked up only when somebody asks for it."""
@@ -51,8 +54,14 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show grid, memory and plan; start nothing.")
     ] = False,
+    page: Page = "auto",
+    page_bind: PageBind = "127.0.0.1",
+    on_incident: OnIncident = None,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
+    from recover.monitor.beside import onlookers
     from recover.train.supervision import train as start
 
-    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run))
+    with refusals("recover train"):
+        beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo)
+    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run, beside))

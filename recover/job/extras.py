@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-TRAIN = {"tokenizers", "tensorboard", "matplotlib"}  # what `recover[train]` brings
+BROUGHT_BY = {  # the extra of recover that brings a package
+    "tokenizers": "train",
+    "tensorboard": "train",
+    "matplotlib": "train",
+    "prometheus_client": "watch",
+}
 
 
 class MissingExtra(ValueError):
@@ -14,7 +19,7 @@ class MissingExtra(ValueError):
 def need(package: str, what: str, otherwise: str = "") -> None:
     """Raises MissingExtra if `package` is not there. `what` needs it; `otherwise` is a way to do without."""
     if find_spec(package) is None:
-        wanted = "'recover[train]'" if package in TRAIN else package
+        wanted = f"'recover[{BROUGHT_BY[package]}]'" if package in BROUGHT_BY else package
         raise MissingExtra(
             f"{what} needs the package {package}, which is not installed; `pip install {wanted}`"
             + (f", or {otherwise}" if otherwise else "")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from recover.faults import Fault
 from recover.policy import Layout, RestoreMode
+from recover.records.goodput import account
+from recover.records.job_log import job_lines, launches
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import read_lines
 from recover.world.world import World
@@ -24,6 +27,7 @@ class CommittedStep(Protocol):
     weight: float
     all_samples: list[int]
     stragglers: dict[int, float]
+    busy: dict[int, float]
 
     @property
     def index(self) -> int: ...
@@ -42,6 +46,7 @@ class Repaired(Protocol):
     boundary: bool
     restore: RestoreMode
     extra_microbatches: int
+    noticed_at: float
     noticed_in: str
     detect_ms: float
     repair_ms: float
@@ -72,6 +77,11 @@ def step_line(
         "roles": {str(role): count for role, count in sorted(step.layout.roles().items())},
         "seconds": round(seconds, 6),
         "data_digest": data_digest(step.all_samples),
+        "at": round(time.time(), 3),
+        "compute_ms": round(1e3 * sum(step.busy.values()), 3),
+        "wait_ms": round(
+            1e3 * (max(step.busy.values(), default=0.0) * len(step.busy) - sum(step.busy.values())), 3
+        ),
     }
     if stragglers:
         record["stragglers"] = stragglers
@@ -95,6 +105,7 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
         "repair_ms": round(incident.repair_ms, 3),
         "restore_ms": round(incident.restore_ms, 3),
         "redo_ms": round(incident.redo_ms, 3),
+        "at": round(incident.noticed_at, 3),
     }
 
 
@@ -117,6 +128,7 @@ def loss_line(
         "repair_ms": round(seconds * 1e3, 3),
         "restore_ms": 0.0,
         "redo_ms": 0.0,
+        "at": round(time.time() - seconds, 3),
     }
 
 
@@ -132,7 +144,8 @@ def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str
 def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) -> dict[str, Any]:
     """Over all steps of the run, those before it was resumed included. What is not known is left out."""
     steps = list(read_lines(run_dir / "steps.jsonl"))
-    before = [line for line in read_lines(run_dir / "incidents.jsonl") if line["step"] <= resumed_at]
+    incidents = list(read_lines(run_dir / "incidents.jsonl"))
+    before = [line for line in incidents if line["step"] <= resumed_at]
     tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
     alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
     facts: dict[str, Any] = {
@@ -146,6 +159,7 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
         + sum(len(line["dead_replicas"]) for line in before),
         "seconds": round(seconds, 3),
         "final_loss": steps[-1]["loss"] if steps else None,
+        "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
     }
     if tokens or not steps:
         facts["tokens"] = tokens

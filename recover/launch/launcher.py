@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,12 +28,14 @@ from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, name_ranks
+from recover.launch.witness import Witness
 from recover.world.ending import STACK_SIGNAL
 from recover.world.watchdog import HangWatchdog
 
 if TYPE_CHECKING:
     from recover.liveness.board import Board
 
+Beside = Callable[[Path], AbstractContextManager[object]]  # who looks on while a job runs
 DEFAULT_TIMEOUT = 1800.0
 RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
@@ -56,11 +58,13 @@ def launch(
     faults: Sequence[str] | None = None,
     module: bool = False,
     own: bool = False,
+    beside: Beside = nullcontext,
 ) -> int:
     """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
     failed), 2 (it could not be started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended
     it. `hang_limit` and `faults` that are not given are read from the environment. `own`: it is a user's script. What
     it prints is labelled, its steps are written down, deaths are told as they happen, and one alone has our terminal.
+    `beside` is entered, with the run directory, while it runs.
     """
     script = Path(script)
     has_terminal = own and ranks == 1 and sys.stdin is not None and sys.stdin.isatty()
@@ -76,7 +80,12 @@ def launch(
             mpirun = preflight.find_mpirun(mpirun)
             preflight.check_mpirun(mpirun)
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
-        with Session() as session, _signals(session, has_terminal) as caught:
+        with (
+            beside(directory),
+            Witness(directory) as witness,
+            Session() as session,
+            _signals(session, has_terminal) as caught,
+        ):
             spec = JobSpec(
                 ranks,
                 replica_size,
@@ -103,7 +112,10 @@ def launch(
             relay = Relay(process, outputs, directory / "ranks")
             job = _Job(ranks, replica_size, directory, session, process, relay, hangs)
             job.teller = Teller(directory) if own else None
-            failure = job.watch(0 if has_terminal else timeout, caught)  # whoever debugs may take his time
+            # Whoever debugs may take his time.
+            limit_here = 0 if has_terminal else timeout
+            failure = job.watch(limit_here, caught, lambda board: witness.watch(spec, board))
+            witness.ending(failure)
         if caught:
             _say(f"ended by {signal.Signals(caught[0]).name}")
             return 128 + caught[0]
@@ -199,11 +211,12 @@ class _Job:
     crashed: set[int] = field(default_factory=set)  # ranks whose crash was shown
     teller: Teller | None = None
 
-    def watch(self, timeout: float, caught: list[int]) -> str:
+    def watch(self, timeout: float, caught: list[int], begun: Callable[[Board], object]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed."""
         from recover.liveness.board import Board  # imports numpy: while mpirun starts
 
         board = Board(self.session.directory / "board", self.ranks)
+        begun(board)
         seen: object = None
         ended: set[int] = set()
         progress = last_running = look = stuck = time.monotonic()

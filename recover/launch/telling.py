@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from recover.launch.verdict import Verdict, name_ranks
-from recover.records.lines import Follower, read
+from recover.records.lines import read
 from recover.records.sentences import sentence
+from recover.records.tail import Follower
 
 
 class Teller:

@@ -11,12 +11,13 @@ import errno
 import mmap
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from recover.liveness.signs import Sign, Suspects
+from recover.liveness.signs import Now, Sign, Suspects
 
 # Who it is, and what it has accomplished for good: the launcher's progress.
 PID, STARTED, JOINED, ACCOMPLISHED = range(4)
@@ -25,6 +26,13 @@ ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
 # What it computes just now: the first slot (from 1 on; 0: none), which slots after it, as bits, and how far the
 # numbers of their samples lie above theirs.
 SLOT, SLOTS, OFFSET = range(11, 14)
+# What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
+DOES, SINCE = range(14, 16)
+DOING = (
+    *("starting", "warming up", "preparing", "computing", "reducing"),
+    *("voting", "repairing", "updating", "between steps", "ending"),
+)
+STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATING, BETWEEN, ENDING = range(10)
 ENDED = -1  # in the column of steps: the script has ended
 COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
@@ -57,6 +65,7 @@ class Board:
         me = os.getpid(), start_time(os.getpid())
         if (self._table[rank, PID], self._table[rank, STARTED]) != me:
             self._table[rank] = 0  # whatever a process before has counted says nothing of this one
+            self._does(rank, STARTING)
         self._table[rank, STARTED] = me[1]
         self._table[rank, PID] = me[0]
 
@@ -82,6 +91,7 @@ class Board:
     def join(self, rank: int) -> None:
         """MPI is up on this rank, and so it is on all others, or will be."""
         self._table[rank, JOINED] = 1
+        self._does(rank, WARMING_UP)
 
     def joined(self, rank: int) -> bool:
         return bool(self._table[rank, JOINED])
@@ -89,6 +99,9 @@ class Board:
     def enter(self, rank: int, agreement: int) -> None:
         """This rank is about to take part in agreement number `agreement`."""
         self._table[rank, ENTERED] = agreement
+        # Agreements outside of a step, and inside a repair, are no votes.
+        if self._table[rank, DOES] == REDUCING:
+            self._does(rank, VOTING)
 
     def entered(self, rank: int) -> int:
         return int(self._table[rank, ENTERED])
@@ -107,6 +120,8 @@ class Board:
     def finish(self, rank: int, agreement: int) -> None:
         """This rank holds the result of agreement number `agreement`."""
         self._table[rank, FINISHED] = agreement
+        if self._table[rank, DOES] == VOTING:
+            self._does(rank, UPDATING)
 
     def touch(self, rank: int) -> None:
         """This rank has done something: nobody may take it for stuck."""
@@ -129,14 +144,21 @@ class Board:
                 if theirs - slot == sample - first and 0 <= slot - first < _SHOWN
             )
             row[SLOT] = first + 1
+            self._does(rank, COMPUTING)
 
     def come_to_vote(self, rank: int) -> None:
         """This rank has done its part, and waits for the others."""
         self._table[rank, VOTES] += 1
+        self._does(rank, REDUCING)
+
+    def repair(self, rank: int) -> None:
+        """This rank has come to a repair."""
+        self._does(rank, REPAIRING)
 
     def in_step(self, rank: int, step: int) -> None:
         """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
         self._table[rank, STEP] = step
+        self._does(rank, PREPARING if step > 0 else ENDING if step == ENDED else BETWEEN)
 
     def step(self, rank: int) -> int:
         """The step that a rank is inside of, 0, or ENDED."""
@@ -177,6 +199,25 @@ class Board:
 
     def finished(self, rank: int) -> int:
         return int(self._table[rank, FINISHED])
+
+    def now(self, rank: int) -> Now:
+        """What a rank does, or did when it died, and for how long."""
+        row = self._table[rank].tolist()
+        return Now(
+            DOING[row[DOES]],
+            max(0.0, (time.monotonic_ns() - row[SINCE]) / 1e9) if row[SINCE] else 0.0,
+            max(0, row[STEP]),
+            tuple(slot for slot, _ in _suspects(row)) if row[DOES] == COMPUTING else (),
+        )
+
+    def state(self, rank: int) -> str:
+        """The kernel's letter for the process of a rank while it lives, otherwise nothing."""
+        return self._state(self._table[rank].tolist())
+
+    def _does(self, rank: int, what: int) -> None:
+        if self._table[rank, DOES] != what or not self._table[rank, SINCE] or what == COMPUTING:
+            self._table[rank, SINCE] = time.monotonic_ns()
+            self._table[rank, DOES] = what
 
     def held_by_others(self, agreement: int) -> bool:
         """Whether a living rank of this host holds the result of an agreement. What only the dead held is gone."""

@@ -17,3 +17,13 @@ class Sign:
     stopped: bool = False  # as the kernel says: by a signal, or by a debugger
     step: int = 0
     suspects: Suspects = ()  # what it computes just now
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a rank does just now, for whoever looks on."""
+
+    doing: str
+    seconds: float  # for so long
+    step: int  # that it is inside of; 0: none
+    slots: tuple[int, ...] = ()  # that it computes

@@ -2,6 +2,7 @@
 
 `steps.jsonl`      a `StepRecord` for every committed step
 `incidents.jsonl`  an `IncidentRecord` for every repair
+`job*.jsonl`       a `JobRecord` for what a launcher (or the agent of a host) saw: starts, ends of ranks, its own end
 `events-R.jsonl`   an `Event` for whatever rank R of a benchmark noted
 """
 
@@ -30,6 +31,11 @@ class StepRecord(TypedDict):
     weight: NotRequired[float]
     own_step: NotRequired[int]  # of a script with several Steps: the number in the Step that took it,
     part: NotRequired[int]  # and which one that was, from 1 on; `step` counts them all
+    at: float  # when it was committed, in seconds since 1970
+    compute_ms: float  # that replicas have computed what they were dealt, over all of them
+    wait_ms: float  # that replicas waited meanwhile for the slowest of them, over all of them
+    checkpoint_ms: NotRequired[float]  # of the time since the step before: went into a checkpoint
+    evaluation_ms: NotRequired[float]  # and into an evaluation
     heldout_loss: NotRequired[float]
     gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
     mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted
@@ -52,6 +58,36 @@ class IncidentRecord(TypedDict):
     repair_ms: float
     restore_ms: float
     redo_ms: float
+    at: float  # when its writer first knew, in seconds since 1970
+
+
+class JobRecord(TypedDict):
+    """What only who stands beside the ranks can see. `what` is `start`, `exit` (of a rank), or `end`."""
+
+    what: str
+    at: float
+    # start: how the job was begun
+    ranks: NotRequired[int]
+    replica_size: NotRequired[int]
+    session: NotRequired[str]  # its board lies there while it runs, on this host
+    host: NotRequired[str]
+    faults: NotRequired[list[str]]
+    # exit: a rank is gone, and what is known of it
+    rank: NotRequired[int]
+    pid: NotRequired[int]
+    signal: NotRequired[str]  # that ended it, where the kernel tells
+    code: NotRequired[int]  # that it ended with
+    step: NotRequired[int]  # what it was doing, as its board has it
+    doing: NotRequired[str]
+    slots: NotRequired[list[int]]
+    words: NotRequired[dict[str, Any]]  # its last ones, where its own disk would not take them
+    kernel: NotRequired[
+        list[str]
+    ]  # what the kernel said of this process, or of the host's hardware just then
+    oom_kills: NotRequired[int]  # of the control group, since the start
+    disk_full: NotRequired[str]
+    gpu: NotRequired[list[str]]
+    # end: of the launcher
 
 
 Line = dict[str, Any]  # a record whose kind does not matter

@@ -63,43 +63,6 @@ def parse(text: bytes, key: str = "step") -> Line | None:
     return value if isinstance(value, dict) and isinstance(value.get(key), int | float) else None
 
 
-class Follower:
-    """The finished lines that were added to a file since the last look, each told once.
-
-    The file may be cut by a successor of its writer, or replaced by what stays of an earlier run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        self._told: set[tuple[int, int | None]] = set()
-        self._file = 0
-        if path.exists():  # of an earlier run, and about to be replaced
-            self._file, self._at = path.stat().st_ino, path.stat().st_size
-
-    def read(self) -> list[Any]:
-        try:
-            with open(self._path, "rb") as file:
-                if self._file != (now := os.fstat(file.fileno()).st_ino):
-                    self._file, self._at = now, 0
-                if os.fstat(file.fileno()).st_size < self._at:  # cut by a successor, who writes on from there
-                    self._at = 0
-                file.seek(self._at)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:  # it was cut and has grown again: this was not the beginning of a line
-            self._at = 0
-            return []
-        self._at += len(whole)
-        fresh = {(line["step"], line.get("epoch")): line for line in lines}
-        untold = [line for key, line in fresh.items() if key not in self._told]
-        self._told |= fresh.keys()
-        return untold
-
-
 class LineFile(Generic[R]):
     """A file of JSON lines, each with a higher key than the one before, and the latest of them in memory."""
 
@@ -166,6 +129,6 @@ def _same(line: Mapping[str, Any], mine: Mapping[str, Any] | None) -> bool:
     """Whether two ranks tell of the same step or incident; each noticed it by its own clock, in its own place."""
     if mine is None:
         return False
-    own = ("seconds", "location")
+    own = ("seconds", "at", "location")
     names = {name for name in (*line, *mine) if name not in own and not name.endswith("_ms")}
     return all(line.get(name) == mine.get(name) for name in names)

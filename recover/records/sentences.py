@@ -5,11 +5,12 @@ from __future__ import annotations
 from recover.records.kinds import IncidentRecord, StepRecord
 
 
-def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int) -> str:
-    """Who, where in the step, how long the repair took, what was redone, and what the step was committed on."""
+def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
+    """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
     dead = incident["dead_replicas"]
     who = f"replica{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
-    what = f"lost {who} ({incident['location']})" if dead else "a replica left its step early, nobody is lost"
+    where = f"{incident['location']}: {cause}" if cause else incident["location"]
+    what = f"lost {who} ({where})" if dead else "a replica left its step early, nobody is lost"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]
     if extra:

@@ -13,11 +13,12 @@ def build(run_dirs: list[Path], output: Path) -> Path:
 
 
 def compare(run_dirs: list[Path]) -> list[str]:
-    """For every run but the first, one line: does it equal the first, and if not, where do they part?"""
+    """For every run but the first, one line: does it equal the first, if not, where do they part; and their goodput."""
     from recover.report.comparison import compare as compare_two
+    from recover.report.comparison import compare_goodput
     from recover.report.recorded_runs import read_runs
 
     if len(run_dirs) < 2:
         raise ValueError("there is nothing to compare with; name two run directories or more")
     first, *others = read_runs(run_dirs)
-    return [compare_two(first, other) for other in others]
+    return [f"{compare_two(first, other)}; {compare_goodput(first, other)}" for other in others]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from recover.records.goodput import PARTS, PRODUCTIVE, shares
 from recover.records.kinds import Line
 from recover.report.recorded_runs import Run
 from recover.report.words import many
@@ -12,7 +13,14 @@ from recover.report.words import many
 # What came out of a run, and what only says where things go or when they end: none of it is a reason to differ.
 _RESULTS = {
     *("steps", "tokens", "seconds", "tokens_per_second", "effective_throughput", "final_loss", "failures"),
-    *("microbatches_min", "microbatches_max", "replicas_start", "replicas_end", "parameters_digest"),
+    *(
+        "microbatches_min",
+        "microbatches_max",
+        "replicas_start",
+        "replicas_end",
+        "parameters_digest",
+        "goodput",
+    ),
 }
 _HARMLESS = {"run_dir", "faults", "min_replicas", "eval.every", "eval.batches"}
 _HARMLESS_GROUPS = ("log.", "checkpoint.")
@@ -37,6 +45,17 @@ def compare(one: Run, two: Run) -> str:
         line += f"; recorded differences: {named}"
         line += f" and {many(len(different) - 3, 'more', 'more')}" if len(different) > 3 else ""
     return line
+
+
+def compare_goodput(one: Run, two: Run) -> str:
+    """`goodput 97.1% against 88.4%, most of it by repair (0.0% against 5.2%)`"""
+    mine, theirs = (shares(run.goodput) for run in (one, two))
+    text = f"goodput {one.goodput['goodput']:.1%} against {two.goodput['goodput']:.1%}"
+    apart = {name: abs(mine[name] - theirs[name]) for name in mine if name not in PRODUCTIVE}
+    most = max(apart, key=lambda name: apart[name])
+    if apart[most] >= 0.0005:
+        text += f", most of it by {PARTS[most]} ({mine[most]:.1%} against {theirs[most]:.1%})"
+    return text
 
 
 def _common(one: Run, two: Run) -> list[tuple[Line, Line]]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from recover.records.goodput import account
+from recover.records.job_log import job_lines, launches
 from recover.records.kinds import Line
 from recover.records.lines import read
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     path: Path
     name: str
@@ -21,12 +25,20 @@ class Run:
     summary: Line  # empty while the run is not finished
     config: Line
     unreadable: int  # lines that could not be read, a torn last one aside
+    job: list[Line] = field(default_factory=list)  # what the launcher has seen
 
     @property
     def global_batch(self) -> int | None:
         """B as configured; the first committed step has it, too."""
         first = self.steps[0].get("microbatches") if self.steps else None
         return self.config.get("global_batch", first)
+
+    @cached_property
+    def goodput(self) -> dict[str, Any]:
+        """Up to when the summary was written; without one, up to the last step."""
+        until = (self.summary.get("goodput") or {}).get("until")
+        replicas = self.summary.get("replicas_start") or self.config.get("replicas") or 0
+        return account(self.steps, self.incidents, launches(self.job), until, replicas)
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Steps, and this key in them, where it was recorded."""
@@ -45,11 +57,13 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 def _read(path: Path, name: str) -> Run:
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory; name the run directory of a job")
-    if not any((path / file).exists() for file in ("steps.jsonl", "config.yaml")):
         raise ValueError(
-            f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml; "
-            "name one that `recover train` made, or `recover run` of a script that takes steps"
+            f"{path} is not a directory; name the run directory of a `recover train` or `recover run`"
+        )
+    if not any((path / file).exists() for file in ("steps.jsonl", "config.yaml", "job.jsonl")):
+        raise ValueError(
+            f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml nor job.jsonl; "
+            "name one that `recover train` or `recover run` made"
         )
     steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
     once = {line["step"]: line for line in steps.whole}
@@ -61,6 +75,7 @@ def _read(path: Path, name: str) -> Run:
         _mapping(path / "summary.json"),
         _mapping(path / "config.yaml"),
         steps.unreadable + incidents.unreadable,
+        job_lines(path),
     )
 
 

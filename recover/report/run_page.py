@@ -6,6 +6,7 @@ import base64
 from html import escape
 from pathlib import Path
 
+from recover.records.goodput import PARTS, shares
 from recover.report.comparison import compare
 from recover.report.recorded_runs import Run, read_runs
 from recover.report.run_pictures import COLOURS, draw
@@ -69,6 +70,7 @@ def _page(runs: list[Run], pictures: list[Path]) -> str:
         body += [f"<h2>{heading}</h2><p>{caption}</p>", inline(picture, heading)]
     body += ["<h2>What happened</h2>", _incident_table(runs)]
     body += [f"<p>{escape(text)}</p>" for run in runs for text in stragglers(run)]
+    body += ["<h2>Goodput</h2>", _goodput_table(runs)]
     body += ["<h2>Numbers</h2>", _summary_table(runs)]
     return document(_heading(runs), body)
 
@@ -131,6 +133,31 @@ def _incident_table(runs: list[Run]) -> str:
         return "<p>Nobody died.</p>"
     run_column = "<th>run</th>" if len(runs) > 1 else ""
     return f'<table><tr><th class="number">step</th>{run_column}<th>incident</th></tr>{"".join(rows)}</table>'
+
+
+def _goodput_table(runs: list[Run]) -> str:
+    """All time of all ranks, and where it went."""
+    told = [(run.goodput, shares(run.goodput)) for run in runs]
+    if not any(goodput["total_ms"] for goodput, _ in told):
+        return "<p>No step was committed.</p>"
+    head = "".join(
+        f'<th class="number">{_key(index, runs)}{escape(run.name)}</th>' for index, run in enumerate(runs)
+    )
+    rows = [
+        f'<tr><td class="name">{what}</td>'
+        + "".join(f'<td class="number">{part[name]:.2%}</td>' for _, part in told)
+        + "</tr>"
+        for name, what in PARTS.items()
+        if any(part[name] for _, part in told)
+    ]
+    good = "".join(
+        f'<td class="number"><strong>{goodput["goodput"]:.2%}</strong></td>' for goodput, _ in told
+    )
+    total = "".join(f'<td class="number">{quantity(g["total_ms"] / 1e3)} s</td>' for g, _ in told)
+    return (
+        f'<table><tr><th></th>{head}</tr><tr><td class="name"><strong>goodput</strong></td>{good}</tr>{"".join(rows)}'
+        f'<tr><td class="name">all time of all ranks</td>{total}</tr></table>'
+    )
 
 
 def _summary_table(runs: list[Run]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recover.records.kinds import Line
+from recover.records.stories import stories
 from recover.report.recorded_runs import Run
 
 PHASES = {
@@ -44,6 +45,10 @@ def sentences(run: Run, incident: Line) -> str:
     was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
     where = incident.get("location")
     text = [f"{_capital(who)} {was} lost in step {incident['step']}{f' ({where})' if where else ''}."]
+    if cause := next(
+        (s.short for s in stories(run.incidents, run.job) if s.seen and s.incident is incident), ""
+    ):
+        text.append(f"{_capital(cause)}.")
 
     spans = {key: incident.get(key) or 0 for key in PHASES}
     if told := [f"{milliseconds(spans[key])} {what}" for key, what in PHASES.items() if spans[key] >= 0.05]:

@@ -19,6 +19,7 @@ class StepResult:
     stragglers: dict[int, float] = field(
         default_factory=dict
     )  # replicas far slower than the median, by how much
+    busy: dict[int, float] = field(default_factory=dict)  # seconds that each replica computed its share
     skipped: bool = False  # its gradient was not finite: the optimizer was not called
     stop_agreed: bool = False  # somebody had asked to stop, and all survivors know it
 
@@ -38,6 +39,7 @@ class TellsOfLastStep:
     all_samples: list[int] = _told("all_samples")
     incidents: list[Incident] = _told("incidents")
     stragglers: dict[int, float] = _told("stragglers")
+    busy: dict[int, float] = _told("busy")
     stop_agreed: bool = _told("stop_agreed")
 
     del _told

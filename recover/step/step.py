@@ -18,7 +18,7 @@ import torch
 from recover.journal.own_records import records_of
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
 from recover.step.belonging import Belonging, refuse_scheduler
-from recover.step.beside import BesideTraining
+from recover.step.beside_training import BesideTraining
 from recover.step.clock import clock_of
 from recover.step.habits import Habits
 from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
@@ -28,7 +28,7 @@ from recover.step.randomness import Randomness
 from recover.step.result import StepResult
 from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
-from recover.step.stragglers import Stragglers
+from recover.step.stragglers import Stragglers, busy
 from recover.step.transaction import Transaction
 from recover.step.weights import Weight, losses_of, weighted, weights_of
 from recover.sums.gradients import Gradients, OwnedGradients
@@ -361,6 +361,7 @@ class Step(BesideTraining):
             all_samples=totals.samples,
             incidents=transaction.incidents,
             stragglers=self._stragglers.committed(totals.paces, number),
+            busy=busy(self.layout, totals.paces, self._world.replicas),
             skipped=not transaction.finite,
             stop_agreed=transaction.stop_agreed,
         )

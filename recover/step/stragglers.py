@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+
+from recover.policy import Layout
 
 WINDOW = 8  # steps: a single slow one is noise
 FAR = 2.0  # times the median of the others
@@ -42,3 +44,12 @@ class Stragglers:
             )
         self._told = set(found)
         return found
+
+
+def busy(layout: Layout, paces: Mapping[int, float], living: Collection[int]) -> dict[int, float]:
+    """Seconds that each living replica has computed what it was dealt when the step began; 0 if that was nothing."""
+    return {
+        share.replica: paces.get(share.replica, 0.0) * len(share.run)
+        for share in layout.shares
+        if share.replica in living
+    }

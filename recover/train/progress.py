@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recover.records.kinds import IncidentRecord, StepRecord
-from recover.records.lines import Follower
+from recover.records.job_log import job_lines
+from recover.records.kinds import IncidentRecord, Line, StepRecord
 from recover.records.sentences import in_replicas, sentence
+from recover.records.stories import stories
+from recover.records.tail import Follower
 from recover.train.config import Config
 
 QUIET = 1.0  # seconds between two lines where there is no terminal
@@ -24,6 +26,7 @@ class Screen:
 
     def __init__(self, config: Config, run_dir: Path, first: int) -> None:
         self._config, self._first, self._next = config, first, first
+        self._run_dir = run_dir
         self._steps, self._incidents = (
             Follower(run_dir / "steps.jsonl"),
             Follower(run_dir / "incidents.jsonl"),
@@ -51,7 +54,7 @@ class Screen:
             self._rate = self._rate * (1 - SMOOTHING) + speed * SMOOTHING if self._rate else speed
             for incident in [i for i in self._untold if i["step"] <= line["step"]]:
                 self._untold.remove(incident)
-                self.say(sentence(incident, line, self._config.global_batch))
+                self.say(sentence(incident, line, self._config.global_batch, self._cause(incident)))
             for replica, factor in line.get("stragglers", {}).items():
                 if replica not in self._slow:
                     self._slow.add(replica)
@@ -70,7 +73,12 @@ class Screen:
         if self._bar is not None:
             self._bar.stop()
         for incident in self._untold:
-            self.say(sentence(incident, None, self._config.global_batch))
+            self.say(sentence(incident, None, self._config.global_batch, self._cause(incident)))
+
+    def _cause(self, incident: IncidentRecord) -> str:
+        """The first one, in short; nothing where nobody has seen it."""
+        seen = stories([cast(Line, incident)], job_lines(self._run_dir))
+        return seen[0].short if seen and seen[0].seen else ""
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)

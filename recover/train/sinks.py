@@ -7,22 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from recover.records.curves import curves
 from recover.train.config import Config
 from recover.world import ending
 
 AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
-CURVES = (
-    "loss",
-    "heldout_loss",
-    "grad_norm",
-    "lr",
-    "microbatches",
-    "replicas",
-    "seconds",
-    "mfu",
-    "gpu_peak_mib",
-)
-
 Values = dict[str, Any]
 Log = Callable[[Values, int], object]
 Close = Callable[[], object]
@@ -58,7 +47,7 @@ class Sinks:
             if line["step"] > self._logged:
                 self._logged = line["step"]
                 for name, (log, _) in list(self._open.items()):
-                    self._try(name, log, _values(line), line["step"])
+                    self._try(name, log, curves(dict(line)), line["step"])
 
     def close(self) -> None:
         for name, (_, close) in list(self._open.items()):
@@ -96,10 +85,3 @@ class Sinks:
         name = self._run_dir.name
         run = wandb.init(project=self._project, name=name, id=name, resume="allow", dir=str(self._run_dir))
         return lambda values, step: run.log(values, step=step), run.finish
-
-
-def _values(line: Mapping[str, Any]) -> Values:
-    values = {name: line[name] for name in CURVES if line.get(name) is not None}
-    if line["seconds"] > 0:
-        values["tokens_per_second"] = line["tokens"] / line["seconds"]
-    return values

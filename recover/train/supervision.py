@@ -7,10 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from recover.launch.launcher import RAISED, launch
+from recover.launch.launcher import RAISED, Beside, launch
 from recover.saving import checkpoint
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
@@ -25,6 +26,7 @@ def train(
     kills: Sequence[str] = (),
     resume: Path | None = None,
     dry_run: bool = False,
+    beside: Beside = nullcontext,
 ) -> int:
     """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
     4 (a rank raised outside of any step)."""
@@ -38,16 +40,16 @@ def train(
 
         print("\n".join(tell(prepared)))
         return 0
-    return run(prepared)
+    return run(prepared, beside)
 
 
-def run(prepared: PreparedRun) -> int:
+def run(prepared: PreparedRun, beside: Beside = nullcontext) -> int:
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
     stop = prepared.run_dir / "stop"
     stop.unlink(missing_ok=True)
     (prepared.run_dir / "summary.json").unlink(missing_ok=True)
     code: list[int] = []
-    ranks = threading.Thread(target=lambda: code.append(_launch(prepared)), daemon=True)
+    ranks = threading.Thread(target=lambda: code.append(_launch(prepared, beside)), daemon=True)
     first = prepared.resume.step + 1 if prepared.resume else 1
     print(_intention(prepared, first), flush=True)
     with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
@@ -62,7 +64,7 @@ def run(prepared: PreparedRun) -> int:
     return RAISED if code == [RAISED] else said
 
 
-def _launch(prepared: PreparedRun) -> int:
+def _launch(prepared: PreparedRun, beside: Beside) -> int:
     return launch(
         prepared.config.replicas * prepared.config.replica_size,
         Path(__file__).with_name("rank_script.py"),
@@ -73,6 +75,7 @@ def _launch(prepared: PreparedRun) -> int:
         hang_limit=prepared.config.hang_limit,
         carrier=prepared.config.carrier,
         faults=[str(fault) for fault in prepared.kills],
+        beside=beside,
     )
 
 

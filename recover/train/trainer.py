@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class Trainer:
         )
         self.stop_requests = StopRequests(self.step, run_dir)
         self.kills = parse_faults(world.job.faults)
+        self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
 
     def run(self) -> None:
         """Until all steps are taken, all replicas agree to stop, or too few are left."""
@@ -135,8 +137,11 @@ class Trainer:
             self.stop_requests.look()
         line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)
         self.gpu_use.note(line, self.world.members)
+        line |= {name: round(spent, 3) for name, spent in self.spent.items()}  # type: ignore[typeddict-item]
+        self.spent.clear()
         if config.eval.every and step.index % config.eval.every == 0:
-            line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
+            with self._spending("evaluation_ms"):
+                line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
         ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         exact = config.samples == "exact"
         self.journal.commit(line, [incident_line(incident, self.kills, exact) for incident in step.incidents])
@@ -154,7 +159,8 @@ class Trainer:
         if self.saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
             step.compare_optimizers()
             if self._in_writing_replica() and together(step, self.world, self.saver.due(step.index)):
-                self._save()
+                with self._spending("checkpoint_ms"):
+                    self._save()
         if every and step.index % every == 0:
             self.world.hooks.under_way("checkpoint")
 
@@ -173,6 +179,12 @@ class Trainer:
             "config": self.config.model_dump(),
         }
         self.saver.save(self.step.index, self.tensors, facts)
+
+    @contextmanager
+    def _spending(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
     def _in_writing_replica(self) -> bool:
         """Whether this is a rank of the replica whose first rank writes; its mates help it to."""

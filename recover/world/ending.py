@@ -111,8 +111,14 @@ def record(
         return
     draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
     marker = {"end": str(End(how)), "detail": detail, "time": _now(), **(more or {})}
-    draft.write_text(json.dumps(marker) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(marker) + "\n")
+        draft.replace(path)
+    except OSError:  # a full disk: in memory the launcher finds it, and writes it down when there is room
+        job = told()
+        if job is not None and job.session:
+            Path(job.session, f"{path.stem}.words").write_text(json.dumps(marker))
+        raise
 
 
 def die(

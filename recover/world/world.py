@@ -110,6 +110,7 @@ class World:
         if self._cross is not None:
             self._cross.break_off()
             self._cross.drain()
+            self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
             try:
                 census = self._membership.repair(record, evict)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from causes_told import why
 from toy import reference, remembered
 from worlds import Outcome, run_world
 
@@ -178,6 +179,11 @@ def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path:
     raised = [rank for rank, end in outcome.ends.items() if end == "raised"]
     assert len(raised) == 4  # two by the sample, two because they were told
     assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
+    (story,) = why(tmp_path / "run")
+    assert {death["cause"] for death in story["first"]} == {"poison"}
+    assert all("slot 1 of step 3 (sample 17)" in death["text"] for death in story["first"])
+    first = story["first"][0]["rank"]
+    assert [death["because_of"] for death in story["followed"]] == [first] * 2
 
 
 def test_the_gloo_carrier_commits_the_same(tmp_path: Path) -> None:

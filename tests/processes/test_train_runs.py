@@ -27,6 +27,7 @@ from training import (
 from recover.data import open_stream
 from recover.journal.run_records import data_digest
 from recover.models import Llama
+from recover.records.job_log import job_lines
 from recover.train.config import parse, read_words
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
@@ -65,11 +66,27 @@ def test_four_of_five_replicas_die_and_every_step_has_B_microbatches(tmp_path: P
     for step, line in enumerate(run.steps):
         assert line["data_digest"] == data_digest(range(step * 20, step * 20 + 20))
     assert [line["step"] for line in run.steps if "heldout_loss" in line] == [5, 10]
-    assert "step 3: lost replica 1 (in-reduce)" in run.output
+    assert (
+        "step 3: lost replica 1 (in-reduce: rank 1 struck as scheduled (3:1.0:in-reduce)); rep" in run.output
+    )
     assert "committed with 20 of 20 on 2 replicas" in run.output
     assert "step 12: lost replica 2" in run.output
     assert (run.run_dir / "config.yaml").exists()
     assert len(list((run.run_dir / "tensorboard").iterdir())) == 3
+    goodput, start = run.summary["goodput"], job_lines(run.run_dir)[0]["at"]
+    assert sum(goodput["parts_ms"].values()) == goodput["total_ms"]
+    assert goodput["total_ms"] == 5 * round(1e3 * (goodput["until"] - start)), "not all time since the start"
+    for part in (
+        "computing",
+        "exchange",
+        "start_up",
+        "waiting",
+        "repair",
+        "redone",
+        "evaluation",
+        "lost_capacity",
+    ):
+        assert goodput["parts_ms"][part] > 0, part
 
 
 @pytest.mark.soak  # tests/simulated shows the same

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from causes_told import first_causes
 from launching import Job, wait_until
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, small_world, start, train
@@ -95,6 +96,8 @@ def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nob
     assert ends[3]["detail"] in run.output
     notes_left = [path.name for path in (run_dir / "ranks").glob("*.slot")]
     assert notes_left == ["3.slot"]  # what a stopped one was computing is not to blame
+    assert first_causes(run_dir) == {0: "scheduled", 1: "stopped", 3: "hung"}
+    assert "lost replica 1 (in-reduce: rank 1 was stopped, and was fenced); repaired in" in run.output
 
 
 @pytest.mark.soak

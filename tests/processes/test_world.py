@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from causes_told import why
 from worlds import CARRIERS, PROGRAMS, run_world
 
 from recover.job.grid import Grid
@@ -33,6 +34,10 @@ def test_an_orphan_blocked_in_gloo_does_not_hold_the_others_up(tmp_path: Path) -
     assert (outcome.ends[3], outcome.ends[4]) == ("orphan", "orphan"), outcome.output
     killed = float((tmp_path / "run" / "killed-at").read_text())
     assert max(outcome.notes(rank, "times")[0]["repaired"] for rank in (0, 1, 2)) - killed < 1.0
+    (story,) = why(tmp_path / "run")
+    assert [(death["rank"], death["cause"]) for death in story["first"]] == [(5, "killed")]
+    followed = {death["rank"]: (death["cause"], death["because_of"]) for death in story["followed"]}
+    assert followed == {3: ("orphan", 5), 4: ("orphan", 5)}
 
 
 def test_stock_ddp_on_backend_ulfm_has_the_losses_of_gloo(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ MUTANTS = list(mutants())
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
     broken = mutant.applied_to((ROOT / mutant.file).read_text())
-    compile(broken, mutant.file, "exec")  # it must fail a test, not the import
+    if mutant.file.endswith(".py"):
+        compile(broken, mutant.file, "exec")  # it must fail a test, not the import
     assert mutant.why
     assert mutant.caught_by
     for test in mutant.caught_by:

@@ -45,6 +45,7 @@ class OfStep:
         self.index, self.loss, self.grad_norm, self.weight = index, 2.0, 1.0, 4.0
         self.samples, self.all_samples = [0, 1], [0, 1, 2, 3]
         self.stragglers: dict[int, float] = {}
+        self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
         self.layout = SimpleNamespace(accum=2, roles=dict)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -64,7 +65,7 @@ def incident(step: int, dead: tuple[int, ...]) -> Any:
     numbers = dict.fromkeys(("detect_ms", "repair_ms", "restore_ms", "redo_ms"), 1.0)
     return SimpleNamespace(
         step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
-        extra_microbatches=2, noticed_in="vote", **numbers,
+        extra_microbatches=2, noticed_at=1.0, noticed_in="vote", **numbers,
     )  # fmt: skip
 
 

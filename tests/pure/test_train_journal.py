@@ -14,8 +14,9 @@ import pytest
 
 from recover.journal.journal import Journal
 from recover.journal.run_records import data_digest
-from recover.records.lines import Follower, LineFile, read_lines
+from recover.records.lines import LineFile, read_lines
 from recover.records.sentences import sentence
+from recover.records.tail import Follower
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse
 from recover.train.progress import Screen

@@ -1,0 +1,39 @@
+"""`recover status`: how a run stands, in the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recover.cli.refusals import refusals
+
+
+def status(
+    run_dir: Annotated[
+        Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run.  [default: the newest one in runs/]")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends, or Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+) -> None:
+    """Show how a run stands: step, loss, batch, replicas, goodput, what each rank does, and every loss."""
+    from recover.monitor.screen import follow as go_on
+    from recover.monitor.screen import newest, once
+    from recover.monitor.server import status as everything
+    from recover.monitor.view import RunView
+
+    with refusals("recover status"):
+        view = RunView(run_dir if run_dir is not None else newest(Path("runs")))
+        if not view.run_dir.is_dir():
+            raise ValueError(f"{view.run_dir} is not a directory; name a run directory")
+        view.refresh()
+        if as_json:
+            typer.echo(json.dumps(everything(view), indent=2))
+        elif follow:
+            go_on(view)
+        else:
+            once(view)

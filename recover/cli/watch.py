@@ -1,0 +1,35 @@
+"""`recover watch`: the page of a run from its records alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recover.cli.refusals import refusals
+
+
+def watch(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="A run: going, finished, or copied from elsewhere.")
+    ],
+    page: Annotated[
+        int | None, typer.Option(metavar="PORT", help="The port; 0: any.  [default: 8470 or next]")
+    ] = None,
+    page_bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Serve it on this address, for who has its token.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve the live page of a run, until Ctrl-C."""
+    from recover.monitor.listening import address, listen, serve, token_for
+
+    with refusals("recover watch"):
+        if not run_dir.is_dir():
+            raise ValueError(f"{run_dir} is not a directory; name a run directory")
+        token, listening = token_for(page_bind), listen(page, page_bind)
+    typer.echo(f"page: {address(listening, token)}")
+    try:
+        serve(run_dir, listening, token)
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,30 @@
+"""`recover why`: the first cause of every loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recover.cli.refusals import refusals
+
+
+def why(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, finished or not.")],
+    incident: Annotated[
+        int | None, typer.Argument(metavar="[INCIDENT]", help="Its number, from 1 on.  [default: all]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Tell who was lost first, why, who followed and because of whom, and what to do."""
+    from recover.report import reasons
+    from recover.report.recorded_runs import read_runs
+
+    with refusals("recover why"):
+        (run,) = read_runs([run_dir])
+        if as_json:
+            typer.echo(json.dumps(reasons.as_json(run, incident), indent=2))
+        else:
+            typer.echo("\n".join(reasons.tell(run, incident)))

@@ -1,0 +1,174 @@
+"""The witness: stands beside the ranks and writes down what the dead cannot: when each ended, how, and what was known.
+
+The dead leave their last words where they can. What only an onlooker has is the exit status (the kernel tells it of any
+process since Linux 6.15), the kernel's log, the counters of the control group and of the GPUs, whether the disk was
+full, and what the rank was doing, by its row of the board. One line of `job.jsonl` holds all that is known of one end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from recover.job.spec import JobSpec
+from recover.launch.host_troubles import HostTroubles, cgroup_of, disk_is_full, oom_kills
+from recover.records.job_log import JobLog
+
+if TYPE_CHECKING:
+    from recover.liveness.board import Board
+
+_LOOK = 0.1  # seconds between looks for ranks that have come up
+_POLL = 2.0  # seconds between looks at the GPUs
+_SOON = 0.005  # and between looks for the status of one that has ended
+_REAPED = 0.5  # seconds: the kernel tells it when its parent, mpirun, has asked for it
+_CRASH = "Fatal Python error: "
+_SHOWN = 12  # lines of a crash's stack
+
+# `PIDFD_GET_INFO` of the kernel: what is asked for, and the layout of the answer (include/uapi/linux/pidfd.h).
+_INFO = struct.Struct("=QQ11Ii")
+_PID, _EXIT = 1 << 0, 1 << 3
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+
+
+class Witness:
+    """A thread of the launcher's that sleeps until a rank ends. Nothing that goes wrong here touches the job."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._log = run_dir, JobLog(run_dir)
+        self._began = time.time()
+        self._selector = selectors.DefaultSelector()
+        self._seen: dict[
+            int, tuple[int, str, int]
+        ] = {}  # by rank: pid, control group, kills of that group so far
+        self._leaving: dict[int, tuple[int, float]] = {}  # ended, and nobody has told how: pidfd, and when
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._session = Path()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def watch(self, spec: JobSpec, board: Board) -> None:
+        """The job has begun; its ranks claim their rows of the board."""
+        assert spec.session is not None
+        self._session, self._board = Path(spec.session), board
+        self._log.write(
+            {
+                "what": "start",
+                "at": round(self._began, 3),
+                "ranks": spec.ranks,
+                "replica_size": spec.replica_size,
+                "host": socket.gethostname(),
+                "session": spec.session,
+                "faults": list(spec.faults),
+            }
+        )
+        self._host = HostTroubles()
+        self._thread = threading.Thread(target=self._loop, name="recover-witness", daemon=True)
+        self._thread.start()
+
+    def ending(self, reason: str) -> None:
+        """From here on the launcher ends what is left: whoever goes now goes with the job."""
+        if self._thread is not None:
+            self._log.write({"what": "ending", "at": round(time.time(), 3), "reason": reason})
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._log.write({"what": "end", "at": round(time.time(), 3)})
+
+    def _loop(self) -> None:
+        last, polled = False, 0.0
+        while not last or self._leaving:
+            last = self._stop.is_set()  # once more after that: all are dead by then
+            for key, _ in self._selector.select(_SOON if self._leaving or last else _LOOK):
+                self._selector.unregister(key.fileobj)
+                self._leaving[key.data] = (key.fd, time.time())
+            for rank, (descriptor, at) in list(self._leaving.items()):
+                status = exit_status(descriptor)
+                if status or time.time() - at > _REAPED:
+                    self._end_of(rank, at, status)
+                    os.close(descriptor)
+                    del self._leaving[rank]
+            self._look_for_new_ranks()
+            if time.monotonic() - polled > _POLL:
+                polled = time.monotonic()
+                self._host.poll()
+            self._log.flush()
+
+    def _look_for_new_ranks(self) -> None:
+        for rank in range(self._board.size):
+            if rank in self._seen:
+                continue
+            pid = self._board.pid(rank)
+            if not pid:
+                if self._board.is_here(rank):  # it came and went between two looks
+                    self._seen[rank] = (0, "", 0)
+                    self._end_of(rank, time.time(), {})
+                continue
+            try:
+                descriptor = os.pidfd_open(pid)
+            except OSError:
+                continue  # gone: the next look finds it
+            group = cgroup_of(pid)
+            self._seen[rank] = (pid, group, oom_kills(group))
+            self._selector.register(descriptor, selectors.EVENT_READ, rank)
+
+    def _end_of(self, rank: int, at: float, status: dict[str, Any]) -> None:
+        pid, group, killed_before = self._seen[rank]
+        now = self._board.now(rank)
+        line: dict[str, Any] = {"what": "exit", "at": round(at, 3), "rank": rank, "pid": pid}
+        line |= status
+        line |= {"step": now.step, "doing": now.doing, "slots": list(now.slots)}
+        words = _read_json(self._run_dir / "ranks" / f"{rank}.end")
+        line["words"] = words or _read_json(self._session / f"{rank}.words")
+        line["note"] = _read_json(self._run_dir / "ranks" / f"{rank}.slot")
+        line["crash"] = _crash(self._run_dir / "ranks" / f"{rank}.stack")
+        line["oom_kills"] = max(0, oom_kills(group) - killed_before)
+        line["kernel"], line["gpu"] = self._host.look(pid)
+        line["disk_full"] = next((str(p) for p in (self._run_dir, self._session) if disk_is_full(p)), "")
+        kept = {name: value for name, value in line.items() if value or name in ("at", "rank", "code")}
+        self._log.write(kept)
+
+
+def exit_status(descriptor: int) -> dict[str, Any]:
+    """How the process behind a pidfd has ended; nothing where the kernel does not tell, or its parent has not asked."""
+    answer = bytearray(_INFO.pack(_PID | _EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, answer)
+    except OSError:
+        return {}
+    asked, *_, status = _INFO.unpack(answer)
+    if not asked & _EXIT:
+        return {}
+    if os.WIFSIGNALED(status):
+        return {"signal": signal.Signals(os.WTERMSIG(status)).name}
+    return {"code": os.waitstatus_to_exitcode(status)}
+
+
+def _crash(path: Path) -> str:
+    """What faulthandler has written of a crash in native code."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    _, found, rest = text.partition(_CRASH)
+    return "\n".join((found + rest).splitlines()[:_SHOWN]) if found else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,44 @@
+"""What looks on beside a job: its page, and the command for incidents; options of `recover run` and `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from recover.launch.launcher import Beside
+from recover.monitor.listening import listen, page_beside, token_for
+
+LOOPBACK = "127.0.0.1"
+
+
+def onlookers(page: str, bind: str, on_incident: str | None, say: Callable[[str], object]) -> Beside:
+    """To be entered with the run directory while the job runs. Raises ValueError, OSError where a page cannot be had.
+
+    `page`: a port, `off`, or `auto`: one of the usual ports, and no page where none can be had.
+    """
+    if page not in ("auto", "off") and not (page.isascii() and page.isdigit() and int(page) < 65536):
+        raise ValueError(f"--page is {page!r}; give a port (0: any), or off")
+    listening, token = None, ""
+    if page != "off":
+        try:
+            token = token_for(bind)
+            listening = listen(None if page == "auto" else int(page), bind)
+        except OSError:
+            if page != "auto" or bind != LOOPBACK:
+                raise
+        except ValueError:
+            raise ValueError(f"--page-bind is {bind!r}; give an address of this host, as 0.0.0.0") from None
+
+    @contextmanager
+    def beside(run_dir: Path) -> Iterator[None]:
+        with ExitStack() as stack:
+            if listening is not None:
+                say(f"page: {stack.enter_context(page_beside(run_dir, listening, token))}")
+            if on_incident:
+                from recover.monitor.alerts import Alerts
+
+                stack.enter_context(Alerts(run_dir, on_incident, say))
+            yield
+
+    return beside

@@ -1,0 +1,74 @@
+"""`job.jsonl`: what the launcher saw, who stands beside the ranks; a host's agent writes its own, `job-HOST.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recover.records.goodput import LaunchTime
+from recover.records.kinds import Line
+from recover.records.lines import read
+
+NAME, OTHERS = "job.jsonl", "job-*.jsonl"
+
+
+class JobLog:
+    """One writer. On a full disk lines wait in memory until there is room: they tell why ranks died of it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / NAME
+        self._waiting: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._waiting.append(json.dumps(line).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Try once more to write what waits; a line is written whole, or cut off again."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            try:
+                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            except OSError:
+                return
+            try:
+                before = os.fstat(file).st_size
+                if os.write(file, self._waiting[0]) < len(self._waiting[0]):
+                    os.ftruncate(file, before)
+                    return
+            except OSError:
+                return
+            finally:
+                os.close(file)
+            del self._waiting[0]
+
+
+def job_files(run_dir: Path) -> list[Path]:
+    return [run_dir / NAME, *sorted(run_dir.glob(OTHERS))]
+
+
+def job_lines(run_dir: Path) -> list[Line]:
+    """What all of them have seen, in the order of their clocks."""
+    lines = [line for path in job_files(run_dir) for line in read(path, "at").whole if "what" in line]
+    return sorted(lines, key=lambda line: line["at"])
+
+
+def launches(lines: Iterable[Line]) -> list[LaunchTime]:
+    """A start, and the end that belongs to it where it was written: a launcher may be killed."""
+    found: list[LaunchTime] = []
+    for line in lines:
+        if line["what"] == "start":
+            size = line.get("replica_size", 1)
+            found.append(LaunchTime(line["at"], line.get("ranks", 0) // size, size))
+        elif line["what"] == "end" and found:
+            found[-1] = LaunchTime(found[-1].started, found[-1].replicas, found[-1].replica_size, line["at"])
+    return found

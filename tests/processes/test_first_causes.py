@@ -1,0 +1,154 @@
+"""Who died first, and of what: real deaths of each kind, and what `recover why` says of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from causes_told import first_causes, why
+from launching import ULFM, Job, wait_until
+
+GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # of the first and of the second kind
+
+MANY = (
+    ULFM
+    + """
+import ctypes
+from pathlib import Path
+
+run_dir = Path(os.environ["RECOVER_RUN_DIR"])
+if rank == 1:
+    (run_dir / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
+while rank and not (run_dir / "killed").exists():
+    time.sleep(0.01)
+if rank == 2:
+    raise KeyError("no such shard")
+if rank == 3:
+    ctypes.string_at(0)
+if rank == 4:
+    os._exit(7)
+if rank == 5:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+wait_for_deaths(5)
+"""
+)
+
+
+def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_path: Path) -> None:
+    job = Job(tmp_path, MANY, "-n", "6")
+    assert wait_until((job.run_dir / "pid").exists)
+    assert wait_until(lambda: (job.run_dir / "pid").read_text())
+    os.kill(int((job.run_dir / "pid").read_text()), signal.SIGKILL)
+    (job.run_dir / "killed").touch()
+    job.finish()
+    (story,) = why(job.run_dir)
+    causes = {death["rank"]: death for death in story["first"]}
+    assert {rank: death["cause"] for rank, death in causes.items()} == {
+        1: "killed",
+        2: "raised",
+        3: "crashed",
+        4: "left",
+        5: "killed",
+    }, job.stderr
+    assert story["first"][0]["rank"] == 1, "the first one is named first"
+    assert causes[1]["short"] == "killed by SIGKILL"
+    assert causes[5]["short"] == "killed by SIGTERM"
+    assert "KeyError: 'no such shard', at " in causes[2]["text"]
+    assert "script.py" in causes[2]["text"]
+    assert "SIGSEGV" in causes[3]["short"]
+    assert "script.py" in causes[3]["text"], "the stack of the crash is there"
+    assert "exit code 7" in causes[4]["text"]
+    told = subprocess.run(
+        [sys.executable, "-m", "recover.cli", "why", str(job.run_dir), "4"], capture_output=True, text=True
+    )
+    assert told.returncode == 2
+    assert "no incident 4" in told.stderr
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A control group with little memory. Making one needs root, and a machine that has them."""
+    for parent in GROUPS:
+        group = parent / f"recover-test-{os.getpid()}"
+        limit = group / ("memory.limit_in_bytes" if parent.name == "memory" else "memory.max")
+        try:
+            group.mkdir()
+            limit.write_text(str(400 << 20))
+        except OSError as error:
+            if group.exists():
+                group.rmdir()
+            reason = f"no control group can be made here: {error}"
+            continue
+        yield group
+        assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 5)
+        group.rmdir()
+        return
+    pytest.skip(reason)
+
+
+def test_the_oom_killer_is_named_where_a_control_group_has_no_memory_left(
+    tmp_path: Path, small_memory: Path
+) -> None:
+    (small_memory / "cgroup.procs").write_text("0")  # and all that is started from here
+    try:
+        job = Job(
+            tmp_path,
+            ULFM
+            + """
+            if rank == 1:
+                taken = []
+                while True:
+                    taken.append(os.urandom(1 << 20) * 8)
+            wait_for_deaths(1)
+            """.replace("\n            ", "\n"),
+            *("-n", "3"),
+        )
+    finally:
+        (small_memory.parent / "cgroup.procs").write_text("0")
+    assert job.finish() == 0, job.stderr
+    assert first_causes(job.run_dir) == {1: "oom"}
+
+
+FULL = (
+    ULFM
+    + """
+filler = os.path.join(os.environ["RECOVER_RUN_DIR"], "filler")
+if rank == 1:
+    with open(filler, "wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+wait_for_deaths(1)
+time.sleep(0.5)
+if rank == 0:
+    os.remove(filler)
+"""
+)
+
+
+def test_a_full_disk_is_named_though_the_dead_could_not_write_its_last_words(tmp_path: Path) -> None:
+    """On a small file system of its own, in a namespace of its own; the last words went to memory."""
+    script, disk = tmp_path / "script.py", tmp_path / "disk"
+    script.write_text(FULL)
+    disk.mkdir()
+    commands = f"""
+        mount -t tmpfs -o size=2m tmpfs {disk} || exit 77
+        {sys.executable} -P -m recover.cli run -n 3 --timeout 60 --run-dir {disk}/run {script}
+        cp -r {disk}/run {tmp_path}/kept
+    """
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=60
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    kept = tmp_path / "kept"
+    assert not (kept / "ranks" / "1.end").exists(), "there was room: the test shows nothing"
+    assert first_causes(kept) == {1: "disk-full"}, done.stderr
+    assert "has no room" in why(kept)[0]["first"][0]["text"]

@@ -1,0 +1,195 @@
+"""Who was first: an orphan is never the cause, and what can be proved comes before what was believed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import START, exit_line, incident_line, make_run, start_line, write_lines
+from typer.testing import CliRunner
+
+from recover.cli import app
+from recover.liveness.board import Board
+from recover.records.stories import stories
+
+RAISED = {"end": "raised", "kind": "ValueError", "detail": "ValueError: no", "place": "script.py:3, in main"}
+CUDA = RAISED | {"kind": "AcceleratorError", "detail": "AcceleratorError: CUDA error: unspecified"}
+XID_43 = (
+    "NVRM: Xid (PCI:0000:00:06): 43, pid=4242, name=python3, channel 0x0000000a"  # as an H200's driver said
+)
+ENDS: list[dict[str, Any]] = [
+    {"signal": "SIGKILL"},
+    {"signal": "SIGSEGV", "crash": "Fatal Python error: Segmentation fault"},
+    {"code": 3},
+    {},
+    {"words": RAISED},
+    {"words": {"end": "fenced", "detail": "its process has been stopped for 2 s"}},
+    {"words": {"end": "excluded", "detail": "was excluded by the others"}},
+    {"oom_kills": 1, "signal": "SIGKILL"},
+    {"words": RAISED, "note": {"step": 5, "suspects": [[3, 43]], "why": "it raised"}},
+    {"words": RAISED | {"kind": "PoisonedSampleError"}},
+]
+ORPHAN = {"words": {"end": "orphan", "detail": "rank 0 of this replica has died"}, "signal": "SIGKILL"}
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4))
+def test_an_orphan_is_never_the_cause_and_everyone_is_told_once(
+    data: st.DataObject, size: int, replicas: int
+) -> None:
+    """Of each replica at most one is first: one that was no orphan, and none of the others died before it."""
+    ranks = size * replicas
+    exits = []
+    for rank in range(ranks):
+        what = data.draw(st.sampled_from([*ENDS, ORPHAN, ORPHAN]))
+        exits.append(exit_line(rank, START + data.draw(st.integers(0, 5)), **what))
+    seen = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+    dead = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))
+    job = [start_line(ranks, replica_size=size), *(exits[rank] for rank in seen)]
+    incident = incident_line(5, sorted(dead), at=START + 6)
+    story, *rest = stories([incident], job)
+    assert sorted(death.rank for death in story.deaths) == sorted(dead)
+    orphans = {rank for rank in seen if exits[rank].get("words", {}).get("end") == "orphan"}
+    firsts = [death.rank for death in story.first]
+    assert not orphans & set(firsts)
+    assert len({rank // size for rank in firsts}) == len(firsts)
+    agreed = {rank for rank in seen if exits[rank].get("words", {}).get("kind") == "PoisonedSampleError"}
+    blamed = {rank // size for rank in dead - orphans} - {rank // size for rank in agreed & dead}
+    assert blamed <= {rank // size for rank in firsts}, "the one that matters is missing"
+    times = [exits[rank]["at"] for rank in firsts if rank in seen]
+    assert times == sorted(times)
+    for first in set(firsts) & seen:
+        mates = {rank for rank in dead & seen if rank // size == first // size} - orphans
+        assert exits[first]["at"] == min(exits[rank]["at"] for rank in mates)
+    for other in rest:
+        assert other.incident is None
+        assert not {death.rank for death in other.deaths} & dead, "told twice"
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "said"),
+    [
+        ({"signal": "SIGKILL"}, "killed", "somebody outside of the job sent it SIGKILL"),
+        ({"signal": "SIGKILL", "oom_kills": 2}, "oom", "counts an OOM kill"),
+        (
+            {"kernel": ["Memory cgroup out of memory: Killed process 4242 (python)"]},
+            "oom",
+            "Killed process 4242",
+        ),
+        ({"words": RAISED}, "raised", "ValueError: no, at script.py:3"),
+        ({"words": CUDA, "gpu": ["GPU 3: Xid 79"]}, "gpu", "the GPU has fallen off the bus"),
+        ({"signal": "SIGKILL", "gpu": ["GPU 3: Xid 79"]}, "killed", "sent it SIGKILL"),
+        ({"words": CUDA, "gpu": ["GPU 0: Xid 31"]}, "gpu-program", "memory that is not its own"),
+        ({"words": CUDA, "kernel": [XID_43]}, "gpu-program", "a kernel was stopped"),
+        ({"words": RAISED, "kernel": ["NVRM: Xid (PCI:0000:1b:00): 48, pid=7"]}, "raised", "ValueError"),
+        (
+            {"words": RAISED, "kernel": ["NVRM: Xid (PCI:0000:1b:00): 48, pid=4242"]},
+            "gpu",
+            "an ECC error of two bits",
+        ),
+        ({"signal": "SIGBUS", "kernel": ["mce: [Hardware Error]: CPU 3"]}, "hardware", "Hardware Error"),
+        ({"words": RAISED | {"detail": "OSError: [Errno 28] No space left"}}, "disk-full", "No space left"),
+        (
+            {"words": {"end": "fenced", "detail": "it runs, but has done nothing for 60 s"}},
+            "hung",
+            "done nothing",
+        ),
+        ({"signal": "SIGABRT"}, "crashed", "left no stack"),
+        ({"code": 9}, "left", "exit code 9"),
+        ({}, "unknown", "no last words, no crash, no exit status"),
+    ],
+)
+def test_what_can_be_proved_comes_before_what_the_rank_believed(
+    seen: dict[str, Any], kind: str, said: str
+) -> None:
+    (story,) = stories([incident_line(5, [1])], [start_line(2), exit_line(1, START + 6, **seen)])
+    (death,) = story.first
+    assert death.cause.kind == kind
+    assert said in death.cause.text
+    assert death.cause.advice
+
+
+def test_a_fault_on_schedule_is_told_from_one_that_came_before_it() -> None:
+    job = [start_line(3, faults=["5:1.0:in-reduce", "9:2.0:vote"])]
+    job += [
+        exit_line(1, START + 6, step=5, signal="SIGKILL"),
+        exit_line(2, START + 6, step=5, signal="SIGKILL"),
+    ]
+    (story,) = stories([incident_line(5, [1, 2])], job)
+    assert [death.cause.kind for death in story.first] == ["scheduled", "killed"]
+
+
+def test_a_later_launch_does_not_take_the_blame_of_an_earlier_one(tmp_path: Path) -> None:
+    """The same rank died in both, of something else; and who is ended with the job is no loss."""
+    job = [start_line(2), exit_line(1, START + 7, signal="SIGKILL"), {"what": "end", "at": START + 30}]
+    job += [start_line(2, at=START + 100), exit_line(1, START + 107, code=3)]
+    job += [{"what": "ending", "at": START + 110, "reason": ""}, exit_line(0, START + 111, signal="SIGKILL")]
+    losses = [incident_line(5, [1]), incident_line(60, [1], epoch=2, at=START + 108)]
+    told = stories(losses, job)
+    assert [story.first[0].cause.kind for story in told] == ["killed", "left"]
+
+
+def test_the_board_tells_what_a_rank_does_as_a_step_takes_its_course(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 2)
+
+    def doing() -> tuple[str, int, tuple[int, ...]]:
+        now = board.now(1)
+        assert 0 <= now.seconds < 60
+        return now.doing, now.step, now.slots
+
+    board.claim(1)
+    assert doing() == ("starting", 0, ())
+    board.join(1)
+    assert doing() == ("warming up", 0, ())
+    board.enter(1, 1)
+    board.finish(1, 1)
+    assert doing() == ("warming up", 0, ()), "an agreement outside of a step is no vote"
+    board.in_step(1, 7)
+    assert doing() == ("preparing", 7, ())
+    board.compute(1, [(3, 43), (4, 44)])
+    assert doing() == ("computing", 7, (3, 4))
+    board.compute(1, ())
+    board.come_to_vote(1)
+    assert doing() == ("reducing", 7, ())
+    board.enter(1, 2)
+    assert doing() == ("voting", 7, ())
+    board.repair(1)
+    board.enter(1, 3)
+    board.finish(1, 3)
+    assert doing() == ("repairing", 7, ()), "the agreements of a repair are no votes"
+    board.compute(1, [(5, 45)])
+    board.come_to_vote(1)
+    board.enter(1, 4)
+    board.finish(1, 4)
+    assert doing() == ("updating", 7, ())
+    board.in_step(1, 0)
+    assert doing() == ("between steps", 0, ())
+    assert board.state(1) == "R"
+    assert board.state(0) == ""
+
+
+def test_status_tells_the_same_in_words_and_as_json_and_finds_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["status"]).exit_code == 2
+    make_run(tmp_path / "runs" / "first")
+    told = CliRunner().invoke(app, ["status"])
+    assert told.exit_code == 0, told.output
+    for words in (
+        "first: running",
+        "20 of 40",
+        "16 of B = 16",
+        "3 of 4",
+        "1. step 5: lost replica 1; rank 1 killed by SIGKILL",
+    ):
+        assert words in told.output
+    found = json.loads(CliRunner().invoke(app, ["status", "runs/first", "--json"]).output)
+    assert f"{found['goodput']['goodput']:.2%}" in told.output
+    assert found["losses"][0]["cause"] == "rank 1 killed by SIGKILL"
+    write_lines(tmp_path / "runs" / "first" / "job.jsonl", [start_line(4), {"what": "end", "at": START + 9}])
+    followed = CliRunner().invoke(app, ["status", "--follow"])  # until it has ended, as it has
+    assert "first: ended" in followed.output

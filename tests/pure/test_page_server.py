@@ -1,0 +1,300 @@
+"""The page's server: what it tells is what the records have, and nobody gets more, or can hold it up."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
+
+from recover.monitor.listening import listen, token_for
+from recover.monitor.server import READERS, PageServer, events, status
+from recover.monitor.view import POINTS, RunView
+from recover.records.curves import CURVES
+from recover.records.goodput import account
+from recover.records.job_log import job_lines, launches
+from recover.records.lines import read_lines
+
+
+@contextmanager
+def serving(run_dir: Path, token: str = "") -> Iterator[int]:
+    """The port of a server on loopback."""
+    server = PageServer(run_dir, listening := listen(0), token)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def get(port: int, path: str = "/", **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_what_is_served_is_what_the_records_have(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    steps, incidents = (list(read_lines(run / name)) for name in ("steps.jsonl", "incidents.jsonl"))
+    with serving(run) as port:
+        told = json.loads(get(port, "/status.json")[1])
+        metrics = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(get(port, "/metrics")[1])
+            for sample in family.samples
+        }
+    assert told["goodput"] == account(steps, incidents, launches(job_lines(run)))
+    assert told["goodput"]["total_ms"] == 4 * 22_000
+    last = steps[-1]
+    assert (told["step"], told["loss"], told["replicas"]) == (20, last["loss"], 3)
+    assert (told["steps"], told["global_batch"], told["state"]) == (40, 16, "running")
+    assert told["eta_seconds"] == 20.0
+    assert [entry["doing"] for entry in told["ranks"]] == ["not known", "gone", "not known", "not known"]
+    (loss,) = told["losses"]
+    assert loss["cause"] == "rank 1 killed by SIGKILL"
+    assert loss["phases"] == {"detect": 20, "repair": 70, "restore": 2, "redo": 40, "transfer": 0}
+    assert loss["committed"] == 16
+    run_label = ("run", "run")
+    for name in CURVES:
+        if name in last:
+            assert metrics[(f"recover_{name}", run_label)] == last[name], name
+    assert metrics[("recover_tokens_per_second", run_label)] == last["tokens"]
+    assert metrics[("recover_goodput", run_label)] == told["goodput"]["goodput"]
+    assert metrics[("recover_incidents_total", ("cause", "killed"), run_label)] == 1
+    parts = {name[1][1]: value for name, value in metrics.items() if name[0] == "recover_rank_seconds_total"}
+    assert parts == {name: spent / 1e3 for name, spent in told["goodput"]["parts_ms"].items()}
+
+
+def read_until(source: Iterator[bytes], wanted: str) -> tuple[str, Any]:
+    for text in source:
+        if f"event: {wanted}\n" in (lines := text.decode()):
+            number, _, data = lines.strip().splitlines()
+            return number.removeprefix("id: "), json.loads(data.removeprefix("data: "))
+    raise AssertionError("a stream never ends")
+
+
+def test_a_page_that_slept_catches_up_and_one_that_saw_what_counts_no_more_starts_anew(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run")
+    view = RunView(run)
+    source = events(view, tick=0.11)
+    number, series = read_until(source, "series")
+    assert series["step"] == list(range(1, 21))
+    with open(run / "steps.jsonl", "a") as file:
+        file.write("".join(json.dumps(step_line(n, 3)) + "\n" for n in (21, 22)) + '{"step": 23, "lo')
+    assert [row[0] for row in read_until(source, "steps")[1]] == [21, 22], "half a line was told, or all anew"
+    again, rows = read_until(events(view, last=number, tick=0.11), "steps")
+    assert [row[0] for row in rows] == [21, 22], "who comes again gets what it has missed"
+    assert read_until(events(view, last="17:9", tick=0.11), "series")[1]["count"] == 22
+    write_lines(run / "steps.jsonl", [step_line(n, 4) for n in range(1, 11)])  # resumed from a checkpoint
+    number, series = read_until(source, "series")
+    assert series["step"] == list(range(1, 11))
+    assert number != again
+    write_lines(run / "steps.jsonl", [step_line(n, 4) for n in range(1, 11)])
+    with open(run / "incidents.jsonl", "a") as file:
+        file.write(json.dumps(incident_line(10, [2, 3], epoch=3)) + "\n")
+    assert len(read_until(source, "incidents")[1]) == 2
+
+
+def test_a_long_run_of_many_replicas_is_sent_in_few_points_and_no_wrong_batch_vanishes(
+    tmp_path: Path,
+) -> None:
+    run, count, replicas = tmp_path / "run", 20_000, 1000
+    run.mkdir()
+    lines = [step_line(n, replicas, batch=4000) for n in range(1, count + 1)]
+    lines[12_345]["microbatches"] = 3999
+    lines[777]["loss"] = None
+    lines[9_000]["loss"] = 99.0
+    write_lines(run / "steps.jsonl", lines)
+    write_lines(run / "job.jsonl", [start_line(replicas)])
+    view = RunView(run)
+    view.refresh()
+    series = view.series()
+    assert series["count"] == count
+    assert {len(series[name]) for name in ("step", "loss", "low", "high", "microbatches")} == {POINTS}
+    assert series["step"][-1] == count
+    assert series["microbatches"].count(3999) == 1
+    assert max(series["high"]) == 99.0
+    assert None not in series["loss"]
+    assert len(view.ranks()) == replicas
+    assert len(next(event for event in events(view) if b"event: series" in event)) < 60_000
+
+
+def test_who_has_no_token_and_who_comes_by_another_name_gets_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    paths = ("/", "/status.json", "/metrics", "/events", "/log/0", "/nothing")
+    assert token_for("127.0.0.1") == token_for("::1") == ""
+    token = token_for("0.0.0.0")
+    assert len(token) > 20
+    with serving(run, token) as port:
+        for path in paths:
+            for headers in (
+                {},
+                {"Authorization": "Bearer no"},
+                {"Cookie": "recover_token=no"},
+                {"Cookie": "\x7f=;;"},
+            ):
+                assert get(port, path, **headers)[0] == 401, path
+            assert get(port, f"{path}?token=")[0] == 401
+        assert get(port, "/log/0", Authorization=f"Bearer {token}") == (200, "what rank 0 did\n")
+        assert get(port, "/log/0", Cookie=f"recover_token={token}")[0] == 200
+        assert get(port, f"/status.json?token={token}")[0] == 200
+    with serving(run) as port:
+        for path in paths:
+            assert get(port, path, Host="evil.example")[0] == 403, path
+        for host in ("localhost", f"127.0.0.1:{port}", "[::1]:80"):
+            assert get(port, "/log/0", Host=host)[0] == 200
+
+
+def test_no_path_leads_out_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "secret.log").write_text("secret")
+    (run / "ranks" / "1.log").symlink_to(tmp_path / "secret.log")
+    (run / "ranks" / "2.log").symlink_to(run / "ranks" / "2.log")
+    ways = (
+        "/log/1",
+        "/log/2",
+        "/log/../../secret",
+        "/log/..%2f..%2fsecret",
+        "/log/0%00",
+        "/log//etc/passwd",
+        "/log/-1",
+    )
+    ways += (
+        "/log/٣",
+        "/log/" + "9" * 5000,
+        "/../secret.log",
+        "//etc/passwd",
+        "/config.yaml",
+        "/page.url",
+        "/log/",
+    )
+    with serving(run) as port:
+        for way in ways:
+            with socket.create_connection(("127.0.0.1", port), 5) as reader:
+                reader.sendall(f"GET {way} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+                answer = b"".join(iter(lambda reader=reader: reader.recv(65536), b""))
+            assert b"secret" not in answer.partition(b"\r\n\r\n")[2].replace(way.encode(), b""), way
+            assert answer.split()[1] in (b"400", b"404", b"414"), (way, answer[:80])
+
+
+def test_thousands_of_bad_requests_are_answered_or_dropped_and_survived(tmp_path: Path) -> None:
+    run, dice = make_run(tmp_path / "run"), random.Random(7)
+    words = [
+        b"GET",
+        b"POST",
+        b"PUT",
+        b"/",
+        b"/log/",
+        b"/events",
+        b"HTTP/1.1",
+        b"HTTP/9.9",
+        b"\r\n",
+        b"\n",
+        b" ",
+        b"%00",
+    ]
+    words += [
+        b"Host: localhost",
+        b"Last-Event-ID: 9:9",
+        b"Cookie: =;",
+        b"Content-Length: 99999999",
+        b"\x00\xff\xfe",
+        b":",
+    ]
+    words += [b"A" * 70_000, b"Transfer-Encoding: chunked", b"?token=%ff&&=", b"\r\n\r\n"]
+    with serving(run) as port:
+        for _ in range(3000):
+            data = b"".join(
+                dice.choice(words[: 17 if dice.random() < 0.99 else None]) for _ in range(dice.randint(1, 12))
+            )
+            if b"events" in data:
+                data += b" x"  # a stream never ends
+            with socket.create_connection(("127.0.0.1", port), 5) as reader:
+                try:
+                    reader.sendall(data + b"\r\n\r\n")
+                    reader.shutdown(socket.SHUT_WR)
+                    if dice.random() < 0.3:
+                        reader.recv(1000)
+                except OSError:
+                    pass  # it hung up on us, as it may
+        assert get(port, "/log/0") == (200, "what rank 0 did\n")
+
+
+def test_readers_that_do_not_read_hold_nobody_up_and_too_many_are_turned_away(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with serving(run) as port:
+        idle = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(READERS // 2)]
+        for reader in idle:
+            reader.sendall(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert get(port, "/log/0")[0] == 200
+        crowd = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(2 * READERS)]
+        for reader in crowd:
+            reader.settimeout(0.05)
+        away = sum(_hung_up(reader) for reader in crowd)
+        assert away >= READERS, "all were let in"
+        for reader in (*idle, *crowd):
+            reader.close()
+        assert any(_is_served(port) for _ in range(300)), (
+            "the places of those who left are not given to others"
+        )
+
+
+def _hung_up(reader: socket.socket) -> bool:
+    try:
+        return reader.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def _is_served(port: int) -> bool:
+    try:
+        return get(port, "/log/0")[0] == 200
+    except OSError:
+        threading.Event().wait(0.05)
+        return False
+
+
+def test_a_run_that_leaves_nothing_but_ends_is_told_too(tmp_path: Path) -> None:
+    """A loop of one's own under `recover run` has no steps here, and its losses are in no step."""
+    run = tmp_path / "run"
+    run.mkdir()
+    job = [start_line(3), exit_line(2, START + 1, signal="SIGSEGV"), exit_line(0, START + 2, code=0)]
+    write_lines(run / "job.jsonl", [*job, {"what": "end", "at": START + 3}])
+    view = RunView(run)
+    view.refresh()
+    told = status(view)
+    assert told["state"] == "ended"
+    assert told["goodput"]["total_ms"] == 0
+    assert [entry["doing"] for entry in told["ranks"]] == ["gone", "not known", "gone"]
+    assert told["losses"][0]["cause"] == "rank 2 crashed (SIGSEGV)"
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '{"step": "x"}\n', "\x00\n"])
+def test_damaged_records_are_survived(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("steps.jsonl", "incidents.jsonl", "job.jsonl", "config.yaml", "summary.json"):
+        (run / name).write_text(text)
+    view = RunView(run)
+    view.refresh()
+    assert status(view)["step"] == 0
+    assert view.series()["count"] == 0
