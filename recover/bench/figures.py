@@ -35,6 +35,7 @@ ORDER = (
     "repair",
     "collectives",
     "gpu",
+    "simulate",
 )
 KINDS = ("", "ddp", "hsdp", "3d")
 QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
@@ -269,9 +270,19 @@ def _gpu(results: Content) -> dict[str, Any]:
     return values
 
 
+def _simulate(results: Content) -> dict[str, Any]:
+    largest = results["rows"][-1]
+    return {
+        "whole": f"{results['whole_seconds']:.0f} s",
+        "computing": f"{results['whole_cpu_seconds']:.0f} s",
+        "speed": f"{largest['failures_per_second']['recover-return']:,.0f}",
+    }
+
+
 ROWS: dict[str, Callable[[Content], list[list[str]]]] = {
     "collectives": _milliseconds,
     "gpu": lambda results: rows_of("gpu", results),
+    "simulate": lambda results: [[str(cell) for cell in row] for row in rows_of("simulate", results)],
 }
 TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "trajectory": _trajectory,
@@ -284,4 +295,5 @@ TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "repair": _repair,
     "collectives": _collectives,
     "gpu": _gpu,
+    "simulate": _simulate,
 }

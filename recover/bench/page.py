@@ -53,6 +53,10 @@ TEXTS = {
     "recovery": ("From SIGKILL inside a reduction to the commit of that step.", ""),
     "repair": ("From SIGKILL to a repaired world with a working carrier.", ""),
     "collectives": ("All-reduce, median milliseconds.", ""),
+    "simulate": (
+        "Failures simulated per second of one core, as the cluster grows, and a whole study of the largest one.",
+        "",
+    ),
     "gpu": (
         "On GPUs: a step without failures, with the times of others and ours as a ratio to their tokens/s; a SIGKILL "
         "inside a reduction; sums of large tensors.",

@@ -13,6 +13,7 @@ from recover.bench.measure import begin, measured
 from recover.bench.multi import bench_multi
 from recover.bench.page import build
 from recover.bench.peers import bench_peers
+from recover.bench.simulations import bench_simulate
 from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
 from recover.bench.trajectory import bench_trajectory
@@ -52,6 +53,7 @@ def parts(long: bool) -> dict[str, Part]:
         "overhead-hsdp": lambda path: bench_overhead("small", 2, 2, 128, 2, 10, path),
         "recovery": lambda path: bench_recovery(4, path),
         "repair": lambda path: bench_repair(8, path),
+        "simulate": lambda path: bench_simulate((1024, 16384, 131072, 600_000), path),
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
     }
 

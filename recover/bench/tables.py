@@ -20,6 +20,7 @@ def rows_of(part: str, results: dict[str, Any]) -> Rows:
         "sweep": _sweep,
         "peers": _peers,
         "gpu": _gpu,
+        "simulate": _simulate,
     }
     return tellers.get(part, _flat)(results)
 
@@ -138,6 +139,18 @@ def _took(facts: dict[str, Any], way: str) -> str:
         return text
     ratio = facts["ours_against"][way]
     return f"{way} {text} ({ratio['value']:.2f}x, {ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _simulate(results: dict[str, Any]) -> Rows:
+    rows: Rows = [["GPUs", "checkpoint-restart", "ReCoVer, replicas return", "policy asked", "memory, MiB"]]
+    for row in results["rows"]:
+        speeds = (f"{row['failures_per_second'][name]:,.0f}" for name in ("restart", "recover-return"))
+        rows.append([f"{row['gpus']:,}", *speeds, row["asked"], f"{row['peak_mib']:.0f}"])
+    whole = results["whole"]
+    told = f"{whole['gpus']:,} GPUs, {whole['days']} days, {whole['seeds']} seeds, {whole['systems']} systems"
+    spent = f"{results['whole_cpu_seconds']:.0f} s of computing"
+    rows.append([told, f"{results['whole_seconds']:.0f} s, {spent}", "", "", ""])
+    return rows
 
 
 def _flat(results: dict[str, Any], above: str = "") -> Rows:

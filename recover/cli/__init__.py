@@ -15,6 +15,7 @@ from recover.cli.plan import plan
 from recover.cli.report import report
 from recover.cli.run import run
 from recover.cli.run_command import RunCommand
+from recover.cli.simulate import SimulateCommand, simulate
 from recover.cli.status import status
 from recover.cli.train import TrainCommand, train
 from recover.cli.watch import watch
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=TrainCommand)(train)
+app.command(cls=SimulateCommand)(simulate)
 for verb in (doctor, plan, report, status, watch, why, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")

@@ -271,6 +271,21 @@ def bench_gpu(
     _measure(measure, sizes, ways, replicas, kill_replicas, turns, kills, pieces, device, json)
 
 
+@app.command("simulate")
+def bench_simulate(
+    gpus: Annotated[str, typer.Option(help="Sizes of clusters.")] = "1024,16384,131072,600000",
+    json: Json = None,
+) -> None:
+    """Failures simulated per second, and memory, as the cluster grows; and a whole study of 600,000 GPUs."""
+    from recover.bench.simulations import bench_simulate as measure
+
+    with refusals("recover bench simulate"):
+        sizes = [int(size) for size in gpus.split(",")]
+        if any(size < 16 or size % 8 for size in sizes):
+            raise ValueError(f"--gpus {gpus}: whole nodes of 8 GPUs, two at least")
+    _measure(measure, sizes, json)
+
+
 @app.command("publish")
 def bench_publish(
     runs: Annotated[

@@ -1,0 +1,201 @@
+"""The keys of a scenario, group by group: the cluster, its failures, the job, and what each part of a recovery costs.
+
+Every key has a default, a unit and a meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from recover.policy import DEFAULT_POLICY
+from recover.train.config import Keys
+
+DAY, HOUR = 86400.0, 3600.0
+SYSTEMS = {
+    "restart": "checkpoint-restart, best interval",
+    "restart-paper": "checkpoint-restart, one checkpoint per failure",
+    "restart-memory": "checkpoint-restart from memory",
+    "recover": "ReCoVer, nobody returns",
+    "recover-return": "ReCoVer, replicas return",
+    "torchft": "step discarded, batch shrinks",
+    "torchft-spares": "step discarded, spares keep the batch",
+    "replication": "every microbatch on several replicas",
+    "stacked": "stacked shards, reordered",
+}
+
+
+class Machinery(Keys):
+    nodes: PositiveInt = Field(default=2048, description="nodes that the job is given at its start")
+    gpus_per_node: PositiveInt = Field(default=8, description="GPUs in a node")
+    spares: NonNegativeInt = Field(default=0, description="nodes that stand by; they count as GPU time, too")
+    nodes_per_rack: NonNegativeInt = Field(
+        default=0, description="nodes that a rack takes along; 0: no racks"
+    )
+    nodes_per_switch: NonNegativeInt = Field(
+        default=0, description="nodes that a switch takes along; 0: none"
+    )
+
+
+class Failures(Keys):
+    per_node_day: PositiveFloat = Field(default=0.0065, description="failures per node and day")
+    process: Literal["poisson", "weibull", "regular"] = Field(
+        default="poisson",
+        description="how they come: poisson; weibull, in bursts (shape below 1) or evenly; regular, like a clock",
+    )
+    shape: PositiveFloat = Field(default=1.0, description="of weibull")
+    transient: float = Field(default=0.0, ge=0, le=1, description="part after which the node is good at once")
+    silent: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="part that only a lease or a timeout finds, not a closed connection",
+    )
+    per_rack_day: NonNegativeFloat = Field(default=0.0, description="failures per rack and day")
+    per_switch_day: NonNegativeFloat = Field(default=0.0, description="failures per switch and day")
+    burst: float = Field(
+        default=0.0, ge=0, le=1, description="part of nodes' failures that take neighbours along"
+    )
+    burst_nodes: PositiveInt = Field(default=2, description="nodes that are lost in such a burst, in all")
+    repair_hours: NonNegativeFloat = Field(default=24.0, description="until a broken node is back; the mean")
+    repair: Literal["exponential", "fixed"] = Field(
+        default="exponential", description="how repair times vary"
+    )
+
+
+class SlowNodes(Keys):
+    per_node_day: NonNegativeFloat = Field(
+        default=0.0, description="nodes that become slow, per node and day"
+    )
+    factor: float = Field(default=1.5, ge=1, description="how many times longer a step takes, for everybody")
+    minutes: PositiveFloat = Field(default=30.0, description="for how long")
+
+
+class Job(Keys):
+    replica_gpus: PositiveInt = Field(default=128, description="GPUs that hold one copy of the model")
+    accum: PositiveInt = Field(default=16, description="microbatches that each replica accumulates in a step")
+    tokens: PositiveInt = Field(default=8192, description="tokens in a microbatch")
+    microbatch_s: PositiveFloat | None = Field(
+        default=None, description="seconds of a microbatch; null: from parameters, mfu and peak_tflops"
+    )
+    parameters: PositiveFloat = Field(
+        default=405e9, description="parameters that each token is multiplied with"
+    )
+    mfu: float = Field(default=0.4, gt=0, le=1, description="part of the peak that is reached")
+    gpu: str = Field(default="NVIDIA H100 80GB HBM3", description="its name, for its peak")
+    peak_tflops: PositiveFloat | None = Field(
+        default=None, description="null: the data sheet's, where it is known"
+    )
+    overhead_s: NonNegativeFloat = Field(
+        default=0.0, description="seconds of a step beside microbatches and reduction"
+    )
+    policy: Literal["balanced", "static"] = Field(
+        default=DEFAULT_POLICY, description="how ReCoVer shares a step out: docs/policy.md"
+    )
+    budget: PositiveFloat = Field(default=15e12, description="tokens to train on")
+
+
+class Reducing(Keys):
+    gigabytes: NonNegativeFloat = Field(
+        default=0.0, description="of gradients that each rank reduces across replicas"
+    )
+    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="of a rank's link: the beta")
+    alpha_ms: NonNegativeFloat = Field(default=0.1, description="milliseconds of a message: the alpha")
+    hidden: float = Field(default=0.0, ge=0, le=1, description="part that backward hides")
+
+
+class Recovering(Keys):
+    """Of ReCoVer: measured by `recover bench recovery` and `repair` on few ranks, an assumption for many."""
+
+    detect_s: NonNegativeFloat = Field(default=0.1, description="until a closed connection is noticed")
+    lease_s: NonNegativeFloat = Field(default=10.0, description="until a silent loss is noticed")
+    repair_s: NonNegativeFloat = Field(default=0.1, description="to agree on who is left, and a new carrier")
+    repair_ms_per_replica: NonNegativeFloat = Field(default=0.0, description="more of it for each replica")
+    restore_s: NonNegativeFloat = Field(default=0.0, description="to restore gradients")
+    restart_at: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="where nobody returns: part of the replicas at which all are started anew; null: where it is "
+        "best; 0: never",
+    )
+    checkpoint_every_s: PositiveFloat = Field(default=6 * HOUR, description="seconds between checkpoints")
+
+
+class Joining(Keys):
+    """Returning replicas."""
+
+    start_s: NonNegativeFloat = Field(
+        default=300.0, description="from free nodes to a replica that asks to join; nobody waits for it"
+    )
+    stall_s: NonNegativeFloat = Field(
+        default=0.15, description="that everybody waits for, beside the transfer"
+    )
+    state_gigabytes: NonNegativeFloat = Field(default=0.0, description="of state that each rank receives")
+    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="of its link")
+    standby: NonNegativeInt = Field(
+        default=0, description="replicas (placed together) kept warm on spares, ready to join at once"
+    )
+
+
+class Saving(Keys):
+    save_s: PositiveFloat = Field(default=10.0, description="seconds that training waits for a checkpoint")
+    every_s: PositiveFloat | None = Field(default=None, description="between checkpoints; null: the best")
+    memory_save_s: PositiveFloat = Field(default=1.0, description="the same, to the memory of neighbours")
+    memory_load_s: NonNegativeFloat = Field(default=5.0, description="to load from there")
+    memory_copies: PositiveInt = Field(
+        default=2,
+        description="nodes that hold it; so many lost at once lose it, and the last one on disk is taken",
+    )
+
+
+class Restarts(Keys):
+    """Of checkpoint-restart, replication and stacking, and of ReCoVer where it starts as a whole."""
+
+    detect_s: NonNegativeFloat = Field(default=60.0, description="until all know that somebody is dead")
+    schedule_s: NonNegativeFloat = Field(
+        default=120.0, description="until nodes are found and processes start"
+    )
+    start_s: NonNegativeFloat = Field(default=300.0, description="imports, groups, compiling, the first step")
+    load_s: NonNegativeFloat = Field(default=60.0, description="to load the checkpoint")
+    struck: Literal["again", "goes-on"] = Field(
+        default="again",
+        description="a failure while it restarts: all of it again, or it goes on without those nodes",
+    )
+
+    @property
+    def seconds(self) -> float:
+        return self.detect_s + self.schedule_s + self.start_s + self.load_s
+
+
+class Discarding(Keys):
+    """Systems that discard the step in which somebody is lost, and go on with a smaller batch or with spares."""
+
+    timeout_s: NonNegativeFloat = Field(default=5.0, description="until the reduction is given up")
+    quorum_s: NonNegativeFloat = Field(
+        default=0.5, description="to agree on who is left, and new groups, beside repair_ms_per_replica"
+    )
+    start_s: NonNegativeFloat = Field(default=300.0, description="until a lost replica is back")
+    stall_s: NonNegativeFloat = Field(
+        default=0.5, description="that all wait for when one comes back, beside transfer"
+    )
+    spare_replicas: PositiveInt | None = Field(
+        default=None, description="that compute and do not count, to keep the batch; null: one of fifty"
+    )
+
+
+class Copies(Keys):
+    copies: int = Field(default=2, ge=2, description="replicas that compute the same")
+    stack: int | None = Field(
+        default=None,
+        ge=2,
+        description="shards in each stack of a stacked system; null: log2(replicas) + 0.833",
+    )
+
+
+class Playing(Keys):
+    days: PositiveFloat = Field(default=30.0, description="simulated days")
+    seeds: PositiveInt = Field(default=16, description="how often, each from a seed of its own")
+    first_seed: NonNegativeInt = Field(default=0, description="the first of them")
+    systems: str = Field(default="all", description=f"which ones: all, or some of {', '.join(SYSTEMS)}")

@@ -1,0 +1,138 @@
+"""The production policy's answers, remembered by their integers; replicas in the same role are counted, not listed.
+
+Nothing of the policy is done again here. A layout or a response is asked for with real replicas and real slots; what is
+kept of it is how many rounds it takes and which roles there are how often. Above `LISTED` replicas, not every number of
+them is asked for: where the policy gives the same accumulation for fewer and for more, it does in between
+(`tests/pure/test_simulate_policy.py` tries that on every policy), and losses are asked for at the fewest of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from recover.policy import FailureEvent, Holding, Role, get_policy
+
+LISTED = 256
+Kind = tuple[Role, int, bool]  # role, microbatches in hand, whether they count
+Losses = tuple[tuple[int, ...], ...]  # per repair of a step: the kinds of who was lost, by their places
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An undisturbed step."""
+
+    accum: int
+    committed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """How a step goes on after a repair, and who there is then."""
+
+    rounds: int
+    committed: int
+    survivors: int
+    kinds: tuple[int, ...]  # how many of each
+
+
+class ShareOuts:
+    def __init__(self, policy: str, initial: int, global_batch: int) -> None:
+        self.global_batch, self.initial = global_batch, initial
+        self.asked = 0  # how often the policy itself was
+        self._policy = get_policy(policy, initial)
+        self._plans: dict[int, Plan] = {}
+        self._listed: list[int] = []  # the large ones among them, in order
+        self._bands: dict[int, int] = {}
+        self._standing: dict[tuple[int, Losses], Response] = {}
+        self._census = lru_cache(maxsize=4)(self._census_after)
+
+    def plan(self, replicas: int) -> Plan:
+        found = self._plans.get(replicas)
+        if found is None:
+            found = self._ask(replicas) if replicas <= LISTED else self._ask(self._band(replicas))
+            self._plans[replicas] = found
+        return found
+
+    def standing(self, replicas: int, losses: Losses = ()) -> Response:
+        """The step that began with so many, after these losses; without any, as it was dealt."""
+        place = replicas if replicas <= LISTED else self._band(replicas)
+        key = (place, losses)
+        found = self._standing.get(key)
+        if found is None:
+            census, rounds = self._census(place, losses)
+            kinds = tuple(Counter(map(_kind, census)).values())
+            committed = sum(len(h.slots) for h in census if h.counts)
+            found = self._standing[key] = Response(rounds, committed, len(census), kinds)
+        if place == replicas:
+            return found
+        gone = sum(map(len, losses))
+        first, *rest = found.kinds
+        grown = (first + replicas - place, *rest)
+        return Response(found.rounds, found.committed, replicas - gone, grown)
+
+    def victims(self, replicas: int, losses: Losses, chance: float, number: int) -> tuple[int, ...]:
+        """The kinds of so many neighbours, the first of them drawn by `chance`."""
+        counts = list(self.standing(replicas, losses).kinds)
+        alive = sum(counts)
+        start, chosen = int(chance * alive), []
+        for step in range(min(number, alive - 1)):
+            at, kind = (start + step) % alive, 0
+            while at >= counts[kind]:
+                at -= counts[kind]
+                kind += 1
+            chosen.append(kind)
+        taken = Counter(chosen)
+        spilled = [kind for kind, many in taken.items() if many > counts[kind]]
+        assert not spilled, "neighbours are different replicas"
+        return tuple(sorted(chosen))
+
+    def _census_after(self, replicas: int, losses: Losses) -> tuple[tuple[Holding, ...], int]:
+        if not losses:
+            self.asked += 1
+            layout = self._policy.layout(range(replicas), self.global_batch)
+            return layout.holdings(), layout.accum
+        before, _ = self._census(replicas, losses[:-1])
+        self.asked += 1
+        decision = self._policy.respond(FailureEvent(_without(before, losses[-1]), self.global_batch))
+        return decision.holdings(), decision.rounds
+
+    def _ask(self, replicas: int) -> Plan:
+        if replicas not in self._plans:
+            self.asked += 1
+            layout = self._policy.layout(range(replicas), self.global_batch)
+            self._plans[replicas] = Plan(layout.accum, layout.committed)
+        return self._plans[replicas]
+
+    def _band(self, replicas: int) -> int:
+        """The smallest number of replicas above `LISTED` with the same plan."""
+        place = bisect_left(self._listed, replicas)
+        if place < len(self._listed) and self._bands.get(self._listed[place], replicas + 1) <= replicas:
+            return self._bands[self._listed[place]]
+        plan, low, high = self._ask(replicas), LISTED, replicas
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._ask(middle) == plan else (middle, high)
+        self._listed.insert(place, replicas)
+        self._bands[replicas] = high
+        return high
+
+
+def _kind(holding: Holding) -> Kind:
+    return holding.role, len(holding.slots), holding.counts
+
+
+def _without(census: Sequence[Holding], kinds: tuple[int, ...]) -> list[Holding]:
+    """Less one replica for each of these kinds; who of a kind makes no difference."""
+    names = list(dict.fromkeys(map(_kind, census)))
+    gone = Counter(names[kind] for kind in kinds)
+    left = []
+    for holding in reversed(census):
+        if gone[_kind(holding)] > 0:
+            gone[_kind(holding)] -= 1
+        else:
+            left.append(holding)
+    return left

@@ -1,0 +1,67 @@
+"""A schedule of deaths executed for real and in the simulation, with parameters from another run; and its speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recover.chaos.campaign import run_job
+from recover.faults.draw import draw_schedule
+from recover.peers.scene import SHAPE
+from recover.simulate.learned import learn
+from recover.simulate.played_again import hold_against
+from recover.simulate.scenario import parse_scenario
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "replicas", "size", "pace", "deaths", "seeds"),
+    [("ddp", 6, 1, 0.3, 4, (11, 12)), ("hsdp", 4, 2, 0.4, 2, (11, 12))],
+)
+def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
+    tmp_path: Path, kind: str, replicas: int, size: int, pace: float, deaths: int, seeds: tuple[int, int]
+) -> None:
+    """Total time within 10%, each incident within 20%; parameters are learned from a run with other deaths."""
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(SHAPE))
+    words = [
+        f"model={model}",
+        f"replicas={replicas}",
+        f"microbatch_size={size}",
+        "seq_len=64",
+        f"pace={pace}",
+    ]
+    words += ["steps=30", "device=cpu", "warmup_steps=4", "checkpoint.every=0", "log.tensorboard=false"]
+    words += [f"parallel={kind}", *([f"shard={size}"] if size > 1 else [])]
+    schedules = [
+        draw_schedule(
+            replicas, size, seed, count=deaths, steps=(3, 28), locations={"in-reduce": 1, "forward": 1}
+        )
+        for seed in seeds
+    ]
+    for name, schedule in zip(("learn", "held"), schedules, strict=True):
+        assert run_job(words, tmp_path / name, 280, schedule).code == 0
+    scenario = parse_scenario(learn([tmp_path / "learn"]))
+    found = hold_against(scenario, schedules[1], tmp_path / "held")
+    assert abs(found.total) < 0.10, found
+    assert found.tokens == 0
+    assert found.incidents
+    assert all(abs(apart) < 0.20 for _, _, apart in found.incidents.values()), found.incidents
+
+
+def test_many_failures_are_shared_out_over_the_cores_with_the_same_result(tmp_path: Path) -> None:
+    """Each seed is a run of its own: who runs it makes no difference."""
+    words = ["--preset", "meta-100k", "--brief", "--json", "run.days=5", "run.systems=restart,recover-return"]
+
+    def goodput(seeds: int) -> list[float]:
+        command = [sys.executable, "-m", "recover.cli", "simulate", *words, f"run.seeds={seeds}"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        return [system["goodput"]["mean"] for system in json.loads(ended.stdout)["systems"].values()]
+
+    few, many = goodput(24), goodput(64)  # 20,000 failures in this process, 50,000 in several
+    assert few == pytest.approx(many, abs=0.01)
+    assert goodput(64) == many

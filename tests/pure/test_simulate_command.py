@@ -1,0 +1,159 @@
+"""`recover simulate`: what it tells people and programs, and how it refuses what it cannot do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from recover.cli import app
+from recover.simulate.account import PARTS
+from recover.simulate.learned import learn
+from recover.simulate.presets import PRESETS
+from recover.simulate.scenario import parse_scenario
+from recover.simulate.scenario_keys import SYSTEMS
+from recover.simulate.study import ask, parse_sweep
+from recover.simulate.worth import Curve, crossings, leaders
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+QUICK = ("run.seeds=2", "run.days=3")
+
+
+def simulate(*args: str) -> Any:
+    return CliRunner().invoke(app, ["simulate", *args], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "mend"),
+    [
+        (["--preset", "meta-10k"], "'meta-10k'", "did you mean 'meta-100k'?"),
+        (["job.replica_gpus=12"], "job.replica_gpus=12", "try 8"),
+        (["cluster.nodes=2050"], "cluster.nodes=2050", "use 2048, and cluster.spares=2"),
+        (["cluster.nodes=4"], "job.replica_gpus=128", "use more nodes"),
+        (["job.replica_gpus=16384"], "job.replica_gpus=16384", "use smaller replicas, or more nodes"),
+        (
+            ["failures.per_node_day=0"],
+            "failures.per_node_day='0'",
+            "without failures there is nothing to compare",
+        ),
+        (["checkpoint.save_s=-1"], "checkpoint.save_s='-1'", "must be above 0"),
+        (["restart.load_s=-2"], "restart.load_s='-2'", "must be 0 or more"),
+        (["failures.transient=1.5"], "failures.transient='1.5'", "must be at most 1"),
+        (["failures.process=gauss"], "failures.process='gauss'", "'poisson', 'weibull' or 'regular'"),
+        (["failures.process=weibull", "failures.shape=0.01"], "failures.shape=0.01", "use 0.3 to 10"),
+        (["failures.per_rack_day=0.1"], "failures.per_rack_day", "needs cluster.nodes_per_rack"),
+        (["job.gpu=Abacus"], "'Abacus'", "give job.peak_tflops, or job.microbatch_s"),
+        (["cluster.node=8"], "'cluster.node'", "did you mean 'cluster.nodes'?"),
+        (["run.systems=restart,recver"], "'recver'", "did you mean 'recover'?"),
+        (["replication.copies=300"], "replication.copies=300", "use fewer"),
+        (["run.seeds=many"], "run.seeds='many'", "must be a whole number"),
+        (["--sweep", "node=1:2"], "'node' is no key", "cluster.nodes=8:80000"),
+        (["--sweep", "nodes=80000:8"], "nodes=80000:8", "0 < LOW < HIGH"),
+        (["--from", "/nowhere/run"], "/nowhere/run", "name a run or a file"),
+        (["/nowhere.yaml"], "/nowhere.yaml", "check the path"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_value_and_the_mend(
+    words: list[str], value: str, mend: str
+) -> None:
+    result = simulate(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("recover simulate: ")
+    assert value in result.stderr, result.stderr
+    assert mend in result.stderr, result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_run_and_says_what_is_published_and_what_assumed(name: str) -> None:
+    found = PRESETS[name]
+    assert set(found.published) <= found.values.keys()
+    assert "arXiv" in found.source
+    assert found.assumed
+    question = ask(["run.seeds=3"], name, [])
+    origins = {question.origins[key] for key in found.values}
+    assert origins <= {"published", "assumed", "given"}
+    assert question.origins["run.seeds"] == "given"
+    assert question.scenario.replicas > 10
+
+
+def test_all_systems_stand_side_by_side_in_json_and_on_the_page(tmp_path: Path) -> None:
+    words = ("--preset", "meta-100k", *QUICK, "--sweep", "nodes=256:12544:2", "--json")
+    result = simulate(*words, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads((tmp_path / "simulation.json").read_text())
+    assert found["systems"].keys() == SYSTEMS.keys()
+    for system in found["systems"].values():
+        assert sum(system["parts"].values()) == pytest.approx(1, abs=1e-6)
+        assert system["parts"].keys() == PARTS.keys()
+        assert system["goodput"]["low"] <= system["goodput"]["mean"] <= system["goodput"]["high"]
+    assert found["sweep"]["values"] == [256, 12544]
+    assert len(found["rates"]["values"]) == len(found["leaders"])
+    assert {change["what"] for change in found["worth"]}
+    assert found["systems"]["recover-return"]["smallest_batch"] == found["global_batch"]
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("data:image/png;base64") == 3
+    assert "arXiv:2602.00277" in page
+    assert all(name in page for name in SYSTEMS.values())
+
+
+def test_the_table_names_every_system_and_where_the_time_goes() -> None:
+    result = simulate("--preset", "llama3-16k", "--brief", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert all(name in result.stdout for name in SYSTEMS.values())
+    assert "writing checkpoints" in result.stdout
+    assert "Assumed: " in result.stdout
+
+
+def test_a_file_of_keys_is_read_and_words_win(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("cluster:\n  nodes: 64\njob: {replica_gpus: 16, microbatch_s: 1.5}\nrun: {seeds: 2}\n")
+    question = ask([str(file), "cluster.nodes=32"], None, [])
+    assert (question.scenario.cluster.nodes, question.scenario.microbatch) == (32, 1.5)
+    assert question.scenario.replicas == 16
+
+
+def test_parameters_come_from_runs_and_from_benchmarks(tmp_path: Path) -> None:
+    from_run = learn([RECORDED / "ddp-test"])
+    assert from_run["job.microbatch_s"] == pytest.approx(0.3, rel=0.03)  # the pace of that run
+    assert 0.03 < from_run["recovery.repair_s"] < 0.2
+    pieces = {"save": 0.2, "handling": 0.4, "restart": 8.0, "load": 0.1, "normal": 1.0, "rerun": 2.0}
+    ours = {"detect": 0.01, "repair": 0.09, "restore": 0.0, "redo": 0.3, "normal": 1.0}
+    rows = [{"baseline": {"pieces": pieces}, "ours": {"pieces": ours}}]
+    bench = tmp_path / "breakdown-ddp.json"
+    bench.write_text(json.dumps({"breakdown": {"rows": rows}}))
+    scenario = ask(["run.seeds=1"], None, [RECORDED / "ddp-test", bench]).scenario
+    assert scenario.restart.seconds == pytest.approx(8.5)
+    assert scenario.checkpoint.save_s == pytest.approx(0.2)
+    assert scenario.recovery.repair_s == pytest.approx(0.09)
+    empty = tmp_path / "empty.json"
+    empty.write_text("{}")
+    with pytest.raises(ValueError, match="nothing in it to learn from"):
+        learn([empty])
+    with pytest.raises(ValueError, match=r"needs steps\.jsonl"):
+        learn([tmp_path])
+
+
+def test_a_sweep_goes_from_one_end_to_the_other() -> None:
+    key, values = parse_sweep("nodes=8:80000:5")
+    assert key == "cluster.nodes"
+    assert values == pytest.approx([8, 80, 800, 8000, 80000])
+
+
+def test_crossing_points_lie_where_the_curves_meet() -> None:
+    found = Curve("k", (1.0, 10.0, 100.0), {"a": (0.9, 0.8, 0.7), "b": (0.95, 0.85, 0.1)}, (3.0, 2.0, 1.0))
+    (place,) = crossings(found, "a", "b")
+    assert 10 < place < 100
+    assert leaders(found) == ["b", "b", "a"]
+    assert crossings(found, "a", "a") == []
+
+
+def test_a_step_takes_what_its_flops_need() -> None:
+    scenario = parse_scenario(
+        {"job.parameters": 1e9, "job.tokens": 1000, "job.mfu": 0.5, "job.peak_tflops": 100}
+    )
+    assert scenario.microbatch == pytest.approx(6 * 1e9 * 1000 / (128 * 100e12 * 0.5))

@@ -1,0 +1,89 @@
+"""The simulation asks the production policy, remembers its answers, and counts what it need not list."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover.policy import FailureEvent, get_policy
+from recover.simulate import share_outs
+from recover.simulate.share_outs import ShareOuts
+
+POLICIES = ("balanced", "static", "adaptive")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(initial=st.integers(2, 60), accum=st.integers(1, 12))
+@settings(max_examples=25, deadline=None)
+def test_more_replicas_never_run_more_rounds(name: str, initial: int, accum: int) -> None:
+    """So where few and many have the same plan, all in between have it: large worlds need not be listed."""
+    policy, batch = get_policy(name, initial), initial * accum
+    layouts = [policy.layout(range(alive), batch) for alive in range(1, 2 * initial)]
+    assert all(a.accum >= b.accum for a, b in itertools.pairwise(layouts))
+    assert all(a.committed <= b.committed for a, b in itertools.pairwise(layouts))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(initial=st.integers(12, 60), accum=st.integers(1, 9), order=st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, order: object) -> None:
+    listed, share_outs.LISTED = share_outs.LISTED, 8  # everything above is counted by bands
+    try:
+        shares, policy = ShareOuts(name, initial, initial * accum), get_policy(name, initial)
+        sizes = list(range(1, initial + 1))
+        order.shuffle(sizes)  # type: ignore[attr-defined]
+        for alive in sizes:
+            layout = policy.layout(range(alive), initial * accum)
+            assert (shares.plan(alive).accum, shares.plan(alive).committed) == (
+                layout.accum,
+                layout.committed,
+            )
+    finally:
+        share_outs.LISTED = listed
+
+
+@pytest.mark.parametrize("name", ["balanced", "static"])
+@given(
+    initial=st.integers(3, 40),
+    accum=st.integers(1, 9),
+    strikes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 3)), min_size=1, max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_step_with_losses_is_the_policys_and_commits_b(
+    name: str, initial: int, accum: int, strikes: list[tuple[float, int]]
+) -> None:
+    """Loss after loss in one step, whoever is struck: the same rounds as from the census itself, and exactly B."""
+    batch = initial * accum
+    shares, policy = ShareOuts(name, initial, batch), get_policy(name, initial)
+    census = list(policy.layout(range(initial), batch).holdings())
+    losses: share_outs.Losses = ()
+    for chance, number in strikes:
+        if len(census) <= number:
+            break
+        dead = shares.victims(initial, losses, chance, number)
+        assert len(dead) == number
+        losses = (*losses, dead)
+        kinds = list(dict.fromkeys((h.role, len(h.slots), h.counts) for h in census))
+        for kind in dead:  # the last of that kind, as good as any
+            census.remove(next(h for h in census[::-1] if (h.role, len(h.slots), h.counts) == kinds[kind]))
+        decision = policy.respond(FailureEvent(census, batch))
+        census = list(decision.holdings())
+        found = shares.standing(initial, losses)
+        assert (found.rounds, found.survivors) == (decision.rounds, len(census))
+        assert found.committed == batch
+
+
+def test_what_was_asked_once_is_remembered() -> None:
+    shares = ShareOuts("balanced", 200, 3200)
+    for _ in range(3):
+        for alive in range(200, 180, -1):
+            shares.plan(alive)
+            shares.standing(alive, ((0,),))
+    assert shares.asked <= 3 * 20
+    big = ShareOuts("balanced", 800, 12800)
+    for alive in range(800, 500, -1):
+        big.plan(alive)
+    assert big.asked < 150
