@@ -193,9 +193,7 @@ class OwnedGradients:
         ):
             near = device.type in later.NEAR
             limit = max(1, int((bucket_mb or (BUCKET_MB if near else BUCKET_MB_OF_DEVICE)) * MEGABYTE / 4))
-            # What a device sums beside backward should begin early, and go on without a rest: the first buckets are
-            # soon full, each is twice as large as the one before.
-            for group in _cut(members, limit, limit if near or bucket_mb or buckets else limit // 10):
+            for group in _cut(members, limit):
                 total = builtins.sum(_room(p).numel() for p in group)
                 local = torch.zeros(total, dtype=dtype, device=device)
                 filled = local
@@ -385,13 +383,13 @@ def _room(parameter: torch.nn.Parameter) -> torch.Tensor:
     return as_real(local_part(parameter.detach()))
 
 
-def _cut(parameters: list[torch.nn.Parameter], limit: int, first: int) -> list[list[torch.nn.Parameter]]:
-    """Into runs of at most `first` numbers, twice that, and so on up to `limit`; or of one parameter that has more."""
+def _cut(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
+    """Into runs of at most `limit` numbers, or of one parameter that has more."""
     runs: list[list[torch.nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
         size = _room(parameter).numel()
-        if not runs or (filled and filled + size > min(limit, first << len(runs) - 1)):
+        if not runs or (filled and filled + size > limit):
             runs.append([])
             filled = 0
         runs[-1].append(parameter)

@@ -274,8 +274,8 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
     assert max(alive) == most, "as many parameters as have room in a bucket of this size, or one"
 
 
-@pytest.mark.parametrize(("far", "sizes"), [(False, [6, 6, 3]), (True, [1, 2, 5, 7])])
-def test_a_device_sums_few_large_buckets_and_can_begin_soon(
+@pytest.mark.parametrize(("far", "sizes"), [(False, [6, 6, 3]), (True, [12, 3])])
+def test_a_device_sums_few_large_buckets(
     monkeypatch: pytest.MonkeyPatch, far: bool, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
