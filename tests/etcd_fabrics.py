@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.fabrics.etcd import EtcdFabric
-from recover.fabrics.etcd_client import EtcdClient, KeyValue
-from recover.fabrics.etcd_server import EtcdServer
+from recover.etcd.etcd_client import EtcdClient, KeyValue
+from recover.etcd.etcd_entry import place
+from recover.etcd.etcd_fabric import EtcdFabric
+from recover.etcd.etcd_server import EtcdServer, _free_port
 from recover.liveness.board import Board
+
+
+class EtcdCluster:
+    """Three members on this machine, each on an address of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        addresses = ["127.0.0.11", "127.0.0.12", "127.0.0.13"]
+        self.endpoints = [f"{address}:{_port(address)}" for address in addresses]
+        self.members = [
+            EtcdServer(directory / endpoint, *_split(endpoint), members=self.endpoints)
+            for endpoint in self.endpoints
+        ]
+
+    def __enter__(self) -> EtcdCluster:
+        for member in self.members:
+            member.begin()
+        for member in self.members:
+            member.wait_until_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self.members:
+            member.stop()
+
+    def leader(self) -> EtcdServer:
+        for member in self.members:
+            status = EtcdClient(member.endpoint).ask("/v3/maintenance/status", {})
+            if status["leader"] == status["header"]["member_id"]:
+                return member
+        raise AssertionError("there is no leader")
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    address, _, port = endpoint.partition(":")
+    return address, int(port)
+
+
+def _port(address: str) -> int:
+    """One that is free on this address, and the next one with it."""
+    while True:
+        port = _free_port(address)
+        try:
+            with socket.socket() as probe:
+                probe.bind((address, port + 1))
+            return port
+        except OSError:
+            pass
 
 
 class Fabrics:
@@ -29,6 +78,20 @@ class Fabrics:
         made = [EtcdFabric(each, rank, size, board, **options) for rank, each in enumerate(clients)]
         self.made += made
         return made, clients
+
+    def join(self, size: int, rank: int, client: type[EtcdClient] = EtcdClient, **options: Any) -> EtcdFabric:
+        """One rank more; from `size` on it is one that joins."""
+        made = client(self.server.endpoint, prefix=self.prefix)
+        fabric = EtcdFabric(made, rank, size, Board(self.directory / f"board-{rank}", rank + 1), **options)
+        self.made.append(fabric)
+        return fabric
+
+    def replica(self, size: int, replica_size: int) -> list[EtcdFabric]:
+        """All ranks of one that is to join."""
+        return [self.join(size, rank, replica_size=replica_size) for rank in place(self.etcd)]
+
+    def joiner(self, size: int) -> EtcdFabric:
+        return self.replica(size, 1)[0]
 
     def close(self) -> None:
         for fabric in self.made:

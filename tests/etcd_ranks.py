@@ -13,6 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from recover.etcd.etcd_agreement import Decision
+from recover.etcd.etcd_client import KeyValue
+from recover.etcd.etcd_host import GRACE, TTL
+
 PROGRAM = Path(__file__).parent / "programs" / "etcd_host.py"
 PATIENCE = 90.0  # seconds; far above what anything here takes
 
@@ -27,15 +31,29 @@ class EtcdRanks:
         directory: Path,
         hosts: Sequence[Sequence[int]],
         carrier: str = "",
-        ttl: float = 5.0,
-        grace: float = 1.0,
+        ttl: float = TTL,
+        grace: float = GRACE,
         replica_size: int = 1,
+        patience: float = 30.0,
+        pace: float = 0.005,
     ) -> None:
         self.size, self.directory = sum(map(len, hosts)), directory
         shared = {"endpoint": endpoint, "prefix": prefix, "size": self.size, "carrier": carrier}
-        shared |= {"ttl": ttl, "grace": grace, "replica_size": replica_size}
+        shared |= {
+            "ttl": ttl,
+            "grace": grace,
+            "replica_size": replica_size,
+            "patience": patience,
+            "pace": pace,
+        }
         self._scenarios = [
-            shared | {"directory": str(directory), "name": f"h{number}", "ranks": list(ranks)}
+            shared
+            | {
+                "directory": str(directory),
+                "name": f"h{number}",
+                "ranks": list(ranks),
+                "address": "127.0.0.1",
+            }
             for number, ranks in enumerate(hosts)
         ]
         self.agents: list[subprocess.Popen[bytes]] = []
@@ -44,8 +62,11 @@ class EtcdRanks:
         for scenario in self._scenarios:
             command = [sys.executable, "-P", str(PROGRAM), json.dumps(scenario)]
             with open(self.directory / f"{scenario['name']}.out", "wb") as out:
-                self.agents.append(subprocess.Popen(command, stdout=out, stderr=out))
+                self.agents.append(self.start(scenario, command, out))
         return self
+
+    def start(self, scenario: dict[str, Any], command: Sequence[str], out: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=out, stderr=out)
 
     def __exit__(self, *_: object) -> None:
         for agent in self.agents:
@@ -107,11 +128,16 @@ class EtcdRanks:
                 told = decisions.setdefault(note["number"], note["decision"])
                 assert note["decision"] == told, "one agreement was decided twice"
                 assert rank not in json.loads(told)["dead"], "one that is dead has acted on a decision"
-        dead = [set(json.loads(decisions[number])["dead"]) for number in sorted(decisions)]
-        assert all(before <= later for before, later in pairwise(dead)), "death is final"
+        gone: set[int] = set()
+        for _, told in sorted(decisions.items()):
+            decision = Decision.of(KeyValue("", told.encode(), 1, 1))
+            assert gone.isdisjoint(decision.participants), "death is final"
+            gone |= decision.dead - decision.participants
         for kind in ("census", "commit"):
             stories = {
-                rank: [{key: note[key] for key in note.keys() - {"pid"}} for note in self.diary(rank, kind)]
+                rank: [
+                    {key: note[key] for key in note.keys() - {"pid", "at"}} for note in self.diary(rank, kind)
+                ]
                 for rank in range(self.size)
             }
             longest = stories[survivors[0]]

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from recover.bench.measure import begin, place, write
-from recover.bench.tables import rows_of, show
 from recover.peers.metrics import recoveries, restarting, restarts, warm_steps
 from recover.peers.runs import run_baseline, run_ours, scratch
 from recover.peers.scene import Scene
+from recover.publish.tables import rows_of, show
 
 
 def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None) -> dict[str, Any]:

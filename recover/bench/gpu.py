@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover.bench.measure import BenchmarkError, begin, launched, measured, place, summary, write
-from recover.bench.tables import rows_of, show
+from recover.bench.measure import BenchmarkError, begin, launched, place, summary, write
 from recover.bench.training import paired_ratio
 from recover.peers.kills import PARTS_OF_A_KILL, judge
+from recover.publish.measured_sources import measured
+from recover.publish.tables import rows_of, show
 
 PARTS = ("step", "kill", "reduce")
 PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"

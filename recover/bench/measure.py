@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import signal
@@ -21,9 +20,9 @@ from rich.console import Console
 from recover.job.machine import machine
 from recover.launch.launcher import launch
 from recover.peers.ended import BenchmarkError, check
+from recover.publish.measured_sources import PACKAGE, sources
 
 PROGRAMS = Path(__file__).parent / "programs"
-PACKAGE = Path(__file__).parents[1]
 WIDE = 132  # columns of a table where no terminal sets a limit
 
 _origin: dict[str, Any] | None = None  # of the benchmark that is being run
@@ -125,19 +124,3 @@ def origin() -> dict[str, Any]:
         "sources": sources(),
         "measured_at": when,
     }
-
-
-def sources() -> str:
-    """A digest of the package: figures of the same one need not be measured again."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def measured(path: Path) -> bool:
-    """Whether this file holds figures of the very sources that are here now."""
-    try:
-        return bool(json.loads(path.read_text())["sources"] == sources())
-    except (OSError, ValueError, KeyError):
-        return False

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recover.bench.measure import begin, measured, place, screen, write
-from recover.bench.tables import rows_of, show
+from recover.bench.measure import begin, place, screen, write
 from recover.peers.costs import Restarting
 from recover.peers.metrics import (
     advantage,
@@ -22,6 +21,8 @@ from recover.peers.metrics import (
 )
 from recover.peers.runs import run_baseline, run_ours, scratch
 from recover.peers.scene import Scene
+from recover.publish.measured_sources import measured
+from recover.publish.tables import rows_of, show
 from recover.records.kinds import Event
 
 console = screen()

@@ -7,11 +7,11 @@ from statistics import median
 from typing import Any
 
 from recover.bench.measure import begin, place, write
-from recover.bench.tables import rows_of, show
 from recover.peers.metrics import failures, step_seconds
 from recover.peers.runs import run_ours, scratch
 from recover.peers.scene import Scene
 from recover.peers.torchft_runs import Absent, install_torchft, run_torchft
+from recover.publish.tables import rows_of, show
 from recover.records.kinds import Event
 
 CONTROL = "DistributedDataParallel"

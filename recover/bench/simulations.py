@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.bench.measure import begin, place, write
-from recover.bench.tables import rows_of, show
+from recover.publish.tables import rows_of, show
 from recover.simulate.race import Track, race
 from recover.simulate.scenario import Scenario, parse_scenario
 from recover.simulate.scenario_keys import DAY, SYSTEMS

@@ -9,15 +9,17 @@ from typing import Any
 
 from recover.bench.breakdown import bench_breakdown
 from recover.bench.collectives import bench_collectives, bench_repair
-from recover.bench.measure import begin, measured
+from recover.bench.measure import begin
 from recover.bench.multi import bench_multi
-from recover.bench.page import build
 from recover.bench.peers import bench_peers
+from recover.bench.several_hosts import bench_hosts
 from recover.bench.simulations import bench_simulate
 from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
 from recover.bench.trajectory import bench_trajectory
 from recover.peers.scene import Scene
+from recover.publish.measured_sources import measured
+from recover.publish.page import build
 
 DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
@@ -55,6 +57,7 @@ def parts(long: bool) -> dict[str, Part]:
         "repair": lambda path: bench_repair(8, path),
         "simulate": lambda path: bench_simulate((1024, 16384, 131072, 600_000), path),
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
+        "hosts": lambda path: bench_hosts((4, 16, 64), 40, path),
     }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from recover.bench.measure import begin, place, screen, write
 from recover.bench.multi import calibrate, duel, kill_steps, recall, show_duel, tell
-from recover.bench.tables import rows_of, show
 from recover.peers.costs import PAPER, Costs, Restarting, rerun_steps
 from recover.peers.scene import Scene
+from recover.publish.tables import rows_of, show
 
 SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
 console = screen()

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from recover.bench.measure import BenchmarkError, begin, place, write
-from recover.bench.tables import rows_of, show
 from recover.peers.metrics import step_seconds
 from recover.peers.runs import run_baseline, scratch
 from recover.peers.scene import Scene
+from recover.publish.tables import rows_of, show
 from recover.records.kinds import Event, Line
 from recover.records.lines import read_lines
 from recover.train.supervision import train

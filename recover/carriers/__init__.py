@@ -3,9 +3,10 @@
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
 `nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own. What
-        lies on the host travels by `mpi` beside it.
+        lies on the host travels by `mpi` (by `gloo`, where the fabric is not Open MPI) beside it.
 `auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise
         `mpi`: it and `gloo` pass the burst tests without losing a bystander (docs/world.md), and it is faster.
+        Where the fabric is not Open MPI, `gloo`.
 """
 
 from __future__ import annotations
@@ -21,27 +22,40 @@ from recover.job.process import ranks_on_host
 from recover.job.spec import CARRIERS
 
 if TYPE_CHECKING:
-    from recover.fabrics.openmpi import OpenMPIFabric
+    from recover.fabrics.base import Fabric
 
 
-def choose(name: str, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> DataCarriers:
-    """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for."""
+def choose(
+    name: str, fabric: Fabric, grid: Grid, worker: Worker, mpi: bool = True, address: str | None = None
+) -> DataCarriers:
+    """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for.
+
+    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it.
+    """
     if name == "auto":
-        name = "nccl" if _computes_on_gpu() and own_gpu_each(ranks_on_host()) else "mpi"
+        on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
+        name = "nccl" if on_gpus else "mpi" if mpi else "gloo"
     if name == "mpi":
         from recover.carriers.mpi import MpiCarriers
+        from recover.fabrics.openmpi import OpenMPIFabric
 
+        if not isinstance(fabric, OpenMPIFabric):
+            raise ValueError(
+                "the carrier mpi needs Open MPI, which does not run here; use gloo, nccl or auto"
+            )
         return MpiCarriers(fabric, grid, worker)
     if name == "gloo":
         from recover.carriers.gloo import GlooCarriers
 
-        return GlooCarriers(fabric, grid, worker)
+        return GlooCarriers(fabric, grid, worker, address)
     if name == "nccl":
         from recover.carriers.nccl import NcclCarriers
         from recover.carriers.two_wires import TwoWireCarriers
 
         return TwoWireCarriers(
-            NcclCarriers(fabric, grid, worker), choose("mpi", fabric, grid, worker), worker
+            NcclCarriers(fabric, grid, worker),
+            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address),
+            worker,
         )
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")
 

@@ -40,21 +40,30 @@ OPERATION_TIMEOUT = timedelta(hours=12)
 class GlooCarriers(DataCarriers):
     settle = 0.0  # nothing here minds a death while it is built
 
-    def __init__(self, fabric: Fabric, grid: Grid, worker: Worker) -> None:
+    def __init__(self, fabric: Fabric, grid: Grid, worker: Worker, address: str | None = None) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
+        self._address = address
         self._lanes = AllLanes()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
-        return GlooCarrier(self._fabric.rank, self._grid, self._worker, members, self._lanes)
+        return GlooCarrier(self._fabric.rank, self._grid, self._worker, members, self._lanes, self._address)
 
 
 class GlooCarrier(HostCarrier):
     def __init__(
-        self, rank: int, grid: Grid, worker: Worker, members: tuple[int, ...], lanes: AllLanes
+        self,
+        rank: int,
+        grid: Grid,
+        worker: Worker,
+        members: tuple[int, ...],
+        lanes: AllLanes,
+        address: str | None = None,
     ) -> None:
         super().__init__(worker, grid.peers(rank, members), rank, lanes)
         self._before = _sockets()
-        self._device = dist.ProcessGroupGloo.create_device(hostname=_own_address(), lazy_init=False)
+        self._device = dist.ProcessGroupGloo.create_device(
+            hostname=address or _own_address(), lazy_init=False
+        )
         self._listener = _listening_port(self._before)
         self._token = secrets.token_hex(16)
         self._meeting = _Meeting()

@@ -25,7 +25,7 @@ from recover.carriers.contract import CarrierError
 from recover.carriers.device_streams import CudaStream
 from recover.carriers.nccl_library import ID_BYTES, Nccl
 from recover.carriers.worker import Rest, Worker
-from recover.fabrics.openmpi import OpenMPIFabric
+from recover.fabrics.base import Fabric
 from recover.job.grid import Grid
 from recover.job.process import on_one_host, rank_on_host
 
@@ -39,7 +39,7 @@ class NcclCarriers(DataCarriers):
 
     def __init__(
         self,
-        fabric: OpenMPIFabric,
+        fabric: Fabric,
         grid: Grid,
         worker: Worker,
         library: Any = None,

@@ -38,8 +38,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})(run)
-app.command(cls=TrainCommand)(train)
+# Options may be written with torchrun's underscores, too.
+_SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
+app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
+app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
 app.command(cls=SimulateCommand)(simulate)
 for verb in (doctor, plan, report, status, watch, why, demo):
     app.command()(verb)

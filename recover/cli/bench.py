@@ -107,6 +107,20 @@ def bench_repair(
     _measure(measure, ranks, json)
 
 
+@app.command("hosts")
+def bench_hosts(
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas.")] = "4,16,64",
+    agreements: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 40,
+    json: Json = None,
+) -> None:
+    """One agreement in etcd, by the number of replicas."""
+    from recover.bench.several_hosts import bench_hosts as measure
+
+    with refusals("recover.bench.several_hosts"):
+        numbers = [int(count) for count in replicas.split(",")]
+    _measure(measure, numbers, agreements, json)
+
+
 def _scene(words: list[str] | None, **given: Any) -> Any:
     """What a comparison runs, from its options; refusals as sentences."""
     from recover.peers.runs import configure, scratch
@@ -296,7 +310,7 @@ def bench_publish(
     ] = None,
 ) -> None:
     """Put figures into docs/figures.json, and into every document that quotes them."""
-    from recover.bench.figures import publish
+    from recover.publish.figures import publish
 
     with refusals("recover bench publish"):
         typer.echo(f"published: {', '.join(publish(runs or [Path('runs/bench')])) or 'nothing'}")

@@ -31,8 +31,16 @@ def demo(
         Path | None, typer.Option(help="Where runs and page go.  [default: runs/demo-TIME]")
     ] = None,
     page: Page = "auto",
+    hosts: Annotated[
+        int,
+        typer.Option(
+            help="On so many emulated hosts (3 or more; needs root), of which the first loses its power."
+        ),
+    ] = 0,
 ) -> None:
     """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
+    if hosts:
+        raise typer.Exit(_on_hosts(hosts, output or Path("runs", f"demo-{datetime.now():%Y%m%d-%H%M%S}")))
     from recover.records.lines import read_lines
     from recover.report import build
     from recover.train.supervision import train
@@ -65,3 +73,72 @@ def _page(page: str) -> Beside:
 
     with refusals("recover demo"):
         return onlookers(page, LOOPBACK, None, typer.echo)
+
+
+def _on_hosts(count: int, place: Path) -> int:
+    """One run on emulated hosts, in which the first of them loses its power in the middle."""
+    import os
+    import subprocess
+    import sys
+    import time
+
+    from recover.lab.hosts import Lab, unavailable
+    from recover.records.lines import read
+
+    if count < 3:
+        typer.echo(
+            "recover demo: --hosts must be 3 or more: etcd goes on after the loss of one of three", err=True
+        )
+        return 2
+    if reason := unavailable():
+        typer.echo(f"recover demo: {reason}", err=True)
+        return 2
+    place = place.absolute()
+    place.mkdir(parents=True)
+    endpoints = ",".join(f"h{number}:2379" for number in (1, 2, 3))
+    words = [
+        "--nnodes",
+        str(count),
+        "--nproc-per-node",
+        "1",
+        "--rdzv-endpoint",
+        endpoints,
+        "--rdzv-id",
+        "demo",
+    ]
+    keys = [word for word in WORDS if not word.startswith("replicas")]
+    steps = place / "h2" / "steps.jsonl"
+    with Lab(hosts=count, shared=[place]) as lab:
+        print(
+            f"{count} hosts, a replica on each; they share no directory. Their output: {place}/h*.out",
+            flush=True,
+        )
+        agents = {}
+        for host in lab:
+            command = [sys.executable, "-P", "-m", "recover.cli", "train", *words, *keys]
+            with open(place / f"{host.name}.out", "wb") as out:
+                agents[host.name] = host.start(
+                    [*command, "--run-dir", str(place / host.name)],
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"TMPDIR": "/tmp"},
+                )
+        told = 0
+        while agents["h2"].poll() is None:
+            time.sleep(0.1)
+            lines = read(steps).whole
+            for line in lines[told:]:
+                facts = f"loss {line['loss']:.4f}, {line['microbatches']} microbatches, {line['replicas']} replicas"
+                print(f"step {line['step']:3}: {facts}, {line['seconds']:.2f} s", flush=True)
+            told = len(lines)
+            if lab["h1"].up and told >= STEPS // 2:
+                print("h1 loses its power: it, its replica and its member of etcd are gone", flush=True)
+                lab["h1"].power_cut()
+        codes = {name: agent.wait() for name, agent in agents.items() if name != "h1"}
+    lines = read(steps).whole
+    sizes = " or ".join(map(str, sorted({line["microbatches"] for line in lines})))
+    print(
+        f"\nShown: {len(lines)} steps on {sizes} microbatches each, through the loss of the host that came first.\n"
+        f"The records are on every host that is left: `recover report {place / 'h2'}`"
+    )
+    return max(codes.values())

@@ -8,15 +8,19 @@ from typing import Annotated
 
 import typer
 
+from recover.cli import host_words
 from recover.cli.looking_on import OnIncident, Page, PageBind
 from recover.cli.refusals import refusals
+from recover.cli.run_command import MISSING
 
 
 def run(
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes.")],
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file that every rank runs.")],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script as they are.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", help="How many processes, all on this host.")
     ] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
@@ -52,11 +56,62 @@ def run(
     page: Page = "auto",
     page_bind: PageBind = "127.0.0.1",
     on_incident: OnIncident = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Several hosts by Open MPI, as NAME slots=K; the loss of one ends the job."
+        ),
+    ] = None,
+    nnodes: host_words.Nnodes = None,
+    nproc_per_node: host_words.NprocPerNode = None,
+    rdzv_endpoint: host_words.RdzvEndpoint = None,
+    rdzv_id: host_words.RdzvId = None,
+    rdzv_backend: host_words.RdzvBackend = None,
+    rdzv_patience: host_words.RdzvPatience = 30.0,
+    join_timeout: host_words.JoinTimeout = 600.0,
+    lease: host_words.Lease = 2.0,
+    interface: host_words.Interface = None,
+    host_name: host_words.HostName = None,
+    token_file: host_words.TokenFile = None,
+    etcd_dir: host_words.EtcdDir = None,
+    etcd_prefix: host_words.EtcdPrefix = "/recover",
+    etcd_user: host_words.EtcdUser = None,
+    etcd_password_file: host_words.EtcdPasswordFile = None,
+    etcd_ca: host_words.EtcdCa = None,
+    etcd_cert: host_words.EtcdCert = None,
+    etcd_key: host_words.EtcdKey = None,
 ) -> None:
-    """Start SCRIPT on several ranks that survive each other. Options go before SCRIPT."""
-    from recover.launch.launcher import launch
+    """Start SCRIPT on several ranks that survive each other: on this host (-n), or on several (--nnodes). Options go
+    before SCRIPT."""
+    from recover.agent.host_options import HostOptions
     from recover.monitor.beside import onlookers
 
+    several = HostOptions(
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_patience=rdzv_patience,
+        join_timeout=join_timeout,
+        lease=lease,
+        interface=interface,
+        host_name=host_name,
+        token_file=token_file,
+        etcd_dir=etcd_dir,
+        etcd_prefix=etcd_prefix,
+        etcd_user=etcd_user,
+        etcd_password_file=etcd_password_file,
+        etcd_ca=etcd_ca,
+        etcd_cert=etcd_cert,
+        etcd_key=etcd_key,
+    )
+    if several.asked and ranks is not None:
+        typer.echo("recover run: -n is for one host; with --nnodes give --nproc-per-node", err=True)
+        raise typer.Exit(2)
+    if not several.asked and ranks is None:
+        typer.echo(f"recover run: {MISSING}", err=True)
+        raise typer.Exit(2)
     # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):
@@ -66,6 +121,26 @@ def run(
             on_incident,
             lambda text: typer.echo(f"recover: {text}", err=True) if tell else None,
         )
+    if ranks is None:
+        from recover.agent.agent import launch_host
+
+        code = launch_host(
+            several,
+            script,
+            args or [],
+            replica_size=replica_size,
+            run_dir=run_dir,
+            timeout=timeout,
+            hang_limit=hang_limit,
+            carrier=carrier,
+            faults=kill,
+            module=module,
+            own=True,
+            beside=beside,
+        )
+        raise typer.Exit(code)
+    from recover.launch.launcher import launch
+
     code = launch(
         ranks,
         script,
@@ -80,5 +155,6 @@ def run(
         module=module,
         own=True,
         beside=beside,
+        hosts=hostfile,
     )
     raise typer.Exit(code)

@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+MISSING = "how many ranks? give -n RANKS, or --nnodes HOSTS for several hosts"
+
 
 class RunCommand(TyperCommand):
     """Options that stand after the script's name go to the script. Where that makes a difference, it is said."""
@@ -16,16 +18,23 @@ class RunCommand(TyperCommand):
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            script, late = self.late_options(given)
-            if not late:
-                raise
-            typer.echo(
-                f"recover run: {error.format_message().rstrip('.')}; {', '.join(late)} after {script} is handed to the "
-                f"script: give it before its name, as `recover run {late[0]} ... {script}`",
-                err=True,
-            )
-            raise typer.Exit(2) from None
+            self._tell_late(given, error.format_message().rstrip("."))
+            raise
+        if all(ctx.params[name] is None for name in ("ranks", "nnodes", "rdzv_endpoint", "rdzv_id")):
+            self._tell_late(given, MISSING)
         return rest
+
+    def _tell_late(self, args: list[str], problem: str) -> None:
+        """Ends the command if options of it stand after the script's name."""
+        script, late = self.late_options(args)
+        if not late:
+            return
+        typer.echo(
+            f"recover run: {problem}; {', '.join(late)} after {script} is handed to the "
+            f"script: give it before its name, as `recover run {late[0]} ... {script}`",
+            err=True,
+        )
+        raise typer.Exit(2) from None
 
     def late_options(self, args: list[str]) -> tuple[str, list[str]]:
         """The script's name, and the options of this command that stand after it."""

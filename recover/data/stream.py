@@ -6,6 +6,7 @@ held out (the same ones for every seed); each pass over the others is shuffled b
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "heldout"]
+_PIECES, _PIECE = 256, 1 << 14  # of a corpus, and tokens in each, that are compared between hosts
 
 
 class Stream:
@@ -49,6 +51,15 @@ class Stream:
             f"{corpus.name}: {len(corpus.tokens):,} tokens ({corpus.tokenizer}, {corpus.vocab:,} ids), "
             f"{split} split of {self._size:,} sequences"
         )
+
+    def fingerprint(self) -> str:
+        """The same for the same tokens in the same order. Of large corpora pieces all over them are looked at."""
+        tokens = self._corpus.tokens
+        digest = sha256(f"{tokens.dtype} {len(tokens)}".encode())
+        for piece in range(_PIECES):
+            at = piece * len(tokens) // _PIECES
+            digest.update(np.ascontiguousarray(tokens[at : at + _PIECE]).tobytes())
+        return f"{self.description} ({digest.hexdigest()[:12]})"
 
     def __len__(self) -> int:
         return self._size // self._microbatch_size

@@ -1,12 +1,13 @@
 """The seam under the protocol: all that membership asks of a message-passing library that survives deaths.
 
-Three implementations: `openmpi.py` (mpi4py on Open MPI's ULFM), `etcd.py` (keys in etcd, for where whole hosts vanish)
+Implementations: `openmpi.py` (mpi4py on Open MPI's ULFM), `recover/etcd` (keys in etcd, for where whole hosts vanish)
 and `simulated.py` (many virtual ranks in one process, under a scheduler that can kill any of them at any call). The
 contract is as weak as Open MPI was measured to be, and the protocol may rely on nothing stronger.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 WORD_BITS = 31  # an agreement carries one non-negative C int
@@ -39,19 +40,52 @@ class Lock(Protocol):
     def __exit__(self, *_: Any) -> object: ...
 
 
+@dataclass(frozen=True)
+class Admission:
+    """What one that joins is told: the same on all, since all read it from the same decision."""
+
+    number: int  # of the agreement that has admitted it; its own first one is the next
+    participants: frozenset[int]  # from there on
+
+
+class NotAdmittedError(Exception):
+    """There is nothing to join any more: the job has ended, or all its ranks have."""
+
+
 class Fabric(Protocol):
+    """Ranks have ids that are never used twice: those from 0 on start the job, whoever joins later gets new ones."""
+
     rank: int
-    size: int
+    size: int  # of the job at its start
     waiting_in: int | None  # the agreement that this rank is in now, for its watcher
 
     @property
     def lock(self) -> Lock: ...
 
-    def agree(self, word: int) -> int | None:
-        """The bitwise AND of the words of all ranks, the same on every survivor.
+    @property
+    def participants(self) -> frozenset[int]:
+        """Whose votes the next agreement needs, less the dead among them. It changes by agreements alone, alike on all.
+
+        An agreement that returns a word takes in who was admitted, and may leave out dead that all had acknowledged.
+        """
+
+    def agree(self, word: int, admit: frozenset[int] = frozenset()) -> int | None:
+        """The bitwise AND of the words of all participants, the same on every survivor.
 
         None, on every survivor alike, if a death was met that somebody had not acknowledged. The word is then
-        lost. A rank that contributed and then died may be counted in. All living ranks must take part.
+        lost. A rank that contributed and then died may be counted in. All living participants must take part.
+
+        Whoever is in `admit` of all who were counted, and not dead, is a participant from then on. With a lost word
+        nobody is admitted.
+        """
+
+    def asking(self) -> frozenset[int]:
+        """Who is ready and asks to join, in whole replicas. It may lag, and differ between ranks."""
+
+    def ask(self) -> Admission:
+        """For one that joins: ask, and wait until it is admitted. From then on it is a participant like any other.
+
+        Raises NotAdmittedError when there is nothing to join any more.
         """
 
     def failed(self) -> frozenset[int]:

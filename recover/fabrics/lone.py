@@ -6,7 +6,7 @@ import threading
 import time
 from typing import NoReturn
 
-from recover.fabrics.base import FabricError
+from recover.fabrics.base import Admission, FabricError, NotAdmittedError
 from recover.liveness.board import Board
 
 
@@ -18,7 +18,17 @@ class LoneFabric:
         self.waiting_in: int | None = None
         self._board, self._agreements = board, 0
 
-    def agree(self, word: int) -> int | None:
+    @property
+    def participants(self) -> frozenset[int]:
+        return frozenset(range(self.size))  # nobody can come later
+
+    def asking(self) -> frozenset[int]:
+        return frozenset()
+
+    def ask(self) -> Admission:
+        raise NotAdmittedError("nobody can join a world of one")
+
+    def agree(self, word: int, admit: frozenset[int] = frozenset()) -> int | None:
         self._agreements += 1
         self._board.enter(self.rank, self._agreements)
         self._board.finish(self.rank, self._agreements)

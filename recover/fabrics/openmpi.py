@@ -20,7 +20,7 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-from recover.fabrics.base import FabricError  # noqa: E402
+from recover.fabrics.base import Admission, FabricError, NotAdmittedError  # noqa: E402
 from recover.liveness.board import Board  # noqa: E402
 
 
@@ -80,7 +80,17 @@ class OpenMPIFabric:
             _Send | _Receive
         ] = []  # MPI may still write to buffers of transfers that were given up
 
-    def agree(self, word: int) -> int | None:
+    @property
+    def participants(self) -> frozenset[int]:
+        return frozenset(range(self.size))  # MPI's world keeps its size: nobody can come later
+
+    def asking(self) -> frozenset[int]:
+        return frozenset()
+
+    def ask(self) -> Admission:
+        raise NotAdmittedError("nobody can join a job on Open MPI; start it with `fabric: etcd`")
+
+    def agree(self, word: int, admit: frozenset[int] = frozenset()) -> int | None:
         with self.lock:
             self._agreements += 1
             number = self._agreements

@@ -17,6 +17,7 @@ from typing import Any
 import greenlet
 import numpy as np
 
+from recover.fabrics.base import Admission, NotAdmittedError
 from recover.job.grid import Grid
 from recover.liveness.board import COLUMNS, PID, Board
 
@@ -312,7 +313,17 @@ class SimulatedFabric:
             raise Died
         self._ready = lambda: True
 
-    def agree(self, word: int) -> int | None:
+    @property
+    def participants(self) -> frozenset[int]:
+        return frozenset(range(self.size))  # nobody can come later
+
+    def asking(self) -> frozenset[int]:
+        return frozenset()
+
+    def ask(self) -> Admission:
+        raise NotAdmittedError("nobody can join a simulated world")
+
+    def agree(self, word: int, admit: frozenset[int] = frozenset()) -> int | None:
         self.wait("before an agreement")
         self._count += 1
         number = self._count

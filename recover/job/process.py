@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Set by a launcher that starts ranks by itself; Open MPI's runtime has variables of its own.
+# Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables of its own.
 RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
 # Of launchers under which every process would take itself for a world of its own.
 FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "another MPI's launcher"}
@@ -45,7 +45,9 @@ def ranks_on_host() -> int:
 
 
 def on_one_host() -> bool:
-    """Whether all ranks of the job are on this host."""
+    """Whether all ranks of the job are on this host, and no other host can ever join it."""
+    if RANK in os.environ:
+        return False
     return _variable("OMPI_COMM_WORLD_LOCAL_SIZE") == _variable("OMPI_COMM_WORLD_SIZE")
 
 

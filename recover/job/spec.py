@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -30,6 +30,20 @@ LEAST_HANG_LIMIT = (
 
 
 @dataclass(frozen=True)
+class EtcdAccess:
+    """How the processes of a job reach its etcd."""
+
+    endpoints: tuple[str, ...]
+    prefix: str  # of all keys of the job
+    user: str | None = None
+    password: str = ""
+    ca: str | None = None  # files, for TLS: who signed etcd's certificate, and what this job shows of itself
+    certificate: str | None = None
+    key: str | None = None
+    patience: float = 30.0  # seconds that nobody may answer before a process gives up
+
+
+@dataclass(frozen=True)
 class JobSpec:
     ranks: int  # 0: MPI will tell
     replica_size: int = 1
@@ -40,11 +54,21 @@ class JobSpec:
     session: str | None = None  # the host's directory in memory, which goes with the job
     records: bool = False  # whether the steps of the script are written down for it
     token: str = ""  # known to the processes of this job alone
+    etcd: EtcdAccess | None = (
+        None  # the fabric is etcd, started by an agent on each host; None: it is Open MPI
+    )
+    host: str | None = None  # the name under which this host's agent holds its lease
+    address: str | None = None  # where the other hosts reach this one, and its interface
+    interface: str | None = None
+    grace: float = 1.0  # seconds that a host may be without a lease before its ranks are dead
+    across: tuple[int, ...] = ()  # replicas that lie on several hosts
+    directories: tuple[tuple[int, ...], ...] = ()  # the ranks that see the same run directory; (): all do
+    joining: bool = False  # this process asks to be let into a world that is there already
 
     @property
     def is_alone(self) -> bool:
         """A world of one, which our launcher has started: it needs no MPI."""
-        return self.ranks == 1 and self.session is not None
+        return self.ranks == 1 and self.session is not None and self.etcd is None
 
     def write(self) -> Path:
         """Into the session, for this user's eyes only."""
@@ -64,7 +88,19 @@ class JobSpec:
                 f"{path} tells of {', '.join(unknown)}, which this version of recover does not know; "
                 "launcher and ranks must run the same one"
             )
-        return cls(**found | {"faults": tuple(found["faults"])})
+        etcd = found["etcd"] and EtcdAccess(
+            **found["etcd"] | {"endpoints": tuple(found["etcd"]["endpoints"])}
+        )
+        tuples = {name: tuple(found[name]) for name in ("faults", "across")}
+        directories = tuple(map(tuple, found["directories"]))
+        return cls(**found | tuples | {"etcd": etcd, "directories": directories})
+
+    def see_the_same(self, members: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """The members by the run directory that they see; one of each group writes there."""
+        members = sorted(members)
+        groups = [[rank for rank in group if rank in members] for group in self.directories]
+        elsewhere = [rank for rank in members if not any(rank in group for group in groups)]
+        return tuple(tuple(group) for group in (*groups, elsewhere) if group)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:

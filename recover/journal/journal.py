@@ -1,6 +1,7 @@
 """`steps.jsonl` and `incidents.jsonl`: one survivor writes, all of them remember.
 
-The lowest living rank writes. A repair does not end before the dead are gone, so there are never two writers.
+The lowest living rank writes; where hosts have run directories of their own, the lowest of those that see the same one,
+so that the records are on every host. A repair does not end before the dead are gone, so there are never two writers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import LineFile
 from recover.world import ending
 from recover.world.world import World
+from recover.world.writers import writers
 
 
 class Journal:
@@ -32,7 +34,7 @@ class Journal:
     @property
     def writing(self) -> bool:
         """Whether it is this rank that writes: the same answer about the same rank on all survivors."""
-        return self._world.members[0] == self._world.rank
+        return self._world.rank in writers(self._world)
 
     def commit(self, line: StepRecord, incidents: Sequence[IncidentRecord]) -> None:
         """A step is committed. A full disk does not end the run: the lines stay in memory until there is room."""

@@ -137,7 +137,8 @@ def _die_with_parent() -> None:
 
 
 def _join() -> None:
-    """Start MPI before the script: its start-up needs every rank, and from then on any of them may die."""
+    """Start MPI before the script: its start-up needs every rank, and from then on any of them may die. Etcd needs
+    nothing of the kind."""
     from recover.liveness.board import Board
 
     rank, job = process.rank(), told()
@@ -145,7 +146,7 @@ def _join() -> None:
         return
     board = Board(Path(job.session, "board"), job.ranks)
     board.claim(rank)
-    if job.is_alone:
+    if job.is_alone or job.etcd is not None:
         board.join(rank)
         return
     from recover.fabrics.openmpi import start_mpi

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +36,11 @@ class Finding:
 
 def examine(mpirun: str | None = None) -> int:
     """Print the table; 0 if jobs will run on this machine, 1 if not."""
+    return show(findings(mpirun), "jobs here survive the loss of processes")
+
+
+def show(found: Iterable[Finding], fit: str) -> int:
+    """As a table, and what follows from it; 1 if a finding is a failure, otherwise 0."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -43,15 +48,13 @@ def examine(mpirun: str | None = None) -> int:
     table = Table("check", "", "found")
     failed = False
     with Console(stderr=True).status("looking at this machine ..."):
-        for finding in findings(mpirun):
+        for finding in found:
             failed |= finding.status == "FAIL"
-            found = f"{finding.seen}\n-> {finding.mend}" if finding.mend else finding.seen
-            table.add_row(finding.what, Text(finding.status, _COLOURS[finding.status]), Text(found))
+            seen = f"{finding.seen}\n-> {finding.mend}" if finding.mend else finding.seen
+            table.add_row(finding.what, Text(finding.status, _COLOURS[finding.status]), Text(seen))
     console = Console()
     console.print(table)
-    console.print(
-        "Not fit: do what the arrows say." if failed else "Fit: jobs here survive the loss of processes."
-    )
+    console.print("Not fit: do what the arrows say." if failed else f"Fit: {fit}.")
     return int(failed)
 
 

@@ -12,19 +12,19 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from recover.carriers import choose
 from recover.carriers.worker import Worker
 from recover.fabrics.base import Fabric
 from recover.job import process
 from recover.job.grid import Grid
-from recover.job.spec import JobSpec, told
+from recover.job.spec import EtcdAccess, JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
 from recover.liveness.board import Board
 from recover.world import ending
 from recover.world.hooks import Hooks, NoHooks
-from recover.world.notes import RunNotes
+from recover.world.notes import Notes, RunNotes
 from recover.world.seams import Own, Parts
 from recover.world.world import World
 
@@ -34,7 +34,8 @@ _current: World | None = None
 def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     """Join the world. Call it once, early, in a script started by `recover run` (or by a fault-tolerant mpirun).
 
-    In a process that nobody has launched, as by `python train.py`, the world is this process alone.
+    On several hosts, started by `recover run --nnodes`, the world stands on etcd; otherwise on Open MPI. In a process
+    that nobody has launched, as by `python train.py`, the world is this process alone.
 
     `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
     `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what `--carrier` says.
@@ -50,7 +51,7 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
         _current = _alone(job)
     else:
         ending.install_hooks(standalone=True)
-        _current = _on_open_mpi(job)
+        _current = _on_open_mpi(job) if job.etcd is None else _on_etcd(job, job.etcd)
     return _current
 
 
@@ -64,7 +65,8 @@ def _on_open_mpi(job: JobSpec) -> World:
     board = Board(place / "board", job.ranks)
     fabric = OpenMPIFabric(board)
     board.claim(fabric.rank)
-    world = World(job, grid, _parts(job, grid, fabric, board))
+    notes = RunNotes(job.run_dir, fabric.rank)
+    world = World(job, grid, _parts(job, grid, fabric, board, notes))
     if job.session is None:
         # All ranks have agreed on something, so all of this host have the board, and nobody needs its name any more.
         shutil.rmtree(place, ignore_errors=True)
@@ -97,12 +99,40 @@ def _alone(job: JobSpec) -> World:
     with tempfile.TemporaryDirectory(prefix="recover-") as place:
         board = Board(Path(job.session or place, "board"), 1)
     board.claim(0)
-    world = World(job, grid, _parts(job, grid, LoneFabric(board), board))
+    world = World(job, grid, _parts(job, grid, LoneFabric(board), board, RunNotes(job.run_dir, 0)))
     ending.close_at_exit()
     return world
 
 
-def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board) -> Parts:
+def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
+    from recover.etcd.etcd_fabric import EtcdFabric
+    from recover.launch.etcd_access import client_of
+    from recover.launch.etcd_notes import EtcdNotes
+
+    me = process.rank()
+    assert me is not None
+    assert job.session is not None
+    grid = Grid.of(job.ranks, job.replica_size)
+    board = Board(Path(job.session, "board"), job.ranks)
+    board.claim(me)
+    client = client_of(access)
+    fabric = EtcdFabric(
+        client,
+        me,
+        job.ranks,
+        board,
+        job.token,
+        job.host,
+        grace=job.grace,
+        end=lambda why: ending.die(ending.End.FENCED, why),
+        replica_size=job.replica_size,
+        address=job.address or "127.0.0.1",
+    )
+    notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
+    return World(job, grid, _parts(job, grid, fabric, board, notes))
+
+
+def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:
     worker = Worker()
     hooks: Hooks = NoHooks()
     if job.faults:
@@ -113,16 +143,18 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board) -> Parts:
         faults = parse_faults(job.faults)
         check_schedule(faults, grid.replicas, grid.replica_size)
         hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
-    if alone := grid.ranks == 1:
+    if alone := grid.ranks == 1 and job.etcd is None:
         from recover.carriers.lone_carriers import LoneCarriers
     return Parts(
         fabric=fabric,
         liveness=board,
         hooks=hooks,
         worker=worker,
-        carriers=LoneCarriers(worker) if alone else choose(job.carrier, cast(Any, fabric), grid, worker),
+        carriers=LoneCarriers(worker)
+        if alone
+        else choose(job.carrier, fabric, grid, worker, job.etcd is None, job.address),
         own=cast(Own, ending),  # a module, whose functions are what is asked for
-        notes=RunNotes(job.run_dir, fabric.rank),
+        notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),
     )
 

@@ -13,23 +13,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recover.job.grid import Grid
 from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.spec import VARIABLE, JobSpec
-from recover.launch import preflight, rank_outputs
+from recover.launch import hostfile, preflight, rank_outputs
 from recover.launch.preflight import Refusal
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, name_ranks
+from recover.launch.watched_job import WatchedJob, say
 from recover.launch.witness import Witness
-from recover.world.ending import STACK_SIGNAL
 from recover.world.watchdog import HangWatchdog
 
 if TYPE_CHECKING:
@@ -37,11 +36,9 @@ if TYPE_CHECKING:
 
 Beside = Callable[[Path], AbstractContextManager[object]]  # who looks on while a job runs
 DEFAULT_TIMEOUT = 1800.0
-RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
 _GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it was seen to hang
-_ANSWER = 1.0  # seconds that the ranks get to write their stacks
 
 
 def launch(
@@ -59,24 +56,29 @@ def launch(
     module: bool = False,
     own: bool = False,
     beside: Beside = nullcontext,
+    hosts: Path | None = None,
 ) -> int:
     """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
     failed), 2 (it could not be started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended
     it. `hang_limit` and `faults` that are not given are read from the environment. `own`: it is a user's script. What
     it prints is labelled, its steps are written down, deaths are told as they happen, and one alone has our terminal.
-    `beside` is entered, with the run directory, while it runs.
+    `beside` is entered, with the run directory, while it runs. `hosts`: a hostfile of Open MPI's, for several hosts.
     """
     script = Path(script)
-    has_terminal = own and ranks == 1 and sys.stdin is not None and sys.stdin.isatty()
+    alone = ranks == 1 and hosts is None
+    has_terminal = own and alone and sys.stdin is not None and sys.stdin.isatty()
     lock = None
     try:
         preflight.check_numbers(ranks, replica_size, timeout)
         limit = preflight.check_hang_limit(hang_limit, timeout)
         preflight.check_carrier(carrier)
-        preflight.check_gpus(carrier, ranks)
+        if hosts is None:
+            preflight.check_gpus(carrier, ranks)
+        else:
+            hostfile.check_hostfile(hosts, ranks)
         faults = preflight.check_faults(faults, ranks, replica_size)
         preflight.check_module(str(script)) if module else preflight.check_script(script)
-        if ranks > 1 or mpirun is not None:
+        if not alone or mpirun is not None:
             mpirun = preflight.find_mpirun(mpirun)
             preflight.check_mpirun(mpirun)
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
@@ -84,7 +86,7 @@ def launch(
             beside(directory),
             Witness(directory) as witness,
             Session() as session,
-            _signals(session, has_terminal) as caught,
+            catching(session.end, has_terminal) as caught,
         ):
             spec = JobSpec(
                 ranks,
@@ -99,31 +101,40 @@ def launch(
             )
             if own:
                 (directory / "summary.json").unlink(missing_ok=True)
-            outputs = rank_outputs.make(session.directory, ranks) if own and ranks > 1 else {}
+            outputs = (
+                rank_outputs.make(session.directory, range(ranks))
+                if own and not alone and hosts is None
+                else {}
+            )
+            environment = _environment(session, spec)
+            if hosts is not None:
+                say(hostfile.WARNING)
+                environment = hostfile.environment(environment)
+            named = ["-m", str(script)] if module else [str(script.absolute())]
             process = subprocess.Popen(
-                [*_command(mpirun, ranks, session), *(["-m"] if module else []), str(script), *args],
-                env=_environment(session, spec),
-                stdin=None if own and ranks == 1 else subprocess.DEVNULL,
-                stdout=None if own and ranks == 1 and os.isatty(1) else subprocess.PIPE,
-                stderr=None if own and ranks == 1 and os.isatty(2) else subprocess.PIPE,
+                [*_command(mpirun, spec, hosts), *named, *args],
+                env=environment,
+                stdin=None if own and alone else subprocess.DEVNULL,
+                stdout=None if own and alone and os.isatty(1) else subprocess.PIPE,
+                stderr=None if own and alone and os.isatty(2) else subprocess.PIPE,
                 start_new_session=not has_terminal,  # Ctrl-C comes to us, and we end the job
             )
             hangs = HangWatchdog(Grid.of(ranks, replica_size), limit)
-            relay = Relay(process, outputs, directory / "ranks")
-            job = _Job(ranks, replica_size, directory, session, process, relay, hangs)
+            relay = Relay(process, outputs=outputs, copies=directory / "ranks")
+            job = _Job(spec, session, process, relay, hangs, spread=hosts is not None)
             job.teller = Teller(directory) if own else None
             # Whoever debugs may take his time.
             limit_here = 0 if has_terminal else timeout
             failure = job.watch(limit_here, caught, lambda board: witness.watch(spec, board))
             witness.ending(failure)
         if caught:
-            _say(f"ended by {signal.Signals(caught[0]).name}")
+            say(f"ended by {signal.Signals(caught[0]).name}")
             return 128 + caught[0]
         job.relay.drain(1.0)
         process.poll()  # takes leave of an mpirun that the guardian had to kill
         return job.judge(failure)
     except Refusal as refusal:
-        _say(str(refusal))
+        say(str(refusal))
         return 2
     except KeyboardInterrupt:  # before or after the time in which we handle it
         return 128 + signal.SIGINT
@@ -132,10 +143,10 @@ def launch(
             os.close(lock)
 
 
-def _command(mpirun: str | None, ranks: int, session: Session) -> list[str]:
+def _command(mpirun: str | None, spec: JobSpec, hosts: Path | None) -> list[str]:
     """What starts the ranks. One alone needs no MPI."""
     bootstrap = [sys.executable, "-P", "-m", "recover.launch.bootstrap"]
-    if mpirun is None or ranks == 1:
+    if mpirun is None or (spec.is_alone and hosts is None):
         return bootstrap
     parameters = {
         "coll": "^han",  # between hosts it hangs after a death
@@ -145,8 +156,11 @@ def _command(mpirun: str | None, ranks: int, session: Session) -> list[str]:
         "btl": "self,sm",  # the others are of no use on one host, and ofi alone takes a second to start
     }
     for framework in ("btl_sm", "osc_sm", "osc_rdma"):
-        parameters[f"{framework}_backing_directory"] = str(session.directory)
-    line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+        parameters[f"{framework}_backing_directory"] = str(spec.session)
+    line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(spec.ranks)]
+    if hosts is not None:
+        line, bootstrap = [*line, *hostfile.options(hosts, spec)], hostfile.rank_command(bootstrap)
+        parameters = hostfile.parameters(parameters)
     for name, value in parameters.items():
         line += ["--mca", name, value]
     return [*line, *bootstrap]
@@ -168,7 +182,7 @@ def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
 
 
 @contextmanager
-def _signals(session: Session, has_terminal: bool) -> Iterator[list[int]]:
+def catching(end: Callable[[], object], has_terminal: bool = False) -> Iterator[list[int]]:
     """While inside, a signal that should end us ends the job; the list then holds the signal's number.
 
     The terminal tells a rank that has it of Ctrl-C itself: a debugger may make something else of it.
@@ -179,7 +193,7 @@ def _signals(session: Session, has_terminal: bool) -> Iterator[list[int]]:
         if has_terminal and number == signal.SIGINT:
             return
         caught.append(number)
-        session.end()  # here and now: the main loop may be blocked by a reader of our output
+        end()  # here and now: the main loop may be blocked by a reader of our output
 
     previous = {}
     if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
@@ -196,20 +210,21 @@ def _signals(session: Session, has_terminal: bool) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@dataclass
-class _Job:
-    ranks: int
-    replica_size: int
-    run_dir: Path
-    session: Session
-    process: subprocess.Popen[bytes]
-    relay: Relay
-    hangs: HangWatchdog
-    ended: set[int] = field(
-        default_factory=set
-    )  # ranks that ended a while before mpirun did: not because of it
-    crashed: set[int] = field(default_factory=set)  # ranks whose crash was shown
-    teller: Teller | None = None
+class _Job(WatchedJob):
+    """One under mpirun. `ended` are the ranks that ended a while before mpirun did: not because of it."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        session: Session,
+        process: subprocess.Popen[bytes],
+        relay: Relay,
+        hangs: HangWatchdog,
+        spread: bool = False,
+    ) -> None:
+        super().__init__(spec, relay)
+        self.session, self.process, self.hangs = session, process, hangs
+        self._spread = spread  # over several hosts: there is no board here that shows all of them
 
     def watch(self, timeout: float, caught: list[int], begun: Callable[[Board], object]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed."""
@@ -230,14 +245,16 @@ class _Job:
                 continue
             look = now + _LOOK
             pids = [board.pid(rank) for rank in range(self.ranks)]
-            state = (board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns)
+            state = (board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns, self._logged())
             if state != seen:
                 seen, progress = state, now
             verdict = Verdict(self.run_dir, self.ranks)
-            running = {rank for rank in verdict.silent if pids[rank] or not verdict.has_started(rank)}
+            running = {
+                rank for rank in verdict.silent if self._spread or pids[rank] or not verdict.has_started(rank)
+            }
             self.ended, ended = ended, set(range(self.ranks)) - running
-            self._show_crashes(verdict, ended)
-            self._tell(verdict, pids)
+            self.show_crashes(verdict, ended)
+            self.tell(verdict, pids)
             if repeated := verdict.repeated(self.replica_size):
                 return repeated
             self._fence_stopped(board, verdict, now)
@@ -245,35 +262,19 @@ class _Job:
                 last_running = now
             elif now - last_running > _GRACE:
                 return ""  # mpirun hangs; the markers tell all there is to tell
-            if not ended or all(board.joined(rank) for rank in running):
+            if self._spread or not ended or all(board.joined(rank) for rank in running):
                 stuck = now
             elif now - stuck > _GRACE:
                 return f"{name_ranks(sorted(ended))} ended before MPI was up, and the others wait for it; start again"
             if timeout and now - progress > timeout:
-                self._show_stacks(pids, verdict)
+                self.show_stacks(dict(enumerate(pids)), verdict)
                 return f"no progress for {timeout:g} s (--timeout)"
         return ""
 
-    def judge(self, failure: str) -> int:
-        """Say what became of the job; `failure` is what is known already to have gone wrong."""
-        unfinished = set(range(self.ranks)) - self.ended if failure else ()
-        verdict = Verdict(self.run_dir, self.ranks, unfinished)
-        self._tell(verdict, (), at_end=True)
-        self._show_crashes(verdict, verdict.silent)
-        for path in verdict.directory.glob("*.stack"):
-            if path.stat().st_size == 0:
-                path.unlink()
-        if not failure and not verdict.done:
-            failure = "no rank finished"
-        repeated = verdict.repeated(self.replica_size)
-        logs = f"(logs in {verdict.directory})"
-        if failure:
-            _say(f"failed, {repeated or failure}; {verdict.losses()} {logs}")
-            return RAISED if repeated else 1
-        if verdict.lost:
-            unmade = f"; but {verdict.unmade()}" if verdict.raised else ""
-            _say(f"done on {name_ranks(verdict.done)}; lost: {verdict.losses()}{unmade} {logs}")
-        return RAISED if verdict.raised else 0
+    def _logged(self) -> int:
+        """When a rank of several hosts has last logged something: their boards cannot be seen from here."""
+        logs = (self.run_dir / "ranks").glob("*.log") if self._spread else ()
+        return max((path.stat().st_mtime_ns for path in logs), default=0)
 
     def _mpirun_left(self) -> str:
         code = self.process.returncode
@@ -282,42 +283,9 @@ class _Job:
             return ""
         return f"mpirun was ended by {signal.Signals(-code).name}" if code < 0 and unfinished else ""
 
-    def _tell(self, verdict: Verdict, pids: Sequence[int], at_end: bool = False) -> None:
-        if self.teller is not None:
-            losses = [] if at_end else self.teller.losses(verdict, pids)  # at the end the verdict names all
-            for text in (*losses, *self.teller.repairs(at_end)):
-                self.relay.end_line()
-                _say(text)
-        if at_end:
-            self.relay.end_line()
-
     def _fence_stopped(self, board: Board, verdict: Verdict, now: float) -> None:
         """Who has finished has agreed with all others before, so nobody waits for one that stops on its way out."""
         signs = board.signs_of_life(min(verdict.done)) if verdict.done else {}
         for rank, why in self.hangs.look(bool(signs), signs, now).items():
             board.kill(rank)
-            _say(f"killed rank {rank}: {why}, and others have finished")
-
-    def _show_crashes(self, verdict: Verdict, among: Iterable[int]) -> None:
-        """Native code that crashes leaves a stack and no words of its own."""
-        for rank in set(verdict.crashed).intersection(among) - self.crashed:
-            self.crashed.add(rank)
-            _say(f"rank {rank} crashed:\n{verdict.stack(rank)}")
-
-    def _show_stacks(self, pids: Sequence[int], verdict: Verdict) -> None:
-        for pid in filter(None, pids):
-            try:
-                os.kill(pid, STACK_SIGNAL)
-            except ProcessLookupError:
-                pass
-        self.relay.drain(_ANSWER)
-        for rank, pid in enumerate(pids):
-            if pid:
-                text = verdict.stack(rank) or "does not answer"
-            else:
-                text = "has ended" if verdict.has_started(rank) else "has not started"
-            _say(f"rank {rank} (pid {pid or '-'}):\n{text}")
-
-
-def _say(text: str) -> None:
-    print(f"recover: {text}", file=sys.stderr, flush=True)
+            say(f"killed rank {rank}: {why}, and others have finished")

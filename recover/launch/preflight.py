@@ -18,7 +18,7 @@ from recover.faults.schedule import impossible
 from recover.job.gpus import sharing_refused
 from recover.job.spec import CARRIERS, read_hang_limit
 
-_OPENMPI_FAMILY = ("OMPI_", "PMIX_", "PRTE_")
+_OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
 
 class Refusal(Exception):
@@ -26,8 +26,8 @@ class Refusal(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what an mpirun around us has put there: the next one would take it for its own."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(_OPENMPI_FAMILY)}
+    """Ours, without what a launcher around us has put there: the next one would take it for its own."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_LAUNCHER)}
 
 
 def find_mpirun(given: str | None = None) -> str:
@@ -71,14 +71,18 @@ def check_mpirun(mpirun: str) -> str:
 def check_numbers(ranks: int, replica_size: int, timeout: float) -> None:
     if ranks < 1:
         raise Refusal(f"--ranks is {ranks}; it must be 1 or more")
-    if replica_size < 1:
-        raise Refusal(f"--replica-size is {replica_size}; it must be 1 or more")
+    check_replica_size(replica_size, timeout)
     if ranks % replica_size:
         below = ranks - ranks % replica_size
         choices = [str(n) for n in (below, below + replica_size) if n]
         raise Refusal(
             f"{ranks} ranks do not make whole replicas of {replica_size}; use -n {' or -n '.join(choices)}"
         )
+
+
+def check_replica_size(replica_size: int, timeout: float) -> None:
+    if replica_size < 1:
+        raise Refusal(f"--replica-size is {replica_size}; it must be 1 or more")
     if timeout < 0:
         raise Refusal(f"--timeout is {timeout:g}; give seconds, or 0 to wait for ever")
 
@@ -101,6 +105,13 @@ def check_hang_limit(given: float | None, timeout: float) -> float | None:
 def check_carrier(name: str) -> None:
     if name not in CARRIERS:
         raise Refusal(f"--carrier is {name!r}; it must be one of {', '.join(CARRIERS)}")
+
+
+def check_carrier_between_hosts(name: str) -> str:
+    check_carrier(name)
+    if name == "mpi":
+        raise Refusal("--carrier is mpi, and jobs on several hosts run without MPI; use gloo, nccl or auto")
+    return name
 
 
 def check_gpus(carrier: str, ranks: int) -> None:
@@ -173,10 +184,15 @@ def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
         ) from error
     except OSError:
         pass  # a file system without locks
+    remove_markers(run_dir)
+    return run_dir, lock
+
+
+def remove_markers(run_dir: Path) -> None:
+    """Those of an earlier run."""
     for pattern in ("*.end", "*.stack", "*.slot", "*.tmp"):
         for leftover in (run_dir / "ranks").glob(pattern):
-            leftover.unlink()
-    return run_dir, lock
+            leftover.unlink(missing_ok=True)
 
 
 def _ask(*command: str) -> str:

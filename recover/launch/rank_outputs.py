@@ -9,6 +9,7 @@ import os
 import resource
 import struct
 import termios
+from collections.abc import Collection
 from pathlib import Path
 
 STREAMS = (1, 2)
@@ -18,14 +19,14 @@ def label(rank: int) -> bytes:
     return f"[rank {rank}] ".encode()
 
 
-def make(session: Path, ranks: int) -> dict[int, tuple[int, int]]:
+def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
     """For the launcher, before ranks are started: what to read, with the rank that writes there and the stream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 256 + 4 * ranks  # what is read of a rank, and where it is kept
+    wanted = 256 + 4 * len(ranks)  # what is read of a rank, and where it is kept
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
     found = {}
-    for rank in range(ranks):
+    for rank in ranks:
         for stream in STREAMS:
             path = session / f"{rank}.{stream}"
             if os.isatty(stream):

@@ -45,16 +45,19 @@ class Relay:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        *processes: subprocess.Popen[bytes],
         outputs: Mapping[int, tuple[int, int]] | None = None,
         copies: Path | None = None,
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._screen: dict[int, _Source | None] = {1: None, 2: None}  # who is in the middle of a line there
         self._one_screen = os.isatty(1) and os.isatty(2)
-        self._pipes, self._has_ours = 0, process.stdout is None or process.stderr is None
-        for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
-            if pipe is not None:  # else the process has ours
+        self._pipes, self._has_ours = 0, False
+        for process in processes:
+            for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
+                if pipe is None:  # the process has ours
+                    self._has_ours = True
+                    continue
                 self._pipes += 1
                 self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
         for end, (rank, stream) in (outputs or {}).items():
@@ -66,13 +69,23 @@ class Relay:
         """Whether more may come from the process itself. Pipes of ranks may never have been taken."""
         return bool(self._pipes) or self._has_ours
 
+    def wake_on(self, descriptor: int) -> None:
+        """`pump` returns early when this descriptor becomes readable, and closes it."""
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
     def pump(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for output and pass it on; True if there was any."""
         if not self._selector.get_map():
             time.sleep(timeout)
             return False
         ready = self._selector.select(timeout)
+        said = False
         for key, _ in ready:
+            if key.data is None:
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+                continue
+            said = True
             source, pipe = key.data
             try:
                 data = os.read(key.fd, 1 << 16)
@@ -87,10 +100,10 @@ class Relay:
                 _close(key.fd, source)
         now = time.monotonic()
         for key in self._selector.get_map().values():  # a prompt, a progress bar
-            source, _ = key.data
-            if source.held and now - source.since > PATIENCE:
+            source = key.data[0] if key.data else None
+            if source and source.held and now - source.since > PATIENCE:
                 self._flush(source)
-        return bool(ready)
+        return said
 
     def drain(self, limit: float) -> None:
         """Pass on what is left, until the pipes are closed or `limit` seconds are over."""
@@ -99,7 +112,8 @@ class Relay:
             if not self.pump(0.05) and not self._pipes:
                 break
         for key in list(self._selector.get_map().values()):
-            self._flush(key.data[0])
+            if key.data:
+                self._flush(key.data[0])
 
     def end_line(self) -> None:
         """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""

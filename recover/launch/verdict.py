@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ class Verdict:
         except FileNotFoundError:
             return None
         return marker
+
+
+def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
+    """Of a rank that cannot speak for itself, or has spoken elsewhere; it appears whole or not at all."""
+    path = run_dir / "ranks" / f"{rank}.end"
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(marker) + "\n")
+    draft.replace(path)
 
 
 def _in_words(marker: dict[str, Any] | None) -> str | None:

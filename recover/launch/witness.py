@@ -42,8 +42,9 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 class Witness:
     """A thread of the launcher's that sleeps until a rank ends. Nothing that goes wrong here touches the job."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._log = run_dir, JobLog(run_dir)
+    def __init__(self, run_dir: Path, host: str | None = None) -> None:
+        """`host`: of several, each of which has a witness."""
+        self._run_dir, self._log = run_dir, JobLog(run_dir, host)
         self._began = time.time()
         self._selector = selectors.DefaultSelector()
         self._seen: dict[
@@ -61,13 +62,15 @@ class Witness:
         """The job has begun; its ranks claim their rows of the board."""
         assert spec.session is not None
         self._session, self._board = Path(spec.session), board
+        self._run = {"run": spec.etcd.prefix} if spec.etcd else {}
         self._log.write(
             {
                 "what": "start",
                 "at": round(self._began, 3),
                 "ranks": spec.ranks,
                 "replica_size": spec.replica_size,
-                "host": socket.gethostname(),
+                "host": spec.host or socket.gethostname(),
+                **self._run,
                 "session": spec.session,
                 "faults": list(spec.faults),
             }
@@ -79,13 +82,13 @@ class Witness:
     def ending(self, reason: str) -> None:
         """From here on the launcher ends what is left: whoever goes now goes with the job."""
         if self._thread is not None:
-            self._log.write({"what": "ending", "at": round(time.time(), 3), "reason": reason})
+            self._log.write({"what": "ending", "at": round(time.time(), 3), "reason": reason, **self._run})
 
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-            self._log.write({"what": "end", "at": round(time.time(), 3)})
+            self._log.write({"what": "end", "at": round(time.time(), 3), **self._run})
 
     def _loop(self) -> None:
         last, polled = False, 0.0

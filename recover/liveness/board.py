@@ -12,7 +12,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -174,28 +174,12 @@ class Board:
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:
         """What the ranks of this host show of themselves, from when they have claimed their place until they die."""
-        rows = self._table.tolist()
-        mine, here = rows[me][STEP], (rows[me][VOTES], rows[me][ENTERED])
-        states = {rank: self._state(row) for rank, row in enumerate(rows) if row[PID]}
-        # Those behind me may themselves wait for the last of them.
-        behind = [
-            (row[VOTES], row[ENTERED])
-            for rank, row in enumerate(rows)
-            if states.get(rank) and row[STEP] == mine
-        ]
-        last = min(behind, default=here)
-        return {
-            rank: Sign(
-                heartbeat=row[HEARTBEAT],
-                progress=tuple(row[ENTERED:HEARTBEAT]),
-                late=0 < row[STEP] == mine and (row[VOTES], row[ENTERED]) == last < here,
-                stopped=states[rank] in "Tt",
-                step=row[STEP],
-                suspects=_suspects(row),
-            )
-            for rank, row in enumerate(rows)
-            if states.get(rank)
-        }
+        return signs_of(self.living(), self._table[me].tolist())
+
+    def living(self) -> dict[int, tuple[list[int], str]]:
+        """The rows of the ranks that live on this host, each with the kernel's letter for its process."""
+        rows = ((rank, row) for rank, row in enumerate(self._table.tolist()) if row[PID])
+        return {rank: (row, state) for rank, row in rows if (state := self._state(row))}
 
     def finished(self, rank: int) -> int:
         return int(self._table[rank, FINISHED])
@@ -228,6 +212,31 @@ class Board:
     def accomplished(self) -> bytes:
         """What all ranks have accomplished; two equal answers mean that nothing came of what was done in between."""
         return self._table[:, : ACCOMPLISHED + 1].tobytes()
+
+
+def signs_of(rows: Mapping[int, tuple[list[int], str]], me: Sequence[int]) -> dict[int, Sign]:
+    """What rows show, to one that is where the row `me` says."""
+    mine, here = me[STEP], (me[VOTES], me[ENTERED])
+    # Those behind me may themselves wait for the last of them.
+    behind = [(row[VOTES], row[ENTERED]) for row, _ in rows.values() if row[STEP] == mine]
+    last = min(behind, default=here)
+    return {
+        rank: Sign(
+            heartbeat=row[HEARTBEAT],
+            progress=tuple(row[ENTERED:HEARTBEAT]),
+            late=0 < row[STEP] == mine and (row[VOTES], row[ENTERED]) == last < here,
+            stopped=state in "Tt",
+            step=row[STEP],
+            suspects=_suspects(row),
+        )
+        for rank, (row, state) in rows.items()
+    }
+
+
+def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
+    """The row of one that is as far as anybody is, inside a step; if nobody is inside one, a row of zeros."""
+    inside = [row for row in rows if row[STEP] > 0]
+    return max(inside, key=lambda row: (row[STEP], row[VOTES], row[ENTERED]), default=[0] * COLUMNS)
 
 
 def _suspects(row: Sequence[int]) -> Suspects:

@@ -14,7 +14,7 @@ import yaml
 
 from recover.monitor.ranks import ranks_now, session_of
 from recover.records.curves import curves
-from recover.records.goodput import Account
+from recover.records.goodput import GoodputAccount
 from recover.records.job_log import job_files, job_lines, launches
 from recover.records.kinds import Line
 from recover.records.stories import Story, stories
@@ -58,7 +58,7 @@ class RunView:
         self._batches: dict[int, int] = {}  # of the steps with incidents
         self._tokens = 0
         self._spans: list[tuple[float, float]] = []  # tokens and seconds of the last few steps
-        self._account = Account()
+        self._account = GoodputAccount()
         self._fed = 0
 
     @property

@@ -44,7 +44,7 @@ class LaunchTime:
 
 
 @dataclass
-class Account:
+class GoodputAccount:
     """Fed with the committed steps in their order; `told()` at any moment."""
 
     launches: Sequence[LaunchTime] = ()
@@ -155,7 +155,7 @@ def account(
     by_step: dict[int, list[Line]] = {}
     for incident in incidents:
         by_step.setdefault(incident["step"], []).append(incident)
-    whole = Account(launches, replicas)
+    whole = GoodputAccount(launches, replicas)
     for line in steps:
         whole.add(line, by_step.get(line["step"], ()))
     return whole.told(until)

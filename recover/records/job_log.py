@@ -19,8 +19,8 @@ NAME, OTHERS = "job.jsonl", "job-*.jsonl"
 class JobLog:
     """One writer. On a full disk lines wait in memory until there is room: they tell why ranks died of it."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / NAME
+    def __init__(self, run_dir: Path, host: str | None = None) -> None:
+        self._path = run_dir / (f"job-{host}.jsonl" if host else NAME)
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -59,7 +59,22 @@ def job_files(run_dir: Path) -> list[Path]:
 def job_lines(run_dir: Path) -> list[Line]:
     """What all of them have seen, in the order of their clocks."""
     lines = [line for path in job_files(run_dir) for line in read(path, "at").whole if "what" in line]
-    return sorted(lines, key=lambda line: line["at"])
+    return _one_launch_each(sorted(lines, key=lambda line: line["at"]))
+
+
+def _one_launch_each(lines: list[Line]) -> list[Line]:
+    """A job on several hosts (`run`) was begun by the first of their agents, and ended by the last."""
+    last = {line["run"]: line for line in lines if "run" in line and line["what"] == "end"}
+    told: set[tuple[str, str]] = set()
+    found = []
+    for line in lines:
+        if "run" in line and line["what"] != "end":
+            if (line["what"], line["run"]) in told:
+                continue
+            told.add((line["what"], line["run"]))
+        if "run" not in line or line["what"] != "end" or line is last[line["run"]]:
+            found.append(line)
+    return found
 
 
 def launches(lines: Iterable[Line]) -> list[LaunchTime]:

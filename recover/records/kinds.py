@@ -71,6 +71,7 @@ class JobRecord(TypedDict):
     replica_size: NotRequired[int]
     session: NotRequired[str]  # its board lies there while it runs, on this host
     host: NotRequired[str]
+    run: NotRequired[str]  # of several hosts: what their starts and ends have in common
     faults: NotRequired[list[str]]
     # exit: a rank is gone, and what is known of it
     rank: NotRequired[int]

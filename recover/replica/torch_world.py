@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from recover.job.process import on_one_host
 from recover.job.spec import told
+from recover.launch.etcd_access import client_of
+from recover.replica.etcd_store import EtcdStore
 
 if TYPE_CHECKING:
     from recover.world.world import World
@@ -34,10 +36,20 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
     # Gloo beside NCCL: checkpoints are gathered on the host.
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store: dist.Store = dist.HashStore()
-    if world.grid.replica_size > 1:
+    job = told()
+    if (
+        world.grid.replica_size > 1
+        and job is not None
+        and job.etcd is not None
+        and world.replica in job.across
+    ):
+        store = EtcdStore(client_of(job.etcd), f"replica/{world.replica}/", TIMEOUT)
+        if job.interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
+    elif world.grid.replica_size > 1:
         # On one host in the session, which is removed with the job; over several, in the run directory they share.
-        job = told()
-        directory = ((job.session if on_one_host() else None) or job.run_dir) if job else None
+        here = on_one_host() or (job is not None and job.etcd is not None)
+        directory = ((job.session if here else None) or job.run_dir) if job else None
         if directory is None:
             raise RuntimeError(
                 "a replica of several ranks needs a directory that its ranks share to find each other; "
@@ -46,7 +58,7 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
         # The token: a job never finds what an earlier one has left.
         path = Path(directory, f"replica-{world.replica}-{world.token}")
         store = dist.FileStore(str(path), world.grid.replica_size)
-        if on_one_host():
+        if here:
             # Nobody outside has business with these sockets.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

@@ -47,6 +47,10 @@ class Found:
             )
         return facts
 
+    def identity(self) -> str:
+        """The same for copies of the same checkpoint."""
+        return f"step {self.step} ({file_digest(self.path / FACTS)[:12]})"
+
     def verify(self) -> None:
         """Raises CheckpointError unless every file has the contents that were written."""
         files: Mapping[str, str] = self.facts()["files"]

@@ -10,6 +10,7 @@ import torch
 from recover.saving.saver import Saver
 from recover.sums.inside import replica_of
 from recover.world.world import World
+from recover.world.writers import writing_replicas
 
 if TYPE_CHECKING:
     from recover.step.step import Step
@@ -22,12 +23,12 @@ def save_confirmed(
     save: Callable[[], object] | None,
     lost: Callable[[tuple[int, ...], float], object],
 ) -> None:
-    """Where no step follows whose vote would confirm the draft. `save`: by all ranks of the first replica; None: no
+    """Where no step follows whose vote would confirm the draft. `save`: by all ranks of a replica that writes; None: no
     draft is wanted, only the comparison. `lost` is told of who was lost over it."""
-    writer = None
-    while writer != world.replicas[0]:  # again, if it was the writer that was lost over it
-        writer = world.replicas[0]
-        if save and world.replica == writer and together(step, world, saver.lacks(step.index)):
+    writing: set[int] = set()
+    while writing != writing_replicas(world):  # again, if it was a writer that was lost over it
+        writing = writing_replicas(world)
+        if save and world.replica in writing and together(step, world, saver.lacks(step.index)):
             save()
         differing, seconds = step.confirm()
         if differing:

@@ -20,6 +20,7 @@ from recover.saving.saver import Saver
 from recover.saving.tensors import Part, Stored, Tensors
 from recover.step.state import StepState
 from recover.world.despite import do_despite_losses
+from recover.world.writers import writing_replicas
 
 if TYPE_CHECKING:
     from recover.step.step import Step
@@ -57,7 +58,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
 
     def act() -> None:
         save_confirmed(world, step, saver, write, lambda *_: None)
-        if world.replica == world.replicas[0]:
+        if world.replica in writing_replicas(world):
             saver.finish()
 
     do_despite_losses(world, act, lambda *_: None)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
@@ -54,10 +55,12 @@ def prepare_run(
     kills: Sequence[str],
     resume: Path | None,
     elsewhere: bool = False,
+    slots: int | None = None,
 ) -> PreparedRun:
     """Raises ValueError, in a sentence, for whatever can be known now.
 
-    A run that is only looked at may be for a machine `elsewhere`, with another corpus and another disk.
+    A run that is only looked at may be for a machine `elsewhere`, with another corpus and another disk. `slots`: so
+    many ranks there will be on several hosts, from which the number of replicas follows.
     """
     found = _find(resume) if resume else None
     given = read(words)
@@ -69,7 +72,7 @@ def prepare_run(
             # Another kind of replica has sizes of its own.
             before = {key: value for key, value in before.items() if key not in INSIDE}
         given = {**before, **given}
-    config = parse(given)
+    config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
     check_schedule(schedule, config.replicas, config.replica_size, config.steps, config.checkpoint.every)
     _check_extras(config)
@@ -108,6 +111,21 @@ def prepare_run(
                 raise
             doubts.append(str(error))
     return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts))
+
+
+def _filling(slots: int, given: dict[str, Any]) -> Config:
+    """With as many replicas as the slots of all hosts hold."""
+    inside = {key: value for key, value in given.items() if key not in ("accum", "global_batch")}
+    size = parse({**inside, "replicas": slots}).replica_size
+    replicas = slots // size
+    asked = int(given.get("replicas", replicas))
+    if not replicas or slots % size or asked != replicas:
+        raise ConfigError(
+            f"--nnodes and --nproc-per-node make {slots} ranks, which is {slots / size:g} replicas of {size}, and "
+            f"{'the configuration asks for ' + str(asked) if asked != replicas else 'that is no whole number'}; make "
+            "them fit, and leave out the key replicas"
+        )
+    return parse({**given, "replicas": replicas})
 
 
 def _find(run_dir: Path) -> checkpoint.Found:

@@ -23,8 +23,8 @@ class Sinks:
     One that raises, at whatever moment, costs neither a replica nor the other one: it is left out from then on.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, config: Config, run_dir: Path, host: str | None = None) -> None:
+        self._run_dir, self._name = run_dir, f"{run_dir.name}-{host}" if host else run_dir.name
         self._project = config.log.wandb
         self._openers: dict[str, Callable[[int], tuple[Log, Close]]] = {}
         if config.log.tensorboard:
@@ -82,6 +82,6 @@ class Sinks:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        name = self._run_dir.name
+        name = self._name
         run = wandb.init(project=self._project, name=name, id=name, resume="allow", dir=str(self._run_dir))
         return lambda values, step: run.log(values, step=step), run.finish

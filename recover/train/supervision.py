@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -11,8 +12,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from recover.launch.launcher import RAISED, Beside, launch
+from recover.agent.agent import launch_host
+from recover.agent.host_options import HostOptions, read_options
+from recover.job.spec import JobSpec
+from recover.launch.launcher import Beside, launch
+from recover.launch.preflight import Refusal
+from recover.launch.watched_job import RAISED
 from recover.saving import checkpoint
+from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 
@@ -27,12 +34,18 @@ def train(
     resume: Path | None = None,
     dry_run: bool = False,
     beside: Beside = nullcontext,
+    hosts: HostOptions | None = None,
 ) -> int:
     """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
-    4 (a rank raised outside of any step)."""
+    4 (a rank raised outside of any step). `hosts`: this is one of several hosts, each of which does the same."""
     try:
-        prepared = prepare_run(words, run_dir, kills, resume, elsewhere=dry_run)
-    except (ValueError, OSError) as error:
+        slots = None
+        if hosts is not None:
+            part = read_options(hosts)
+            slots = part.most * part.slots
+            run_dir = run_dir or resume or Path("runs", part.job)
+        prepared = prepare_run(words, run_dir, kills, resume, elsewhere=dry_run, slots=slots)
+    except (ValueError, OSError, Refusal) as error:
         _say(str(error))
         return 2
     if dry_run:
@@ -40,16 +53,17 @@ def train(
 
         print("\n".join(tell(prepared)))
         return 0
-    return run(prepared, beside)
+    return run(prepared, beside, hosts)
 
 
-def run(prepared: PreparedRun, beside: Beside = nullcontext) -> int:
+def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions | None = None) -> int:
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
     stop = prepared.run_dir / "stop"
     stop.unlink(missing_ok=True)
     (prepared.run_dir / "summary.json").unlink(missing_ok=True)
     code: list[int] = []
-    ranks = threading.Thread(target=lambda: code.append(_launch(prepared, beside)), daemon=True)
+    start = _launch if hosts is None else functools.partial(_launch_host, hosts)
+    ranks = threading.Thread(target=lambda: code.append(start(prepared, beside)), daemon=True)
     first = prepared.resume.step + 1 if prepared.resume else 1
     print(_intention(prepared, first), flush=True)
     with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
@@ -67,16 +81,58 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext) -> int:
 def _launch(prepared: PreparedRun, beside: Beside) -> int:
     return launch(
         prepared.config.replicas * prepared.config.replica_size,
-        Path(__file__).with_name("rank_script.py"),
-        [prepared.config.model_dump_json(), str(prepared.resume.path.absolute()) if prepared.resume else ""],
-        replica_size=prepared.config.replica_size,
-        run_dir=prepared.run_dir,
-        timeout=prepared.config.timeout,
-        hang_limit=prepared.config.hang_limit,
-        carrier=prepared.config.carrier,
-        faults=[str(fault) for fault in prepared.kills],
+        *_script(prepared),
+        **_told(prepared),
         beside=beside,
     )
+
+
+def _launch_host(hosts: HostOptions, prepared: PreparedRun, beside: Beside) -> int:
+    """This host's part. What the hosts would train must be the same on all of them."""
+    config = flatten(prepared.config.model_dump())
+    facts = {f"the key {key}": str(value) for key, value in config}
+    facts["the data"] = prepared.stream.fingerprint()
+    facts["the checkpoint to go on from"] = prepared.resume.identity() if prepared.resume else "none"
+    return launch_host(
+        hosts,
+        *_script(prepared),
+        **_told(prepared),
+        facts=facts,
+        check=functools.partial(_check_hosts, prepared),
+        beside=beside,
+    )
+
+
+def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
+    """Where checkpoints go, now that it is known which hosts see the same run directory. Raises Refusal."""
+    if len(spec.directories) < 2:
+        return
+    if spec.across and prepared.config.checkpoint.every:
+        raise Refusal(
+            f"replicas of {spec.replica_size} ranks lie on several hosts, which do not share {prepared.run_dir}: such "
+            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or checkpoint.every=0"
+        )
+    if not spec.across:
+        _say(
+            f"the hosts do not share {prepared.run_dir}: each keeps records and checkpoints of its own there, and "
+            "to go on from a checkpoint every host needs a copy of the same one"
+        )
+
+
+def _script(prepared: PreparedRun) -> tuple[Path, list[str]]:
+    resume = str(prepared.resume.path.absolute()) if prepared.resume else ""
+    return Path(__file__).with_name("rank_script.py"), [prepared.config.model_dump_json(), resume]
+
+
+def _told(prepared: PreparedRun) -> dict[str, Any]:
+    return {
+        "replica_size": prepared.config.replica_size,
+        "run_dir": prepared.run_dir,
+        "timeout": prepared.config.timeout,
+        "hang_limit": prepared.config.hang_limit,
+        "carrier": prepared.config.carrier,
+        "faults": [str(fault) for fault in prepared.kills],
+    }
 
 
 class _Signals:
@@ -86,7 +142,7 @@ class _Signals:
     """
 
     def __init__(self, stop: Path) -> None:
-        self._stop = stop
+        self._stop, self._asked = stop, False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
@@ -101,7 +157,9 @@ class _Signals:
 
     def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
-        if number in (signal.SIGTERM, signal.SIGUSR1) and not self._stop.exists():
+        # (The file may be there already: another host may have been asked, too.)
+        if number in (signal.SIGTERM, signal.SIGUSR1) and not self._asked:
+            self._asked = True
             self._stop.parent.mkdir(parents=True, exist_ok=True)
             self._stop.touch()
             _say(f"{name}: finishing the step and saving a checkpoint; once more ends the run at once")

@@ -43,6 +43,7 @@ from recover.train.streams import open_streams
 from recover.world import ending
 from recover.world.despite import do_despite_losses
 from recover.world.world import World
+from recover.world.writers import writing_replicas
 
 
 class Trainer:
@@ -78,7 +79,8 @@ class Trainer:
         if saved:
             self._go_on_from(saved)
         self.resumed_at = self.step.index
-        self.sinks = Sinks(config, run_dir)
+        # Where each host has a run directory of its own, each keeps curves of its own.
+        self.sinks = Sinks(config, run_dir, world.job.host if len(world.job.directories) > 1 else None)
         self.journal = Journal(run_dir, world, self.sinks.log)
         self.saver = Saver(
             run_dir,
@@ -117,7 +119,7 @@ class Trainer:
         if self.gpu_use.card and self.journal.writing:
             ending.log(told := self.gpu_use.told(world.members))
             print(f"recover: {told}", flush=True)
-        if self.config.reduction == "reproducible" and self._in_writing_replica():
+        if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
             for name in operations_that_vary(self.engine, self.stream[0]):
                 if self.journal.writing:
                     text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
@@ -158,7 +160,9 @@ class Trainer:
         self.saver.found_equal(step.index, self.world.replicas)
         if self.saver.comes(step.index, lost=any(incident.dead_ranks for incident in step.incidents)):
             step.compare_optimizers()
-            if self._in_writing_replica() and together(step, self.world, self.saver.due(step.index)):
+            if self.world.replica in writing_replicas(self.world) and together(
+                step, self.world, self.saver.due(step.index)
+            ):
                 with self._spending("checkpoint_ms"):
                     self._save()
         if every and step.index % every == 0:
@@ -186,10 +190,6 @@ class Trainer:
         yield
         self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
-    def _in_writing_replica(self) -> bool:
-        """Whether this is a rank of the replica whose first rank writes; its mates help it to."""
-        return self.world.replica == self.world.replicas[0]
-
     def _lost(self, ranks: Sequence[int], seconds: float) -> None:
         """Ranks died before the first step or after the last one: there is nothing to run again."""
         at = max(self.step.index, self.resumed_at + 1)
@@ -199,7 +199,7 @@ class Trainer:
         """The writer may die before its last line, or over it: then its successor does all of this again."""
         self._last_checkpoint()
         self.journal.write()
-        if self._in_writing_replica():
+        if self.world.replica in writing_replicas(self.world):
             self.saver.finish()
             digest = parameters_digest(self.engine.parameters())
             if self.journal.writing:

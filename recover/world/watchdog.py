@@ -63,8 +63,9 @@ class HangWatchdog:
         limit: float | None = None,
         blamed: Callable[[int], frozenset[tuple[int, int]]] = lambda step: frozenset(),
         report: Callable[[str], None] = lambda text: None,
+        asleep: float = ASLEEP,
     ) -> None:
-        self._grid, self._blamed, self._report = grid, blamed, report
+        self._grid, self._blamed, self._report, self._asleep = grid, blamed, report, asleep
         self.stopped_limit, self._stuck = (STOPPED, STUCK) if limit is None else (limit, limit)
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)
         self._warm = False  # the first step is through: it may compile for as long as it likes
@@ -88,7 +89,7 @@ class HangWatchdog:
 
     def look(self, waiting: bool, signs: Mapping[int, Sign], now: float) -> dict[int, str]:
         """Who hangs, and what shows it. `waiting`: this rank is in a reduction, an agreement or a repair."""
-        if not waiting or now - self._looked > ASLEEP:
+        if not waiting or now - self._looked > self._asleep:
             self._signs = {}  # start counting anew
         self._looked = now
         for rank, sign in signs.items():

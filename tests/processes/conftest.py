@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etcd_fabrics import Fabrics
 
-from recover.fabrics.etcd_server import EtcdServer
+from recover.etcd.etcd_server import EtcdServer
 from recover.lab.hosts import unavailable
 
 

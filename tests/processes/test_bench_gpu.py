@@ -14,9 +14,9 @@ import pytest
 
 from recover.bench.gpu import bench_gpu
 from recover.bench.measure import BenchmarkError
-from recover.bench.page import build
 from recover.launch import doctor
 from recover.peers.kills import judge
+from recover.publish.page import build
 
 
 def test_every_part_of_the_gpu_benchmark_yields_its_figures(

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from etcd_fabrics import Fabrics, agree
+from etcd_fabrics import EtcdCluster, Fabrics, agree
 from launching import wait_until
 
-from recover.fabrics.etcd import EtcdFabric
-from recover.fabrics.etcd_client import EtcdClient, EtcdError
-from recover.fabrics.etcd_server import EtcdServer
+from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.etcd.etcd_fabric import EtcdFabric
+from recover.etcd.etcd_server import EtcdServer
 from recover.liveness.board import Board
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
@@ -25,7 +25,7 @@ def test_an_etcd_of_ones_own_listens_on_one_address_ends_with_its_starter_and_le
     tmp_path: Path,
 ) -> None:
     program = (
-        "import time; from recover.fabrics.etcd_server import EtcdServer; s = EtcdServer().start(); "
+        "import time; from recover.etcd.etcd_server import EtcdServer; s = EtcdServer().start(); "
         "print(s.endpoint, s.pid, s._directory, flush=True); time.sleep(600)"
     )
     starter = subprocess.Popen(
@@ -69,6 +69,20 @@ def test_an_etcd_that_has_lost_its_data_is_told(tmp_path: Path) -> None:
         made.close()
     finally:
         server.stop()
+
+
+def test_one_of_three_members_may_be_lost_and_come_back_on_its_data(tmp_path: Path) -> None:
+    with EtcdCluster(tmp_path) as cluster:
+        etcd = EtcdClient(cluster.endpoints)
+        etcd.put("before", b"1")
+        for member in cluster.members:
+            member.kill()
+            etcd.put("meanwhile", member.endpoint.encode())
+            member.start()
+            alone = EtcdClient(member.endpoint)
+            assert [found.value for found in alone.get_all()[0]] == [b"1", member.endpoint.encode()]
+    with pytest.raises(ValueError, match="is none of the members"):
+        EtcdServer(port=1, members=["h1:1", "h2:1"])
 
 
 def test_a_user_who_may_write_under_the_jobs_prefix_alone_is_enough(tmp_path: Path) -> None:

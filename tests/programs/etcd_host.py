@@ -1,8 +1,9 @@
 """A host on the etcd fabric, without MPI: a tiny agent that forks its ranks, sees them end, and declares them dead.
 
 Argument: a JSON object with `endpoint`, `prefix`, `name` (of this host), `ranks` (of this host), `size`, `carrier`
-("gloo": the whole World; "": Membership alone, without data), `replica_size`, `directory`, `ttl`, `grace`. The ranks
-reduce, vote and repair until there is a file `stop` in the directory, and write down what they were told.
+("gloo": the whole World; "": Membership alone, without data), `replica_size`, `directory`, `ttl`, `grace`, `patience`,
+`pace` (seconds of work in a step), `address` (of this host). The ranks reduce, vote and repair until there is a file
+`stop` in the directory, and write down what they were told.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from recover.fabrics.etcd import EtcdFabric
-from recover.fabrics.etcd_agreement import declare
-from recover.fabrics.etcd_client import EtcdClient
-from recover.fabrics.etcd_host import HostLease
+from recover.etcd.etcd_agreement import declare
+from recover.etcd.etcd_client import EtcdClient, UnansweredError
+from recover.etcd.etcd_fabric import EtcdFabric
+from recover.etcd.etcd_host import HostLease
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.liveness.board import Board
@@ -42,7 +43,7 @@ if CARRIER:  # once, before the forks
 
 
 def client() -> EtcdClient:
-    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"])
+    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"], patience=scenario["patience"])
 
 
 def die(why: str) -> NoReturn:
@@ -101,7 +102,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
 def reduced(world: Any) -> bool:
     """Whether the data came through, and were right."""
     if not CARRIER:
-        time.sleep(0.005)
+        time.sleep(scenario["pace"])
         return True
     mine = np.full(50_000, 2.0**world.rank, np.float64)
     total = np.empty_like(mine)
@@ -118,12 +119,21 @@ def run_rank(rank: int) -> NoReturn:
 
     def note(kind: str, **facts: object) -> None:
         told = {"number": fabric.agreed.number, "decision": fabric.agreed.value.decode()}
-        os.write(diary, (json.dumps({"kind": kind, **told, **facts}) + "\n").encode())
+        os.write(diary, (json.dumps({"kind": kind, "at": time.time(), **told, **facts}) + "\n").encode())
 
-    board = Board(DIRECTORY / "board", SIZE)
+    board = Board(DIRECTORY / f"board-{scenario['name']}", SIZE)
     board.claim(rank)
     fabric = EtcdFabric(
-        client(), rank, SIZE, board, "secret", scenario["name"], grace=scenario["grace"], end=die
+        client(),
+        rank,
+        SIZE,
+        board,
+        "secret",
+        scenario["name"],
+        grace=scenario["grace"],
+        end=die,
+        replica_size=scenario["replica_size"],
+        address=scenario["address"],
     )
     step = 0
     try:
@@ -170,4 +180,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnansweredError:
+        sys.exit(4)  # cut off, and so are its ranks

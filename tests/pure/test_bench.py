@@ -11,8 +11,7 @@ import pytest
 
 from recover.bench import measure as measuring
 from recover.bench import suite
-from recover.bench.measure import BenchmarkError, measured, sources
-from recover.bench.page import TEXTS, build
+from recover.bench.measure import BenchmarkError
 from recover.bench.trajectory import distance, lines_of, throughput, totals
 from recover.peers.costs import Costs, Restarting, rerun_steps
 from recover.peers.events import Events, read_events
@@ -31,6 +30,8 @@ from recover.peers.metrics import (
     warm_steps,
 )
 from recover.peers.scene import Scene, inside
+from recover.publish.measured_sources import measured, sources
+from recover.publish.page import TEXTS, build
 from recover.records.kinds import Event
 
 TOKENS = 100  # in a step

@@ -13,13 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recover.fabrics import etcd_client as etcd
-from recover.fabrics.etcd_agreement import Decision, Look, Vote
-from recover.fabrics.etcd_client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
-from recover.fabrics.etcd_server import SAFE, warn_if_unsafe
+from recover.etcd import etcd_client as etcd
+from recover.etcd.etcd_agreement import Decision, Glance, Look, Vote, decided, key_of, mates, whole
+from recover.etcd.etcd_client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.etcd.etcd_server import SAFE, warn_if_unsafe
 
 Reply = Callable[[str, dict[str, Any], dict[str, str]], tuple[int, Any]]
 DONE = {"header": {"revision": "7"}, "succeeded": True}
@@ -78,7 +78,11 @@ def b64(text: str) -> str:
 def test_a_transaction_is_written_and_its_answer_read_as_the_gateway_wants_it(gateways: Any) -> None:
     found = {"key": b64("/job/vote/3"), "value": b64("7:1"), "version": "7", "mod_revision": "41"}
     answer = DONE | {
-        "responses": [{"response_put": {}}, {"response_range": {"kvs": [found]}}, {"response_range": {}}]
+        "responses": [
+            {"response_put": {}},
+            {"response_range": {"kvs": [found], "count": "3"}},
+            {"response_range": {}},
+        ]
     }
     gateway = gateways(lambda *_: (200, answer))
     client = EtcdClient(gateway.endpoint, prefix="/job/")
@@ -87,7 +91,7 @@ def test_a_transaction_is_written_and_its_answer_read_as_the_gateway_wants_it(ga
         [etcd.put("vote/3", b"7:1"), etcd.get_all("vote/"), etcd.get("decision")],
         [etcd.either([etcd.present("host/a")], [etcd.delete_all("mail/")])],
     )
-    assert told == Answer(True, 7, ((KeyValue("vote/3", b"7:1", 7, 41),), ()))
+    assert told == Answer(True, 7, ((KeyValue("vote/3", b"7:1", 7, 41),), ()), (3, 0))
     ((path, body),) = gateway.asked
     assert path == "/v3/kv/txn"
     assert body["compare"] == [
@@ -236,23 +240,54 @@ def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
 ranks = st.frozensets(st.integers(0, 300))
 
 
-@given(st.integers(1, 1 << 40), st.integers(0, (1 << 31) - 1), ranks)
-def test_a_vote_survives_the_wire(number: int, word: int, acknowledged: frozenset[int]) -> None:
-    vote = Vote(number, word, acknowledged)
+@given(st.integers(0, (1 << 31) - 1), ranks, ranks)
+def test_a_vote_survives_the_wire(word: int, acknowledged: frozenset[int], admit: frozenset[int]) -> None:
+    vote = Vote(word, acknowledged, admit)
     assert Vote.from_bytes(vote.to_bytes()) == vote
 
 
-def test_a_look_tells_who_is_missing() -> None:
-    votes = tuple(
-        KeyValue(f"vote/{rank}", Vote(5 - rank, 1, frozenset()).to_bytes(), 5, 9) for rank in (0, 1)
-    )
-    dead = (KeyValue("seen/dead/2", b"why", 1, 8),)
-    decision = (KeyValue("seen/decision", b'{"word": null, "dead": [2], "by": 0}', 4, 7),)
-    look = Look.of(Answer(True, 10, (decision, votes, dead)))
-    assert [look.misses(rank, 5) for rank in range(4)] == [False, True, False, True]
-    assert look.decided == 4
-    assert Decision.of(decision) == Decision(4, None, frozenset({2}), decision[0].value)
-    assert Decision.of(()).number == 0
+def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int]) -> Look:
+    return Look(Glance(10, 4, dead, len(votes)), votes, asking)
+
+
+few = st.frozensets(st.integers(0, 23), max_size=6)
+
+
+@given(st.data(), st.sampled_from([1, 2, 3]), few, few)
+def test_a_decision_follows_from_the_votes_of_the_living_alone(
+    data: st.DataObject, size: int, dead: frozenset[int], others: frozenset[int]
+) -> None:
+    participants = frozenset(range(12)) - {mate for rank in others for mate in mates(rank, size)}
+    asking = frozenset(range(12, 24)) - others
+    living = frozenset(rank for rank in participants if dead.isdisjoint(mates(rank, size)))
+    assume(living)
+    votes = {
+        rank: Vote(data.draw(st.integers(0, 15)), dead - data.draw(few), asking)
+        for rank in sorted(participants)[::size]
+    }
+    value, cleaned = decided(looked(votes, dead, asking), participants, size, min(living))
+    decision = Decision.of(KeyValue("seen/decision", value, 5, 11))
+    assert decision.number == 5
+    assert decision.dead == participants - living, "a replica that has lost one is lost"
+    counted = [votes[rank] for rank in votes.keys() & living]
+    if all(participants & dead <= vote.acknowledged for vote in counted):
+        word = 15
+        for vote in counted:
+            word &= vote.word
+        assert decision.word == word
+        assert decision.joined == whole(asking - dead, size), (
+            "who asks and lives is admitted, in whole replicas"
+        )
+        assert decision.participants == living | decision.joined
+    else:
+        assert decision.word is None
+        assert not decision.joined
+        assert decision.participants == participants
+    forgotten = json.dumps(cleaned)
+    for rank in range(24):
+        kept = not decision.participants.isdisjoint(mates(rank, size))
+        key = key_of("claim/", mates(rank, size)[0])
+        assert (f'"key": "{key}"' in forgotten) == (not kept and not dead.isdisjoint(mates(rank, size)))
 
 
 def test_an_etcd_that_may_lose_what_was_committed_is_told() -> None:

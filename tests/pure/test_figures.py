@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from recover.bench import suite
-from recover.bench.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
 from recover.peers.scene import Scene
+from recover.publish.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
 
 SCENE = Scene(replicas=4, kills=((3, 1),)).to_json()
 COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
@@ -72,6 +72,20 @@ RESULTS: dict[str, Any] = {
             for ranks in (2, 4)
         }
     },
+    "simulate": {
+        "rows": [
+            {
+                "gpus": 1024,
+                "failures_per_second": {"restart": 9000.0, "recover-return": 7000.0},
+                "peak_mib": 80.0,
+                "asked": 3,
+            }
+        ],
+        "whole": {"gpus": 1024, "days": 30, "seeds": 2, "systems": 3},
+        "whole_seconds": 12.0,
+        "whole_cpu_seconds": 20.0,
+    },
+    "hosts": {"agreement_ms": {"64": {"median": 8.0}}, "agreement_own_ms": {"64": {"median": 4.0}}},
 }
 
 

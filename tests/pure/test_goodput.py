@@ -103,9 +103,9 @@ def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobo
 
 def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
     """Asking for it up to a moment changes nothing of what comes later."""
-    from recover.records.goodput import Account
+    from recover.records.goodput import GoodputAccount
 
-    whole = Account([LaunchTime(999.0, 4)])
+    whole = GoodputAccount([LaunchTime(999.0, 4)])
     for line in steady():
         whole.add(line)
         whole.told(until=line["at"] + 100)

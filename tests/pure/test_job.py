@@ -113,7 +113,7 @@ def test_options_after_the_script_s_name_are_named() -> None:
     ):
         answer = CliRunner().invoke(app, words)
         assert answer.exit_code == 2
-        assert f"Missing option '--ranks' / '-n'; {late} is handed to the script" in answer.output
+        assert f"or --nnodes HOSTS for several hosts; {late} is handed to the script" in answer.output
     plain = CliRunner().invoke(app, ["run", "train.py", "--lr", "1"])
     assert "handed to the script" not in plain.output
     assert CliRunner().invoke(app, ["--version"]).output.startswith(f"recover {__version__} (torch ")

@@ -28,7 +28,7 @@ class Ranks:
         ends = [os.pipe() for _ in range(3)]
         self.writes = [write for _, write in ends]
         process: Any = SimpleNamespace(stdout=None, stderr=None)
-        self.relay = Relay(process, {read: (rank, 1) for rank, (read, _) in enumerate(ends)})
+        self.relay = Relay(process, outputs={read: (rank, 1) for rank, (read, _) in enumerate(ends)})
 
     def say(self, rank: int, data: bytes) -> None:
         os.write(self.writes[rank], data)

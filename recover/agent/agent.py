@@ -1,0 +1,306 @@
+"""The agent of a host: with those of the other hosts it starts a job on all of them, and looks after its own ranks.
+
+No host is special. Each agent starts its ranks, sees their ends at once and declares them, holds the lease under which
+they may vote, kills those that are stopped for too long, and takes all of them along when it ends itself, however that
+is: see `guardian`. The verdict is made of what all agents say of their ranks, so it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from recover.agent.addresses import interface_of_address, own_address
+from recover.agent.agent_clerk import Clerk, Order
+from recover.agent.agent_pulse import Pulse, fence
+from recover.agent.agent_ranks import HostRanks
+from recover.agent.host_facts import facts_of, words_of
+from recover.agent.host_options import HostOptions, HostPart, access_to, read_options
+from recover.agent.meeting import HostPlan, Meeting
+from recover.agent.own_etcd import OwnEtcd
+from recover.agent.placement import across
+from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
+from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.etcd.etcd_host import HostLease
+from recover.job.grid import Grid
+from recover.job.spec import EtcdAccess, JobSpec
+from recover.launch import preflight
+from recover.launch.etcd_access import client_of
+from recover.launch.etcd_notes import EtcdNotes
+from recover.launch.launcher import DEFAULT_TIMEOUT, Beside, catching
+from recover.launch.preflight import Refusal
+from recover.launch.session import Session
+from recover.launch.watched_job import say
+from recover.launch.witness import Witness
+from recover.liveness.board import Board
+from recover.world.notes import RunNotes
+
+_ORDER = 3.0  # seconds that the others get to hear why this agent ends
+_LINGER = 15.0  # seconds that an agent with etcd in its house waits for the others to leave
+_LAST_WORDS = 3.0  # seconds that ranks get to end by themselves when etcd was silent for too long
+_IMPATIENT = 1.0  # seconds for one request of the agent's own
+
+
+def launch_host(
+    options: HostOptions,
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
+    replica_size: int = 1,
+    run_dir: str | Path | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    hang_limit: float | None = None,
+    carrier: str = "auto",
+    faults: Sequence[str] | None = None,
+    facts: Mapping[str, str] | None = None,
+    check: Callable[[JobSpec], object] = lambda spec: None,
+    module: bool = False,
+    own: bool = False,
+    beside: Beside = nullcontext,
+) -> int:
+    """Run this host's part of a job. Returns what `launch` does, the same on all hosts that stay to the end.
+
+    `facts`: what else must be the same on all hosts, by name, in place of the script's arguments. `check` is called
+    when it is settled who sits where, and may raise Refusal. `module`, `own` and `beside` are as for `launch`.
+    """
+    script = Path(script)
+    lock = None
+    try:
+        part = read_options(options)
+        access = access_to(options, part)
+        preflight.check_replica_size(replica_size, timeout)
+        spec = JobSpec(
+            part.least * part.slots,
+            replica_size,
+            preflight.check_carrier_between_hosts(carrier),
+            preflight.check_hang_limit(hang_limit, timeout),
+            host=part.host,
+            etcd=access,
+            records=own,
+        )
+        spec = replace(spec, faults=preflight.check_faults(faults, part.most * part.slots, replica_size))
+        preflight.check_module(str(script)) if module else preflight.check_script(script)
+        address = own_address(options.interface, _pairs(part), alone=part.most == 1)
+        spec = replace(spec, address=address, interface=interface_of_address(address))
+        directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
+        facts = facts_of(
+            part, spec, script, module, options.lease, words_of(args) if facts is None else facts
+        )
+        named = ["-m", str(script)] if module else [str(script.absolute())]
+        with (
+            beside(directory),
+            Witness(directory, part.host) as witness,
+            Session() as session,
+            catching(lambda: _end_later(session)) as caught,
+        ):
+            spec = replace(spec, run_dir=str(directory), session=str(session.directory))
+            agent = Agent(part, spec, check, caught, witness)
+            place = options.etcd_dir or session.directory / "etcd"
+            with OwnEtcd(access, place, alone=part.most == 1) as etcd:
+                return agent.run(etcd, options, facts, [*named, *args], session, timeout)
+    except Refusal as refusal:
+        say(str(refusal))
+        return 2
+    except EtcdError as error:  # at the start; later a silence is waited for
+        say(f"failed, {error}")
+        return 1
+    except KeyboardInterrupt:  # before or after the time in which we handle it
+        return 128 + signal.SIGINT
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+class Agent:
+    def __init__(
+        self,
+        part: HostPart,
+        spec: JobSpec,
+        check: Callable[[JobSpec], object],
+        caught: list[int],
+        witness: Witness,
+    ) -> None:
+        assert spec.etcd is not None
+        self._part, self._spec, self._check, self._caught = part, spec, check, caught
+        self._access = spec.etcd  # to the keys of the job's name; those of the run lie below
+        self._given_up = False  # by the others
+        self._witness = witness
+
+    def run(
+        self,
+        etcd: OwnEtcd,
+        options: HostOptions,
+        facts: dict[str, str],
+        command: Sequence[str],
+        session: Session,
+        timeout: float,
+    ) -> int:
+        """From the meeting of the hosts to the verdict."""
+        client = etcd.find_or_start(options.join_timeout, lambda: self._caught)
+        if self._caught:
+            return self._ended_by(Order(self._part.host, "", self._caught[0]))
+        assert self._spec.address is not None
+        meeting = Meeting(client, self._part, self._spec.address, facts, self._spec.replica_size)
+        try:
+            plan, spec = self._meet(meeting, options)
+        except InterruptedError:
+            meeting.be_brief(_client(self._access, _IMPATIENT))
+            meeting.leave()
+            return self._ended_by(Order(self._part.host, "", self._caught[0]))
+        except (Refusal, EtcdError) as refusal:
+            meeting.be_brief(_client(self._access, _IMPATIENT))
+            meeting.leave(str(refusal))
+            if etcd.server is not None:
+                self._linger(meeting, _ORDER)  # if all are refused, they must be able to read it
+            meeting.clean()
+            raise Refusal(str(refusal)) from None
+        meeting.be_brief(_client(self._access, _IMPATIENT))
+        try:
+            return self._run_ranks(meeting, plan, spec, command, session, options.lease, timeout)
+        finally:
+            meeting.leave()
+            if etcd.server is not None:
+                self._linger(meeting, _LINGER)
+            meeting.clean()
+
+    def _meet(self, meeting: Meeting, options: HostOptions) -> tuple[HostPlan, JobSpec]:
+        """Who takes part, and what the ranks of this host are told."""
+        stopped = lambda: self._caught  # noqa: E731
+        assert self._spec.run_dir is not None
+        with SeenDirectories(Path(self._spec.run_dir), meeting) as directories:
+            meeting.enter(stopped)
+            plan = meeting.wait_for_plan(options.join_timeout, stopped)
+            access = replace(self._access, prefix=f"{self._access.prefix}{plan.run}/")
+            groups = directories.compare(client_of(access), plan, stopped)
+        spec = replace(
+            self._spec,
+            ranks=len(plan.seats),
+            etcd=access,
+            token=plan.token or self._part.token,
+            across=across(plan.seats, self._spec.replica_size),
+            directories=groups,
+        )
+        self._check(spec)
+        keep_placement(Path(self._spec.run_dir), self._part.job, plan)
+        return plan, spec
+
+    def _run_ranks(
+        self,
+        meeting: Meeting,
+        plan: HostPlan,
+        spec: JobSpec,
+        command: Sequence[str],
+        session: Session,
+        ttl: float,
+        timeout: float,
+    ) -> int:
+        assert spec.etcd is not None
+        mine = plan.ranks_of(self._part.host)
+        impatient = _client(spec.etcd, _IMPATIENT)
+        lease = HostLease(impatient, self._part.host, mine, ttl, lost=self._lose)
+        board = Board(session.directory / "board", spec.ranks)
+        grid = Grid.of(spec.ranks, spec.replica_size)
+        pulse = Pulse(impatient, self._part.host, board, mine, grid, spec.hang_limit)
+        notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
+        look = functools.partial(fence, pulse, board, notes, Path(str(spec.run_dir)))
+        clerk = Clerk(impatient, meeting, plan, self._caught, look)
+        if spec.records:  # of an earlier run
+            Path(str(spec.run_dir), "summary.json").unlink(missing_ok=True)
+        self._witness.watch(spec, board)
+        ranks = HostRanks(spec, mine, session, command, clerk.tell_end)
+        clerk.start()
+        failure = ""
+        try:
+            lease.start()
+            failure = ranks.watch(timeout, lambda: self._must_end(clerk, ranks), lambda: clerk.ends)
+            if failure:
+                clerk.give_order(Order(self._part.host, failure))
+            if failure or self._caught:
+                _wait(lambda: clerk.order is not None, _ORDER)
+        finally:
+            if not self._given_up:  # else the others go on
+                self._witness.ending(failure)
+            session.end()
+            ranks.wait()
+            clerk.stop()
+            if not self._given_up:
+                _quietly(lease.leave)
+        if self._caught:
+            return self._ended_by(Order(self._part.host, "", self._caught[0]))
+        if self._given_up:
+            logs = ranks.run_dir / "ranks"
+            say(f"the others have given up host {self._part.host}, and go on without it (logs in {logs})")
+            return 1
+        order = clerk.order
+        if order is not None and order.signal:
+            return self._ended_by(order)
+        ranks.take_over(clerk.ends)
+        silent = "" if clerk.over else self._silence(self._access)
+        there = f" (on {order.host})" if order is not None and order.host != self._part.host else ""
+        return ranks.judge(f"{order.why}{there}" if order is not None else failure or silent)
+
+    def _must_end(self, clerk: Clerk, ranks: HostRanks) -> bool:
+        if self._caught or self._given_up or clerk.order is not None:
+            return True
+        if clerk.over and not ranks.running:
+            return True
+        if clerk.silent_since is None:
+            return False
+        # Those that wait for an agreement end by themselves; one that waits for data from a host that it is cut off
+        # from would do so for ever.
+        patience = self._access.patience + (_LAST_WORDS if ranks.running else 0.0)
+        return time.monotonic() - clerk.silent_since > patience
+
+    def _silence(self, access: EtcdAccess) -> str:
+        return f"no etcd has answered at {', '.join(access.endpoints)} for {access.patience:g} s (--rdzv-patience)"
+
+    def _lose(self) -> None:
+        self._given_up = True
+
+    def _ended_by(self, order: Order) -> int:
+        there = f" on {order.host}" if order.host != self._part.host else ""
+        say(f"ended by {signal.Signals(order.signal).name}{there}")
+        return 128 + order.signal
+
+    def _linger(self, meeting: Meeting, seconds: float) -> None:
+        """Etcd stays for as long as another host may need it to take its leave."""
+        try:
+            _wait(lambda: not meeting.anybody(), seconds)
+        except EtcdError:
+            pass  # most of its members have gone
+
+
+def _client(access: EtcdAccess, patience: float) -> EtcdClient:
+    return client_of(replace(access, patience=patience))
+
+
+def _pairs(part: HostPart) -> list[tuple[str, int]]:
+    pairs = (endpoint.rpartition(":") for endpoint in part.endpoints)
+    return [(host.strip("[]"), int(port)) for host, _, port in pairs]
+
+
+def _end_later(session: Session) -> None:
+    """In a signal handler. The main loop tells the others first; but a reader of our output may keep it for ever."""
+    timer = threading.Timer(2 * _ORDER, session.end)
+    timer.daemon = True
+    timer.start()
+
+
+def _wait(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _quietly(act: Callable[[], object]) -> None:
+    try:
+        act()
+    except EtcdError:
+        pass  # leases run out by themselves

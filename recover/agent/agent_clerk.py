@@ -1,0 +1,136 @@
+"""An agent's correspondence with etcd, on a thread of its own, so that a silent etcd never keeps it from its ranks.
+
+Keys, under the prefix of the run:
+
+    ends/<rank>   how a rank of the writer's host has ended: its marker, or nothing if it left none
+    order         the job is to be ended, by whom and why; written once
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recover.agent.meeting import HostPlan, Meeting
+from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, declare, rank_of
+from recover.etcd.etcd_client import EtcdClient, EtcdError, absent, get, get_all, put
+from recover.launch.verdict import name_ranks
+from recover.launch.watched_job import say
+
+LOOK = 0.25  # seconds between two looks
+ENDS, ORDER = "ends/", "order"
+GONE = 20  # looks in a row without a sign of its agent after which a host is gone
+
+
+@dataclass(frozen=True)
+class Order:
+    """To end the job."""
+
+    host: str
+    why: str
+    signal: int = 0
+
+
+class Clerk:
+    """`caught`: the signals that this agent has got; the first one ends the job everywhere."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        meeting: Meeting,
+        plan: HostPlan,
+        caught: list[int],
+        look_for_hung_ranks: Callable[[], object],
+    ) -> None:
+        self._client, self._meeting, self._plan, self._caught = client, meeting, plan, caught
+        self._look_for_hung_ranks = look_for_hung_ranks
+        self.order: Order | None = None
+        self.over = False  # every rank has ended, as far as anybody can still tell
+        self.silent_since: float | None = None  # nobody answers
+        self.ends: dict[int, str] = {}  # what the agents say
+        self._outbox: dict[int, tuple[str, str]] = {}  # by rank: its marker, and why it is dead, if it is
+        self._ordered: Order | None = None
+        self._dead: set[int] = set()
+        self._missed: dict[str, int] = {}
+        self._lock, self._wake, self._stopped = threading.Lock(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="recover-agent-clerk", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+
+    def tell_end(self, rank: int, marker: str, death: str) -> None:
+        """A process of this host has ended; `death`: why its rank is dead, "" if it has finished."""
+        with self._lock:
+            self._outbox[rank] = marker, death
+        self._wake.set()
+
+    def give_order(self, order: Order) -> None:
+        """The first one counts. `self.order` is it, as soon as etcd has it."""
+        self._ordered = self._ordered or order
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(LOOK)
+            self._wake.clear()
+            try:
+                self._write()
+                self._read()
+                self._look_for_hung_ranks()
+                self.silent_since = None
+            except EtcdError:
+                if self.silent_since is None:
+                    self.silent_since = time.monotonic()
+
+    def _write(self) -> None:
+        if self._caught:
+            self._ordered = self._ordered or Order(self._meeting.me.host, "", self._caught[0])
+        if self._ordered is not None and self.order is None:
+            self._client.txn([absent(ORDER)], [put(ORDER, json.dumps(self._ordered.__dict__).encode())])
+        with self._lock:
+            letters = dict(self._outbox)
+        for rank, (marker, death) in letters.items():
+            if death:
+                declare(self._client, rank, death)
+            self._client.put(f"{ENDS}{rank}", marker.encode())
+            with self._lock:
+                del self._outbox[rank]
+
+    def _read(self) -> None:
+        asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
+        ends, dead, order, decision = self._client.read(*asked).found
+        seats = range(len(self._plan.seats))
+        there = set(self._meeting.others(self._plan)) | {self._meeting.me.host}
+        self.ends = {rank_of(found): found.value.decode() for found in ends}
+        lost = {rank_of(found): found.value.decode() for found in dead}
+        if decision:  # whose deaths all know of may be forgotten by now
+            lost = dict.fromkeys(set(seats) - Decision.of(decision[0]).participants, "") | lost
+        self._tell_losses({rank: why for rank, why in lost.items() if rank in seats})
+        if order:
+            self.order = Order(**json.loads(order[0].value))
+        for host in self._plan.hosts:
+            self._missed[host] = 0 if host in there else self._missed.get(host, 0) + 1
+        with self._lock:
+            self.over = not self._outbox and all(
+                rank in self.ends or rank in self._dead or self._missed[seat.host] >= GONE
+                for rank, seat in enumerate(self._plan.seats)
+            )
+
+    def _tell_losses(self, dead: dict[int, str]) -> None:
+        """Of other hosts: what is lost here is told by the ranks and the verdict."""
+        mine, lost = self._meeting.me.host, dict[tuple[str, str], list[int]]()
+        for rank in dead.keys() - self._dead:
+            seat = self._plan.seats[rank]
+            if seat.host != mine:
+                lost.setdefault((seat.host, dead[rank]), []).append(rank)
+        for (host, why), ranks in lost.items():
+            say(f"{name_ranks(ranks)} on {host} lost" + (f": {why}" if why else ""))
+        self._dead |= dead.keys()

@@ -1,0 +1,86 @@
+"""Who hangs while those on other hosts wait: agents tell each other how far their ranks are.
+
+The ranks of a host see which of their neighbours hangs, if they wait for it. But a replica that fills a host waits
+inside itself, where nobody looks, and a rank may be alone on its host. So each agent writes the rows of its board into
+etcd, now and then, reads those of the others, and holds its own ranks against whoever is furthest. One that is stopped
+while its agent runs was stopped alone, whoever waits for it.
+
+    pulse/<host>   the rows of its living ranks
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from recover.etcd.etcd_client import EtcdClient
+from recover.job.grid import Grid
+from recover.launch.verdict import write_marker
+from recover.launch.watched_job import say
+from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, furthest, signs_of
+from recover.liveness.signs import Sign
+from recover.world.ending import End
+from recover.world.notes import Notes
+from recover.world.watchdog import HangWatchdog, describe
+
+EVERY = 0.5  # seconds between two pulses
+ASLEEP = 5.0  # seconds without a look after which the agent was stopped itself, or etcd silent
+PULSE = "pulse/"
+
+
+class Pulse:
+    def __init__(
+        self,
+        client: EtcdClient,
+        host: str,
+        board: Board,
+        mine: Sequence[int],
+        grid: Grid,
+        limit: float | None,
+    ) -> None:
+        self._client, self._host, self._board, self._mine = client, host, board, frozenset(mine)
+        self._hangs = HangWatchdog(grid, limit, asleep=ASLEEP)
+        self._looks = 0
+        self._looked = float("-inf")
+        self._accomplished, self._at = 0, 0.0
+
+    def look(self, now: float) -> dict[int, tuple[str, Sign]]:
+        """Those of this host's ranks that hang, why, and what they show. Raises EtcdError."""
+        if now - self._looked < EVERY:
+            return {}
+        self._looked, self._looks = now, self._looks + 1
+        living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
+        rows = {str(rank): row for rank, (row, _) in living.items()}
+        self._client.put(f"{PULSE}{self._host}", json.dumps(rows).encode())
+        everywhere = dict(living)
+        for found in self._client.get_all(PULSE)[0]:
+            if found.key != f"{PULSE}{self._host}":
+                # That they live is for their own agents to say.
+                for rank, row in json.loads(found.value).items():
+                    row[HEARTBEAT] = self._looks
+                    everywhere[int(rank)] = row, "S"
+        self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
+        signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
+        hung = self._hangs.look(True, signs, now)
+        return {rank: (why, signs[rank]) for rank, why in hung.items() if rank in living}
+
+    def _learn_pace(self, accomplished: int, now: float) -> None:
+        """How long a step takes, as seen from outside."""
+        if accomplished > self._accomplished:
+            if self._accomplished:
+                self._hangs.committed((now - self._at) / (accomplished - self._accomplished))
+            self._accomplished, self._at = accomplished, now
+
+
+def fence(pulse: Pulse, board: Board, notes: Notes, run_dir: Path) -> None:
+    """Kill those of this host that hang. What they were computing is written down first: the repair that follows must
+    find it."""
+    for rank, (why, sign) in pulse.look(time.monotonic()).items():
+        where = describe(sign.step, sign.suspects)
+        say(f"killed rank {rank}{where}: {why}")
+        if not sign.stopped and sign.suspects:  # no sample sends a signal
+            notes.leave(sign.step, sign.suspects, why, rank)
+        write_marker(run_dir, rank, {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""})
+        board.kill(rank)

@@ -1,0 +1,210 @@
+"""What is asked of a job on several hosts, with torchrun's words; under Slurm its environment fills in the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover.etcd.etcd_host import MOST_RANKS, TTL
+from recover.job.gpus import gpus_on_host
+from recover.job.spec import EtcdAccess
+from recover.launch.preflight import Refusal
+
+PORT = 2379  # etcd's own
+PATIENCE = 30.0  # seconds that etcd may be silent
+JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
+LEAST_LEASE = 2.0
+PREFIX = "/recover"
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """As given on the command line; None: not given."""
+
+    nnodes: str | None = None
+    nproc_per_node: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_patience: float = PATIENCE
+    join_timeout: float = JOIN_TIMEOUT
+    lease: float = TTL
+    interface: str | None = None
+    host_name: str | None = None
+    etcd_dir: Path | None = None
+    etcd_prefix: str = PREFIX
+    etcd_user: str | None = None
+    etcd_password_file: Path | None = None
+    etcd_ca: Path | None = None
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
+    token_file: Path | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a job on several hosts is meant at all."""
+        return any(value is not None for value in (self.nnodes, self.rdzv_endpoint, self.rdzv_id))
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What this host brings, and what it expects of the job."""
+
+    least: int  # hosts to begin with
+    most: int
+    slots: int  # ranks that this host takes
+    endpoints: tuple[str, ...]
+    job: str
+    host: str
+    order: int | None  # where this host stands among the others, if somebody says
+    token: str  # "": to be made
+
+    @property
+    def nnodes(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def read_options(options: HostOptions, environment: Mapping[str, str] = os.environ) -> HostPart:
+    """Raises Refusal, naming option, value and mend."""
+    slurm = environment if "SLURM_JOB_ID" in environment else {}
+    if options.rdzv_backend not in (None, "etcd", "etcd-v2", "c10d"):
+        raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
+    nnodes = options.nnodes or slurm.get("SLURM_NNODES") or slurm.get("SLURM_JOB_NUM_NODES")
+    if nnodes is None:
+        raise Refusal("how many hosts? give --nnodes, as --nnodes 4, or 3:4 to begin with three of four")
+    least, most = _read_nnodes(nnodes)
+    endpoint = options.rdzv_endpoint or _slurm_endpoints(slurm)
+    if not endpoint:
+        raise Refusal(
+            "where do the hosts meet? give --rdzv-endpoint HOST:PORT, one or three of them, with commas"
+        )
+    endpoints = tuple(map(_read_endpoint, endpoint.split(",")))
+    job = options.rdzv_id or slurm.get("SLURM_JOB_ID")
+    if not job:
+        raise Refusal(
+            "what is the job called? give --rdzv-id NAME, the same on every host, and one of its own"
+        )
+    if not re.fullmatch(r"[\w.:-]{1,200}", job):
+        raise Refusal(f"--rdzv-id is {job!r}; give letters, digits, and . : _ - only")
+    for name, value, low in (
+        ("--rdzv-patience", options.rdzv_patience, 1.0),
+        ("--join-timeout", options.join_timeout, 1.0),
+        ("--lease", options.lease, LEAST_LEASE),
+    ):
+        if not low <= value < float("inf"):
+            raise Refusal(f"{name} is {value:g}; give seconds, {low:g} or more")
+    host = options.host_name or socket.gethostname()
+    if not re.fullmatch(r"[\w.:-]{1,200}", host):
+        raise Refusal(f"--host-name is {host!r}; give letters, digits, and . : _ - only")
+    order = slurm.get("SLURM_NODEID") or environment.get("GROUP_RANK")
+    return HostPart(
+        least,
+        most,
+        _read_slots(options.nproc_per_node, slurm),
+        endpoints,
+        job,
+        host,
+        int(order) if order and order.isdigit() else None,
+        _read_secret("--token-file", options.token_file),
+    )
+
+
+def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
+    """How etcd is reached. Raises Refusal."""
+    if options.etcd_cert is not None and options.etcd_ca is None:
+        raise Refusal("--etcd-cert needs --etcd-ca: the file that says who signed etcd's own certificate")
+    for name, path in (
+        ("--etcd-ca", options.etcd_ca),
+        ("--etcd-cert", options.etcd_cert),
+        ("--etcd-key", options.etcd_key),
+    ):
+        if path is not None and not os.access(path, os.R_OK):
+            raise Refusal(f"{name} {path} cannot be read on this host; check the path and its permissions")
+    ca, certificate, key = (
+        str(path.absolute()) if path else None
+        for path in (options.etcd_ca, options.etcd_cert, options.etcd_key)
+    )
+    return EtcdAccess(
+        part.endpoints,
+        f"{options.etcd_prefix.rstrip('/')}/{part.job}/",
+        options.etcd_user,
+        _read_secret("--etcd-password-file", options.etcd_password_file),
+        ca,
+        certificate,
+        key,
+        patience=options.rdzv_patience,
+    )
+
+
+def _read_nnodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise Refusal(
+            f"--nnodes is {text!r}; give a number of hosts, as 4, or 3:4 to begin with three of four"
+        )
+    return least, most
+
+
+def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
+    text = text or slurm.get("SLURM_GPUS_ON_NODE") or "1"
+    if text in ("gpu", "auto"):
+        slots = gpus_on_host() or (1 if text == "auto" else 0)
+        if not slots:
+            raise Refusal("--nproc-per-node is gpu, and there is no GPU to be seen here; give a number")
+    elif text.isdigit():
+        slots = int(text)
+    else:
+        slots = 0
+    if not 1 <= slots <= MOST_RANKS:
+        raise Refusal(
+            f"--nproc-per-node is {text!r}; give a number of ranks from 1 to {MOST_RANKS}, gpu or auto"
+        )
+    return slots
+
+
+def _read_endpoint(text: str) -> str:
+    text = text.strip().removeprefix("http://").removeprefix("https://")
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+)(?::(\d+))?", text)
+    if not found or not 0 < int(found[2] or PORT) < 1 << 16:
+        raise Refusal(f"--rdzv-endpoint is {text!r}; give HOST:PORT, several with commas in between")
+    return f"{found[1]}:{found[2] or PORT}"
+
+
+def _read_secret(option: str, path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise Refusal(f"{option} {path} cannot be read on this host ({error}); check the path") from None
+    if not secret:
+        raise Refusal(f"{option} {path} is empty; write the secret into it")
+    return secret
+
+
+def _slurm_endpoints(slurm: Mapping[str, str]) -> str | None:
+    """The first host of the allocation, or the first three where there are so many."""
+    hosts = slurm_hosts(slurm.get("SLURM_JOB_NODELIST") or slurm.get("SLURM_NODELIST") or "")
+    return ",".join(f"{host}:{PORT}" for host in hosts[: 3 if len(hosts) > 2 else 1]) or None
+
+
+def slurm_hosts(text: str) -> list[str]:
+    """`n[01-03,7],m1` in full, as Slurm's own `scontrol show hostnames` would say it."""
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", word):
+            parts = [plain] if plain else [number for span in ranges.split(",") for number in _numbers(span)]
+            names = [name + part for name in names for part in parts]
+        hosts += names
+    return hosts
+
+
+def _numbers(span: str) -> list[str]:
+    first, _, last = span.partition("-")
+    return [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]

@@ -1,0 +1,167 @@
+"""The etcd in which the hosts of a job meet: the one that answers, or, where nobody does, members of our own.
+
+A host whose address is named in --rdzv-endpoint, and on whose port nobody listens, starts a member there: the only one,
+or one of three. It listens at that address and on that port, and, for the other members, on the next one.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from recover.agent.addresses import is_loopback, is_of_this_host, resolved
+from recover.etcd.etcd_client import EtcdClient, EtcdError, UnansweredError
+from recover.etcd.etcd_server import EtcdServer, NoEtcdError, peer_of
+from recover.job.spec import EtcdAccess
+from recover.launch.etcd_access import client_of
+from recover.launch.preflight import Refusal
+from recover.launch.watched_job import say
+
+_AGAIN = 0.1  # seconds between two looks
+_PROBE = 1.0  # seconds for a connection
+_READ_ONCE = 0.0
+
+
+class OwnEtcd:
+    """Use with `with`: what was started is ended there, and nothing of it stays but data in a given directory."""
+
+    def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
+        self._access, self._directory, self._alone = access, directory, alone
+        self.server: EtcdServer | None = None
+
+    def __enter__(self) -> OwnEtcd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None:
+            self.server.kill()  # its directory lies in the session, or was given
+
+    def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
+        """A client of an etcd that answers. Raises Refusal, also if nobody answers for so many seconds."""
+        client = client_of(replace(self._access, patience=_READ_ONCE))
+        mine = self._mine()
+        deadline = time.monotonic() + patience
+        while not stopped():
+            try:
+                answered = self._answers(client)
+            except EtcdError as error:
+                raise Refusal(f"--rdzv-endpoint: {error}") from None
+            if answered and (mine is None or self.server is not None):
+                break
+            if mine is not None and self.server is None:
+                self._start(mine, client if answered else None)
+                mine = None if self.server is None else mine
+                continue
+            try:
+                if self.server is not None:
+                    self.server.check()
+            except NoEtcdError as error:
+                raise Refusal(str(error)) from None
+            if time.monotonic() > deadline:
+                raise Refusal(self._nobody(patience))
+            time.sleep(_AGAIN)
+        return client_of(self._access)
+
+    def _mine(self) -> str | None:
+        """The endpoint at which this host is to start a member, if nobody is there; named by its address."""
+        found = None
+        for endpoint in self._access.endpoints:
+            host, port = _parts(endpoint)
+            addresses = resolved(host)
+            if not addresses:
+                raise Refusal(
+                    f"--rdzv-endpoint: {host} has no address on this host; check the name, or /etc/hosts"
+                )
+            here = [address for address in addresses if is_of_this_host(address)]
+            if any(map(is_loopback, here)) and not self._alone:
+                raise Refusal(
+                    f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
+                    "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
+                )
+            if here and not _listens(here[0], port):
+                found = endpoint
+        if found is not None and (self._access.ca or self._access.user):
+            say(
+                f"nobody listens at {found}; an etcd with users or TLS is not started here, so it is waited for"
+            )
+            return None
+        return found
+
+    def _start(self, endpoint: str, cluster: EtcdClient | None) -> None:
+        """The member of this endpoint, unless the cluster that answers already has, or had, it."""
+        endpoints = self._access.endpoints
+        if cluster is not None and not _is_awaited(cluster, f"http://{peer_of(_numeric(endpoint))}"):
+            say(f"nobody listens at {endpoint}, and etcd answers without it: no member is started there")
+            return
+        if len(endpoints) % 2 == 0:
+            raise Refusal(
+                f"--rdzv-endpoint names {len(endpoints)} hosts, and nobody answers: an etcd of {len(endpoints)} "
+                "members is lost with half of them; give one, or three"
+            )
+        host, port = _parts(_numeric(endpoint))
+        members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                self.server = EtcdServer(self._directory, host, port, members=members)
+            for warning in told:
+                say(str(warning.message))
+            self.server.begin()
+        except NoEtcdError as error:
+            raise Refusal(f"nobody answers at {endpoint}, and {error}") from None
+        where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
+        say(f"nobody answered at {endpoint}: started etcd there, {where}")
+
+    def _answers(self, client: EtcdClient) -> bool:
+        for _ in self._access.endpoints:
+            try:
+                client.get("ready?")  # by consensus
+                return True
+            except UnansweredError:
+                pass
+        return False
+
+    def _nobody(self, patience: float) -> str:
+        names = ", ".join(self._access.endpoints)
+        return (
+            f"no etcd answers at {names} after {patience:g} s; is this command running on the hosts named there, with "
+            "the same --rdzv-endpoint, and is the port open between them?"
+        )
+
+
+def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
+    """Whether the cluster expects a member at this place that was never there: one that has lost its data may not come
+    back under its name."""
+    try:
+        members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
+    except EtcdError:
+        return False
+    return any(peer in member.get("peerURLs", []) and not member.get("name") for member in members)
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE):
+            return True
+    except OSError:
+        return False
+
+
+def _parts(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _numeric(endpoint: str) -> str:
+    """With the address in place of the name: members must agree about it, whatever each host calls the other."""
+    host, port = _parts(endpoint)
+    address = resolved(host)[0]
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _in_memory(directory: Path) -> bool:
+    return directory.is_relative_to("/dev/shm")

@@ -1,0 +1,124 @@
+"""The run directory of a job on several hosts, which they may share or not: one writer for each that there is.
+
+Every agent leaves a file of its own there before the hosts meet, and afterwards looks whose it can see.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from recover.agent.meeting import HostPlan, Meeting
+from recover.etcd.etcd_client import EtcdClient
+from recover.launch.preflight import Refusal, remove_markers
+
+SEES = "sees/"
+PLACEMENT = "hosts.json"
+_AGAIN, _PATIENCE, _TIDYING = 0.05, 60.0, 2.0  # seconds
+
+
+class SeenDirectories:
+    def __init__(self, run_dir: Path, meeting: Meeting) -> None:
+        self._run_dir, self._meeting = run_dir, meeting
+        self._mine = self._file(meeting.me.id)
+
+    def __enter__(self) -> SeenDirectories:
+        self._mine.touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mine.unlink(missing_ok=True)
+
+    def compare(
+        self, client: EtcdClient, plan: HostPlan, stopped: Callable[[], object]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The ranks by the directory that they see. Returns when all hosts have looked, so all are ready to begin."""
+        me = self._meeting.me.host
+        seen = [host for host, facts in plan.hosts.items() if self._file(facts["id"]).exists()]
+        client.put(f"{SEES}{me}", json.dumps(seen).encode())
+        deadline = time.monotonic() + _PATIENCE
+        while not stopped():
+            found, _ = client.get_all(SEES)
+            views = {one.key.removeprefix(SEES): set(json.loads(one.value)) for one in found}
+            if missing := sorted(plan.hosts.keys() - views.keys()):
+                gone = [host for host in missing if host not in (me, *self._meeting.others(plan))]
+                if gone or time.monotonic() > deadline:
+                    raise Refusal(
+                        f"host {', '.join(gone or missing)} has gone at the start of the job; start again"
+                    )
+                time.sleep(_AGAIN)
+                continue
+            # Two hosts share a directory if each sees the other's file.
+            groups: dict[str, list[int]] = {}
+            for rank, seat in enumerate(plan.seats):
+                first = next(
+                    host for host in plan.hosts if seat.host in views[host] and host in views[seat.host]
+                )
+                groups.setdefault(first, []).append(rank)
+            return tuple(map(tuple, groups.values()))
+        raise InterruptedError
+
+    def _file(self, id: str) -> Path:
+        return self._run_dir / f".agent-{id}"
+
+
+def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
+    """As `preflight.open_run_dir`, but agents of the same job may share it. The first of them tidies it up."""
+    run_dir = run_dir.absolute()
+    try:
+        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir, os.O_RDONLY)
+        if not os.access(run_dir / "ranks", os.W_OK | os.X_OK):
+            raise PermissionError("not writable")
+    except OSError as error:
+        raise Refusal(
+            f"run directory {run_dir} cannot be written ({error}); give another --run-dir"
+        ) from error
+    try:
+        first = _lock(lock, fcntl.LOCK_EX)
+        if first:
+            remove_markers(run_dir)
+        deadline = time.monotonic() + _TIDYING
+        while not _lock(lock, fcntl.LOCK_SH):  # another agent may be tidying up
+            if time.monotonic() > deadline:
+                raise Refusal(f"run directory {run_dir} is in use by a running job; give another --run-dir")
+            time.sleep(_AGAIN)
+        if not first and (other := _job_of(run_dir)) not in (None, job):
+            raise Refusal(f"run directory {run_dir} is in use by job {other}; give another --run-dir")
+    except Refusal:
+        os.close(lock)
+        raise
+    except OSError:
+        remove_markers(run_dir)  # a file system without locks
+    return run_dir, lock
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _job_of(run_dir: Path) -> str | None:
+    try:
+        return str(json.loads((run_dir / PLACEMENT).read_text())["job"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def keep_placement(run_dir: Path, job: str, plan: HostPlan) -> None:
+    """The map from ranks to hosts and slots is one of the job's records."""
+    facts = {
+        "job": job,
+        "hosts": {host: facts["address"] for host, facts in plan.hosts.items()},
+        "ranks": {str(rank): {"host": seat.host, "slot": seat.slot} for rank, seat in enumerate(plan.seats)},
+    }
+    draft = run_dir / f".{PLACEMENT}.{time.monotonic_ns()}"
+    draft.write_text(json.dumps(facts, indent=2) + "\n")
+    draft.replace(run_dir / PLACEMENT)

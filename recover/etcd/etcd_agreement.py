@@ -1,0 +1,223 @@
+"""What an agreement in etcd is made of: its keys, votes, what is decided from them, and one consistent look at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from recover.etcd.etcd_client import (
+    Answer,
+    EtcdClient,
+    KeyValue,
+    Operation,
+    absent,
+    count,
+    delete_all,
+    delete_range,
+    either,
+    get,
+    get_all,
+    present,
+    put,
+    version_is,
+)
+
+DECISION, ENDED = "seen/decision", "seen/ended"
+DEAD, ASKING, CLAIM, VOTE = "seen/dead/", "seen/asking/", "claim/", "vote/"
+# Every transaction about an agreement brings back a glance: how many have voted, not what.
+GLANCE = (get(DECISION), get_all(DEAD), count(VOTE))
+# One consistent look at all of it, for whoever is about to decide.
+LOOK = (*GLANCE, get_all(VOTE), get_all(ASKING))
+FORGOTTEN, JOINED = (
+    20,
+    15,
+)  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
+
+
+def key_of(kind: str, rank: int) -> str:
+    """Of the same length for all ranks, so that those of a replica lie side by side."""
+    return f"{kind}{rank:010d}"
+
+
+def rank_of(found: KeyValue) -> int:
+    return int(found.key.rpartition("/")[2])
+
+
+@dataclass(frozen=True)
+class Vote:
+    word: int
+    acknowledged: frozenset[int]
+    admit: frozenset[int] = frozenset()
+
+    @classmethod
+    def of_all(cls, votes: Sequence[Vote]) -> Vote:
+        """What several say as one: no more than all of them do."""
+        word = -1
+        for vote in votes:
+            word &= vote.word
+        acknowledged, admit = ([getattr(vote, name) for vote in votes] for name in ("acknowledged", "admit"))
+        return cls(word, frozenset.intersection(*acknowledged), frozenset.intersection(*admit))
+
+    def to_bytes(self) -> bytes:
+        return f"{self.word:x}:{_to_runs(self.acknowledged)}:{_to_runs(self.admit)}".encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> Vote:
+        word, acknowledged, admit = value.decode().split(":")
+        return cls(int(word, 16), _from_runs(acknowledged), _from_runs(admit))
+
+
+@dataclass(frozen=True)
+class Decision:
+    number: int
+    word: int | None  # None: a death was met that somebody had not acknowledged
+    dead: frozenset[int]
+    joined: frozenset[int]
+    participants: frozenset[int]  # of the next agreement
+    value: bytes = b""  # as it is in etcd
+
+    @classmethod
+    def before_all(cls, size: int) -> Decision:
+        return cls(0, None, frozenset(), frozenset(), frozenset(range(size)))
+
+    @classmethod
+    def of(cls, found: KeyValue) -> Decision:
+        content = json.loads(found.value)
+        return cls(
+            found.version,
+            content["word"],
+            frozenset(content["dead"]),
+            frozenset(content["joined"]),
+            _from_runs(content["participants"]),
+            found.value,
+        )
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What was there at one revision of the store."""
+
+    revision: int
+    decided: int  # how many agreements
+    dead: frozenset[int]
+    cast: int  # how many votes
+
+    @classmethod
+    def of(cls, answer: Answer) -> Glance:
+        decision, dead = answer.found[:2]
+        decided = decision[0].version if decision else 0
+        return cls(answer.revision, decided, frozenset(map(rank_of, dead)), answer.counts[2])
+
+
+@dataclass(frozen=True)
+class Look:
+    """A glance, and what the votes are."""
+
+    glance: Glance
+    votes: dict[int, Vote]
+    asking: frozenset[int]
+
+    @classmethod
+    def of(cls, answer: Answer) -> Look:
+        votes, asking = answer.found[3:5]
+        return cls(
+            Glance.of(answer),
+            {rank_of(found): Vote.from_bytes(found.value) for found in votes},
+            frozenset(map(rank_of, asking)),
+        )
+
+
+def decided(
+    look: Look, participants: frozenset[int], replica_size: int, by: int
+) -> tuple[bytes, list[Operation]]:
+    """What follows from the votes of all the living: the decision, and what nobody needs from then on."""
+    declared = participants & look.glance.dead
+    # A replica that has lost one of its ranks is lost.
+    dead = participants - intact(participants, declared, replica_size)
+    votes = [vote for rank, vote in look.votes.items() if rank in participants - dead]
+    word, joined = None, frozenset[int]()
+    if all(declared <= vote.acknowledged for vote in votes):
+        counted = Vote.of_all(votes)
+        word, admitted = counted.word, counted.admit & look.asking - look.glance.dead
+        joined = _first(whole(admitted, replica_size), replica_size, JOINED)
+        participants = participants - dead | joined
+    content = {
+        "word": word,
+        "dead": sorted(dead),
+        "joined": sorted(joined),
+        "participants": _to_runs(participants),
+        "by": by,
+    }
+    # Of those who have left, and of those who died while they asked. A replica that lacks one can never be whole again.
+    gone = {rank // replica_size for rank in look.glance.dead - participants}
+    cleaned = [
+        delete_range(*(key_of(kind, rank * replica_size) for rank in (replica, replica + 1)))
+        for replica in sorted(gone)[:FORGOTTEN]
+        for kind in (DEAD, CLAIM, ASKING)
+    ]
+    cleaned += [
+        delete_range(key_of(ASKING, rank), key_of(ASKING, rank + replica_size))
+        for rank in sorted(joined)[::replica_size]
+    ]
+    # All the living have voted, so they are through with the messages before it.
+    return json.dumps(content).encode(), [*cleaned, delete_all(VOTE), delete_all("mail/")]
+
+
+def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None:
+    """`rank` is dead, for all and for good. For whoever has seen its process end, or must end it.
+
+    Not if it is forgotten already: those that have started the job have claimed their numbers before its first
+    agreement, and the numbers of others have a claim from the start.
+    """
+    key = key_of(DEAD, rank)
+    write = [put(key, why.encode())]
+    early = either([version_is(DECISION, 0)], write)
+    known = either([present(key_of(CLAIM, rank))], write, [early])
+    client.txn([absent(key), *guards], [known])
+
+
+def intact(ranks: Iterable[int], dead: frozenset[int], replica_size: int) -> frozenset[int]:
+    """Those whose replica has lost nobody."""
+    lost = {rank // replica_size for rank in dead}
+    return frozenset(rank for rank in ranks if rank // replica_size not in lost)
+
+
+def speakers(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
+    """Who votes for the replicas of these ranks: the lowest of each."""
+    return frozenset(rank - rank % replica_size for rank in ranks)
+
+
+def whole(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
+    """Those whose replica is there completely."""
+    there = frozenset(ranks)
+    return frozenset(rank for rank in there if there.issuperset(mates(rank, replica_size)))
+
+
+def mates(rank: int, replica_size: int) -> range:
+    """All ranks of its replica, itself included."""
+    first = rank - rank % replica_size
+    return range(first, first + replica_size)
+
+
+def _first(ranks: frozenset[int], replica_size: int, replicas: int) -> frozenset[int]:
+    return frozenset(sorted(ranks)[: replicas * replica_size])
+
+
+def _to_runs(ranks: Iterable[int]) -> str:
+    """`0-3,7`: as short as what it says, however high the numbers are."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}-{last}" if first != last else str(first) for first, last in runs)
+
+
+def _from_runs(runs: str) -> frozenset[int]:
+    ranks: set[int] = set()
+    for run in filter(None, runs.split(",")):
+        first, _, last = run.partition("-")
+        ranks.update(range(int(first), int(last or first) + 1))
+    return frozenset(ranks)

@@ -1,0 +1,102 @@
+"""How a process comes into a job that lives in etcd: it is the right job, and nobody else is or was this rank.
+
+Ids are never used twice. Those from 0 on start the job; each is claimed once, before the first agreement is decided.
+Whoever places a replica that is to join takes the next ids: the version of the key `ids` counts the replicas that were
+placed, and each of their ids has a claim from then on, which waits for its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+
+from recover.etcd.etcd_agreement import ASKING, CLAIM, DEAD, DECISION, ENDED, key_of
+from recover.etcd.etcd_client import EtcdClient, absent, get, put, value_is, version_is
+from recover.fabrics.base import NotAdmittedError
+
+JOB, IDS = "job", "ids"
+UNCLAIMED, CLAIMED = 1, 2  # versions of the claim of one that joins
+
+
+class OtherJobError(RuntimeError):
+    """What is there under this prefix belongs to another job, or another process is this rank."""
+
+
+@dataclass(frozen=True)
+class EnteredJob:
+    """What all processes of a job must agree on. `token`: a secret; etcd gets to see its digest only."""
+
+    size: int  # at the start
+    replica_size: int = 1
+    token: str = ""
+
+    def to_bytes(self) -> bytes:
+        digest = hashlib.sha256(self.token.encode()).hexdigest()
+        return json.dumps({"size": self.size, "replica_size": self.replica_size, "token": digest}).encode()
+
+
+def place(client: EtcdClient) -> range:
+    """Ids for a replica that is to join, for whoever starts its processes. Raises NotAdmittedError if there is no job.
+
+    If they come to nothing, `declare` one of them: the next decision forgets them all.
+    """
+    me = uuid.uuid4().hex.encode()
+    while True:
+        job, ids = (found[0] if found else None for found in client.read(get(JOB), get(IDS)).found)
+        if job is None:
+            raise NotAdmittedError(
+                f"etcd holds no job under {client.prefix}: it has not started, or was cleaned away"
+            )
+        known, placed = json.loads(job.value), ids.version if ids else 0
+        first = known["size"] + placed * known["replica_size"]
+        ranks = range(first, first + known["replica_size"])
+        claims = [put(key_of(CLAIM, rank), b"") for rank in ranks]
+        answer = client.txn([version_is(IDS, placed)], [put(IDS, me), *claims], [get(IDS)])
+        # The answer to a first try may have been lost.
+        if answer.succeeded or [(found.value, found.version) for found in answer.found[0]] == [
+            (me, placed + 1)
+        ]:
+            return ranks
+
+
+def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> bytes:
+    """See that this is the job that is meant, and be this rank, for good. Returns the claim."""
+    content, joins = job.to_bytes(), rank >= job.size
+    create = [] if joins else [put(JOB, content)]
+    answer = client.txn([absent(JOB)], [*create, get(JOB)], [get(JOB)])
+    there = answer.found[0][0].value if answer.found[0] else b""
+    if not there:
+        raise NotAdmittedError(
+            f"rank {rank} is to join a job under {client.prefix}, and etcd holds none there"
+        )
+    if there != content:
+        known = json.loads(there)
+        raise OtherJobError(
+            f"etcd holds another job under {client.prefix} ({known['size']} ranks in replicas of "
+            f"{known['replica_size']}; this one has {job.size} in replicas of {job.replica_size}); give the job a name "
+            "of its own, or remove what a job that has ended left there"
+        )
+    key = key_of(CLAIM, rank)
+    claim = json.dumps({"process": uuid.uuid4().hex, "address": address}).encode()
+    guards = [version_is(key, UNCLAIMED)] if joins else [absent(key), version_is(DECISION, 0)]
+    answer = client.txn([*guards, absent(key_of(DEAD, rank))], [put(key, claim)], [get(key)])
+    if not answer.succeeded and [found.value for found in answer.found[0]] != [claim]:
+        raise OtherJobError(
+            f"another process is or was rank {rank} under {client.prefix}, or the others go on without it; a rank does "
+            "not come back: start the job under a new name"
+        )
+    return claim
+
+
+def ask(client: EtcdClient, rank: int, claim: bytes) -> None:
+    """It is ready, and wants to be admitted. Once only, also if it is carried out late."""
+    mine = key_of(CLAIM, rank)
+    guards = [version_is(mine, CLAIMED), value_is(mine, claim), absent(key_of(DEAD, rank)), absent(ENDED)]
+    client.txn(guards, [put(mine, claim), put(key_of(ASKING, rank), b"")])
+
+
+def end_job(client: EtcdClient, why: str) -> None:
+    """The members have come to their end: whoever asks to join is told so."""
+    client.txn([absent(ENDED)], [put(ENDED, why.encode())])

@@ -1,0 +1,70 @@
+"""What a rank has heard: deaths, decisions, who asks to join. From a watch, and from answers to what it asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from recover.etcd.etcd_agreement import ASKING, DEAD, DECISION, ENDED, Decision, rank_of
+from recover.etcd.etcd_client import KeyValue
+
+
+class News:
+    """It never forgets a death, and knows why this rank itself must not act any more, if so."""
+
+    def __init__(self, rank: int, start: Decision, takes_part: bool) -> None:
+        self.decision = start  # the last one that there is, as far as this rank knows
+        self.takes_part = takes_part
+        self.ended = ""  # why nobody can join any more
+        self.over = ""  # why this rank must not act any more
+        self._rank = rank
+        self._arrived = threading.Condition()
+        self._dead: list[int] = []  # in the order of their revisions, which is the same for all
+        self._asking: set[int] = set()
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        with self._arrived:
+            return tuple(self._dead)
+
+    @property
+    def asking(self) -> frozenset[int]:
+        with self._arrived:
+            return frozenset(self._asking)
+
+    def wait_for(self, what: Callable[[], object], seconds: float) -> None:
+        with self._arrived:
+            self._arrived.wait_for(lambda: what() or self.over, seconds)
+
+    def hear(self, news: Sequence[KeyValue]) -> None:
+        """All of it brings the earlier deaths before the later."""
+        with self._arrived:
+            for found in sorted(news, key=lambda found: found.modified):
+                if found.key.startswith(ASKING):
+                    (self._asking.add if found.version else self._asking.discard)(rank_of(found))
+                elif not found.version:
+                    pass
+                elif found.key.startswith(DEAD):
+                    self._note(rank_of(found), found.value.decode())
+                elif found.key == ENDED:
+                    self.ended = found.value.decode()
+                elif found.key == DECISION and found.version > self.decision.number:
+                    self.decision = decision = Decision.of(found)
+                    for rank in sorted(decision.dead):  # also if their own keys are gone by now
+                        self._note(rank, f"agreement {decision.number} counts it among the dead")
+                    if self.takes_part and self._rank not in decision.participants:
+                        self._note(self._rank, f"it is no participant after agreement {decision.number}")
+            self._arrived.notify_all()
+
+    def wake(self) -> None:
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def admitted(self) -> bool:
+        return self._rank in self.decision.participants
+
+    def _note(self, rank: int, why: str) -> None:
+        if rank == self._rank:
+            self.over = self.over or f"rank {rank} was declared dead: {why}"
+        elif rank not in self._dead:
+            self._dead.append(rank)

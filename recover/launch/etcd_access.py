@@ -1,0 +1,20 @@
+"""From what a job was told about its etcd to a client of it."""
+
+from __future__ import annotations
+
+import ssl
+
+from recover.etcd.etcd_client import EtcdClient
+from recover.job.spec import EtcdAccess
+
+
+def client_of(access: EtcdAccess) -> EtcdClient:
+    """A client of the job's etcd. Raises OSError if a file that it needs for TLS cannot be read."""
+    tls = None
+    if access.ca is not None:
+        tls = ssl.create_default_context(cafile=access.ca)
+        if access.certificate is not None:
+            tls.load_cert_chain(access.certificate, access.key)
+    return EtcdClient(
+        access.endpoints, access.prefix, access.user, access.password, tls, patience=access.patience
+    )

@@ -1,0 +1,84 @@
+"""Open MPI over several hosts: what `recover run --hostfile` asks of mpirun beyond one host.
+
+PRRTE, Open MPI's runtime, starts a daemon on each host by ssh (or by Slurm or PBS). Our session lies on the host of the
+launcher alone, so ranks are told by variables, as under a site's own mpirun, and meet on each host by themselves.
+The run directory must be one that all hosts share. A rank may die; **a lost host ends the job**: PRRTE ends all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from recover.job.spec import VARIABLE, JobSpec
+from recover.launch.preflight import Refusal
+
+# Which program reaches the other hosts is the site's own affair.
+KEPT = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_if_include")
+WARNING = (
+    "Open MPI over several hosts: ranks may die, but the loss of a host ends the job; `recover run --nnodes` (etcd) "
+    "survives that, too"
+)
+
+
+def check_hostfile(path: Path, ranks: int) -> None:
+    """Raises Refusal, naming the file, the value and the mend."""
+    try:
+        lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise Refusal(
+            f"--hostfile {path} cannot be read ({error}); give a file with a line for each host"
+        ) from None
+    slots = 0
+    for words in filter(None, lines):
+        found = [re.fullmatch(r"(?:max_)?slots=(\d+)", word) for word in words[1:]]
+        if not all(found):
+            raise Refusal(f"--hostfile {path}: {' '.join(words)!r} is no host; write NAME slots=NUMBER")
+        slots += max((int(match[1]) for match in found if match), default=1)
+    if slots < ranks:
+        raise Refusal(
+            f"--hostfile {path} has {slots} slots, and there are to be {ranks} ranks; give it "
+            "more (NAME slots=NUMBER), or lower -n"
+        )
+
+
+def options(path: Path, spec: JobSpec) -> list[str]:
+    """Of mpirun."""
+    told = {
+        "RECOVER_RUN_DIR": str(spec.run_dir),
+        "RECOVER_REPLICA_SIZE": str(spec.replica_size),
+        "RECOVER_CARRIER": "gloo" if spec.carrier == "auto" else spec.carrier,
+        "RECOVER_HANG_LIMIT": f"{spec.hang_limit:g}" if spec.hang_limit else "",
+        "RECOVER_KILL": " ".join(spec.faults),
+    }
+    line = ["--hostfile", str(path.absolute()), "--map-by", "slot"]
+    for name, value in told.items():
+        line += ["-x", f"{name}={value}"]
+    return [*line, *(word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name))]
+
+
+def parameters(inside_one_host: Mapping[str, str]) -> dict[str, str]:
+    """Of Open MPI: those of one host, with TCP between them."""
+    kept = {name: value for name, value in inside_one_host.items() if not name.endswith("backing_directory")}
+    # A star: over hosts a chain hangs until all are connected. And who waits leaves its core to the network's thread.
+    return kept | {"btl": "self,sm,tcp", "coll_ftagree_era_topology": "3", "mpi_yield_when_idle": "1"}
+
+
+def environment(session: Mapping[str, str]) -> dict[str, str]:
+    """Of mpirun: what reaches the other hosts is kept, and what is only here is not passed on as if it were there."""
+    return {
+        **session,
+        **{name: os.environ[name] for name in KEPT if name in os.environ},
+        "PYTHONPATH": _path(),
+    }
+
+
+def rank_command(command: list[str]) -> list[str]:
+    """Those on this host, too, must not find the session, which others have not."""
+    return ["env", "-u", VARIABLE, "-u", "TMPDIR", *command]
+
+
+def _path() -> str:
+    return os.environ.get("PYTHONPATH", "")

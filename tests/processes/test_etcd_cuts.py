@@ -1,0 +1,176 @@
+"""Hosts that are cut off, bad cables and lost members of etcd: no split decision, and no innocent dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from etcd_lab import LabRanks
+
+from recover.lab.hosts import Direction, Host, Lab
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning"),
+    pytest.mark.usefixtures("a_lab_can_be_made_here"),
+]
+HOSTS = [[0, 1], [2, 3], [4, 5]]
+EVERYONE = [0, 1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with Lab(hosts=3, shared=[tmp_path]) as lab:
+        yield lab
+
+
+def ranks_of(host: Host) -> list[int]:
+    return HOSTS[int(host.name[1:]) - 1]
+
+
+def all_but(host: Host) -> list[int]:
+    return [rank for rank in EVERYONE if rank not in ranks_of(host)]
+
+
+def gone(host: Host) -> bool:
+    """Its agent and all its ranks."""
+    return not any("etcd_host.py" in command for command in host.processes().values())
+
+
+def test_a_host_that_is_cut_off_never_commits_again_and_does_not_come_back(lab: Lab, tmp_path: Path) -> None:
+    """With etcd's leader on it. Replicas of two, so that each vote is one for a whole host."""
+    with LabRanks(lab, tmp_path, HOSTS, replica_size=2) as ranks:
+        ranks.commit(EVERYONE)
+        lost = ranks.leader()
+        lost.cut()
+        time.sleep(0.7)  # what was decided before the cut has been read by now
+        before = ranks.commits(ranks_of(lost))
+        ranks.commit(all_but(lost))
+        lost.heal()
+        ranks.wait(lambda: gone(lost))
+        assert {ranks.end(rank) for rank in ranks_of(lost)} <= {"fenced", ""}, (
+            "by themselves, or with their agent"
+        )
+        assert ranks.commits(ranks_of(lost)) == before
+        ranks.commit(all_but(lost))
+        ranks.finish(all_but(lost))
+
+
+def test_a_member_of_three_that_is_lost_costs_nobody(lab: Lab, tmp_path: Path) -> None:
+    """Killed, and stopped for longer than a lease; the leader each time."""
+    with LabRanks(lab, tmp_path, HOSTS) as ranks:
+        ranks.commit(EVERYONE)
+        leader = ranks.leader()
+        ranks.signal_member(leader, signal.SIGSTOP)
+        ranks.commit(EVERYONE)
+        time.sleep(3)
+        ranks.signal_member(leader, signal.SIGCONT)  # it may revoke leases that it takes for expired
+        ranks.commit(EVERYONE)
+        ranks.signal_member(ranks.leader(), signal.SIGKILL)
+        ranks.commit(EVERYONE, 20)
+        assert len(ranks.diary(0, "census")) == 1, "somebody was lost"
+        ranks.finish(EVERYONE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("direction", ["in", "out", "both"])
+@pytest.mark.parametrize("on_leader", [True, False])
+def test_a_cut_in_one_direction_is_a_cut(
+    lab: Lab, tmp_path: Path, direction: Direction, on_leader: bool
+) -> None:
+    with LabRanks(lab, tmp_path, HOSTS, patience=12.0) as ranks:
+        ranks.commit(EVERYONE)
+        leader = ranks.leader()
+        lost = next(host for host in lab if (host is leader) == on_leader)
+        lost.cut(direction)
+        ranks.commit(all_but(lost))
+        ranks.wait(lambda: gone(lost))  # it ends itself, though it never hears why
+        ranks.commit(all_but(lost))
+        lost.heal()
+        ranks.commit(all_but(lost))
+        ranks.finish(all_but(lost))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "cable", [{"loss": 0.2}, {"delay_ms": 200.0}, {"delay_ms": 50.0, "loss": 0.1}], ids=str
+)
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_a_bad_cable_costs_nobody(lab: Lab, tmp_path: Path, cable: dict[str, float], hosts: int) -> None:
+    """For 30 seconds, at one host or at all."""
+    if hosts == 3:
+        cable = {name: value / 2 for name, value in cable.items()}  # a frame meets two cables on its way
+    with LabRanks(lab, tmp_path, HOSTS) as ranks:
+        ranks.commit(EVERYONE)
+        for host in list(lab)[:hosts]:
+            host.shape(**cable)
+        before, deadline = ranks.commits(EVERYONE), time.monotonic() + 30
+        while time.monotonic() < deadline:
+            time.sleep(0.5)
+            assert len(ranks.diary(0, "census")) == 1, ranks.picture()
+        assert all(after > before[rank] for rank, after in ranks.commits(EVERYONE).items())
+        for host in lab:
+            host.heal()
+        ranks.commit(EVERYONE)
+        assert len(ranks.diary(0, "census")) == 1, "somebody was lost"
+        ranks.finish(EVERYONE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_all_of_etcd_away_for_twenty_seconds_costs_nobody(lab: Lab, tmp_path: Path, how: str) -> None:
+    with LabRanks(lab, tmp_path, HOSTS) as ranks:
+        ranks.commit(EVERYONE)
+        for host in lab:
+            ranks.signal_member(host, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        if how == "killed":
+            for server in ranks.servers.values():
+                server.kill()
+        time.sleep(20)
+        for host in lab:
+            if how == "stopped":
+                ranks.signal_member(host, signal.SIGCONT)
+            else:
+                ranks.start_member(host)
+        ranks.commit(EVERYONE)
+        assert len(ranks.diary(0, "census")) == 1, "somebody was lost"
+        ranks.finish(EVERYONE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_members_that_come_and_go_cost_nobody(
+    lab: Lab, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    """One after the other, the leader often among them; never two at once. The pauses go into the report."""
+    with LabRanks(lab, tmp_path, HOSTS, replica_size=2) as ranks:
+        ranks.commit(EVERYONE)
+        for turn in range(6):
+            host = ranks.leader() if turn % 2 == seed % 2 else lab[f"h{1 + (turn + seed) % 3}"]
+            struck = time.time()
+            if turn % 3 == 2:
+                ranks.servers[host.name].kill()  # its member goes with it
+                ranks.commit(EVERYONE)
+                ranks.start_member(host)
+            else:
+                ranks.signal_member(host, signal.SIGSTOP)
+                time.sleep(1 + turn)
+                ranks.signal_member(host, signal.SIGCONT)
+            ranks.commit(EVERYONE)
+            record_property(f"pause after turn {turn}", ranks.longest_pause(0, struck))
+            assert len(ranks.diary(0, "census")) == 1, f"somebody was lost in turn {turn}"
+        ranks.finish(EVERYONE)
+
+
+@pytest.mark.soak
+def test_a_power_cut_takes_the_ranks_of_its_host_and_its_member_of_etcd(lab: Lab, tmp_path: Path) -> None:
+    with LabRanks(lab, tmp_path, HOSTS) as ranks:
+        ranks.commit(EVERYONE)
+        lost = ranks.leader()
+        lost.power_cut()
+        ranks.commit(all_but(lost), 20)
+        lost.power_on()
+        ranks.commit(all_but(lost), 20)
+        ranks.finish(all_but(lost))

@@ -1,0 +1,120 @@
+"""One vote per replica on etcd: its lowest rank speaks for all of it, and is no more of a risk than any other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Client
+
+import pytest
+from etcd_fabrics import Fabrics, agree, at_once
+from launching import wait_until
+
+from recover.etcd import etcd_mates
+from recover.etcd.etcd_agreement import declare, key_of
+from recover.etcd.etcd_fabric import DeclaredDeadError
+from recover.etcd.etcd_mates import Spoken
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+def test_etcd_sees_one_vote_per_replica_which_says_no_more_than_all_its_ranks(fabrics: Fabrics) -> None:
+    ranks, _ = fabrics.make(6, replica_size=3)
+    early = threading.Thread(
+        target=agree, args=[[*ranks[:2], *ranks[3:]], 0b0111, 0b1011, 0b1111, 0b1111, 0b1111]
+    )
+    early.start()
+    assert wait_until(lambda: key_of("vote/", 3) in fabrics.store())
+    time.sleep(0.2)  # rank 0 has its own word, and that of one mate
+    votes = [key for key in fabrics.store() if key.startswith("vote/")]
+    assert votes == [key_of("vote/", 3)], "a replica has voted although one of it has not"
+    assert agree(ranks[2:3], 0b1110) == [0b0010]
+    early.join()
+    assert {rank.agreed.value for rank in ranks} == {ranks[0].agreed.value}
+    for number in range(50):
+        assert agree(ranks, number) == [number] * 6
+
+
+def test_a_mate_that_dies_after_its_word_was_counted_makes_its_replica_dead(fabrics: Fabrics) -> None:
+    ranks, _ = fabrics.make(6, replica_size=2)
+    assert agree(ranks, 1) == [1] * 6
+    voting = threading.Thread(target=lambda: ends.extend(agree(ranks[2:4], 1)))
+    ends: list[object] = []
+    voting.start()
+    assert wait_until(lambda: key_of("vote/", 2) in fabrics.store())
+    declare(fabrics.etcd, 3, "by decree, after its replica has voted")
+    assert agree([*ranks[:2], *ranks[4:]], 1) == [None] * 4
+    assert ranks[0].agreed.dead == {2, 3}
+    voting.join(30)
+    assert [type(end) for end in ends] == [DeclaredDeadError] * 2, "its mate must not go on"
+    living = [*ranks[:2], *ranks[4:]]
+    assert [rank.failed() for rank in living] == [{2, 3}] * 4, "all know, also those who hear it from a mate"
+    for rank in living:
+        rank.acknowledge()
+    assert agree(living, 1) == [1] * 4
+    assert living[0].participants == {0, 1, 4, 5}
+
+
+def test_one_that_has_lost_its_speaker_ends_and_decides_nothing(fabrics: Fabrics) -> None:
+    ranks, _ = fabrics.make(2, replica_size=2)
+    assert agree(ranks, 1) == [1] * 2
+    ranks[0].close()
+    declare(fabrics.etcd, 0, "by decree")
+    started = time.monotonic()
+    ends = agree(ranks, 1)
+    assert [type(end) for end in ends] == [DeclaredDeadError] * 2
+    assert time.monotonic() - started < 30
+    assert fabrics.store()["seen/decision"].version == 1
+
+
+def test_a_connection_between_mates_that_is_lost_costs_nothing(fabrics: Fabrics) -> None:
+    ranks, _ = fabrics.make(4, replica_size=2)
+    for number in range(20):
+        speaker, watch = ranks[0]._speaker, ranks[3]._watch
+        assert speaker is not None
+        assert isinstance(watch, Spoken)
+
+        def cut(number: int = number, watch: Spoken = watch, speaker: etcd_mates.Speaker = speaker) -> None:
+            time.sleep(number * 0.0005)
+            watch._free()
+            with speaker._lock:
+                speaker._leave(1)
+
+        def vote(number: int = number) -> list[object]:
+            return agree(ranks, number)
+
+        assert at_once(vote, cut)[0] == [number] * 4
+
+
+def test_who_does_not_know_the_token_is_not_heard(fabrics: Fabrics) -> None:
+    (alone,), _ = fabrics.make(1, token="secret")
+    assert alone._speaker is None, "one without mates listens to nobody"
+    fabrics.etcd.delete_all()
+    ranks, _ = fabrics.make(2, replica_size=2, token="secret")
+    assert agree(ranks, 1) == [1] * 2
+    claim = json.loads(fabrics.store()[key_of("claim/", 0)].value)
+    host, port = claim["address"].split(":")
+    assert host == "127.0.0.1"
+    # One that proves nothing, asks for no proof, and says that it is rank 1.
+    heard = b""
+    with suppress(OSError, EOFError), Client((host, int(port))) as stranger:
+        stranger.recv_bytes()
+        stranger.send_bytes(bytes(16))
+        stranger.recv_bytes()
+        stranger.send_bytes(b"#CHALLENGE#" + bytes(20))
+        stranger.recv_bytes()
+        stranger.send_bytes(b"#WELCOME#")
+        stranger.send_bytes(b"1")
+        heard = stranger.recv_bytes()
+    assert heard == b"", "a stranger was taken for a mate"
+    assert agree(ranks, 7) == [7] * 2
+    with socket.create_connection((host, int(port))) as silent:
+        assert agree(ranks, 1) == [1] * 2, "one who says nothing is in nobody's way"
+        silent.settimeout(30)
+        silent.recv(1000)
+        while silent.recv(1000):
+            pass  # until it is left
+    assert b"secret" not in b"".join(found.value for found in fabrics.store().values())

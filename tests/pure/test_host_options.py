@@ -1,0 +1,101 @@
+"""What a job on several hosts is asked for: torchrun's words, Slurm's environment, and who sits where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from recover.agent.host_options import HostOptions, access_to, read_options, slurm_hosts
+from recover.agent.placement import across, place
+from recover.job.spec import EtcdAccess, JobSpec
+from recover.launch.preflight import Refusal
+
+ASKED = HostOptions(nnodes="4", nproc_per_node="8", rdzv_endpoint="h1,h2:5000,[::1]:7", rdzv_id="job")
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NNODES": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_NODELIST": "gpu[08-10],big1",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+@given(some.lists(some.integers(1, 9), min_size=1, max_size=8), some.integers(1, 12))
+def test_a_replica_lies_on_as_few_hosts_as_possible(counts: list[int], size: int) -> None:
+    slots = {f"h{number}": count for number, count in enumerate(counts)}
+    seats = place(slots, size)
+    assert len(seats) == sum(counts) // size * size
+    assert len(set(seats)) == len(seats)
+    for host, count in slots.items():
+        used = sorted(seat.slot for seat in seats if seat.host == host)
+        assert used == list(range(len(used)))
+        assert len(used) <= count
+    whole = sum(count // size for count in counts)
+    assert len(seats) // size - len(across(seats, size)) == whole, (
+        "a replica that fits onto one host is on one"
+    )
+    largest = sorted(counts, reverse=True)
+    least = next((n for n in range(1, len(counts) + 1) if sum(largest[:n]) >= size), 0)
+    if seats and not whole:
+        assert len({seat.host for seat in seats[:size]}) == least
+
+
+def test_torchruns_words_are_understood() -> None:
+    part = read_options(ASKED, {})
+    assert (part.least, part.most, part.slots, part.job) == (4, 4, 8, "job")
+    assert part.endpoints == ("h1:2379", "h2:5000", "[::1]:7")
+    assert read_options(replace(ASKED, nnodes="3:4"), {}).nnodes == "3:4"
+    assert access_to(ASKED, part).prefix == "/recover/job/"
+
+
+def test_what_slurm_says_need_not_be_said_again() -> None:
+    part = read_options(HostOptions(nnodes=None), SLURM)
+    assert (part.least, part.slots, part.job, part.order) == (3, 8, "77", 2)
+    assert part.endpoints == ("gpu08:2379", "gpu09:2379", "gpu10:2379")
+    assert slurm_hosts("n[1-2,05]x[0-1],m") == ["n1x0", "n1x1", "n2x0", "n2x1", "n05x0", "n05x1", "m"]
+    assert read_options(ASKED, SLURM).job == "job", "what is said counts"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("nnodes", "0", "--nnodes is '0'"),
+        ("nnodes", "4:3", "--nnodes is '4:3'"),
+        ("nproc_per_node", "0", "--nproc-per-node is '0'"),
+        ("nproc_per_node", "many", "a number of ranks from 1"),
+        ("rdzv_endpoint", "h1:x", "--rdzv-endpoint is 'h1:x'; give HOST:PORT"),
+        ("rdzv_endpoint", None, "where do the hosts meet?"),
+        ("rdzv_id", "a/b", "--rdzv-id is 'a/b'"),
+        ("rdzv_id", None, "what is the job called?"),
+        ("rdzv_backend", "static", "hosts meet in etcd here; leave it out"),
+        ("lease", 0.5, "--lease is 0.5; give seconds, 2 or more"),
+        ("rdzv_patience", float("nan"), "--rdzv-patience is nan"),
+        ("token_file", Path("/absent"), "--token-file /absent cannot be read on this host"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_option_value_and_mend(
+    option: str, value: object, words: str
+) -> None:
+    with pytest.raises(Refusal) as refusal:
+        read_options(replace(ASKED, **{option: value}), {})  # type: ignore[arg-type]
+    assert words in str(refusal.value)
+
+
+def test_the_ranks_read_what_the_agent_wrote(tmp_path: Path) -> None:
+    access = EtcdAccess(("h1:1", "h2:2"), "/recover/j/", "me", "secret", patience=5.0)
+    spec = JobSpec(
+        6, 2, session=str(tmp_path), etcd=access, host="h1", across=(1,), directories=((0, 1), (2, 3))
+    )
+    assert JobSpec.read(spec.write()) == spec
+
+
+def test_each_run_directory_has_one_writer_and_one_more_when_it_dies() -> None:
+    spec = JobSpec(6, directories=((0, 1), (2, 3, 4, 5)))
+    assert spec.see_the_same(range(6)) == ((0, 1), (2, 3, 4, 5))
+    assert spec.see_the_same([5, 1, 3]) == ((1,), (3, 5))
+    assert spec.see_the_same([4]) == ((4,),)
+    assert JobSpec(3).see_the_same([1, 2]) == ((1, 2),), "all see the same, unless somebody says otherwise"
