@@ -42,11 +42,11 @@ app = typer.Typer(
 _SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
 app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
-app.command(cls=SimulateCommand)(simulate)
 for verb in (doctor, plan, report, status, watch, why, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 app.add_typer(bench.app, name="bench")
+app.command(cls=SimulateCommand)(simulate)
 
 
 @app.callback()

@@ -102,7 +102,7 @@ def worth_rows(study: Study) -> Rows:
     rows: Rows = [["tokens a day", *whats]]
     for name in study.placings:
         gains = {change.what: change.gain for change in study.worth if change.system == name}
-        rows.append([name_of(name), *(f"{gains[what]:+.2%}" for what in whats)])
+        rows.append([name_of(name), *(f"{gains[what]:+.1%}" for what in whats)])
     return rows
 
 

@@ -29,7 +29,7 @@ PARTS = {
 
 
 @dataclass
-class Account:
+class TimeSpent:
     seconds: float  # the length of the run
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds
     steps: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from heapq import heappop, heappush
 
-from recover.simulate.account import Account
+from recover.simulate.account import TimeSpent
 from recover.simulate.mishaps import Fleet, Mishap, hits, slow_spells
 from recover.simulate.scenario import Scenario
 from recover.simulate.scenario_keys import DAY
@@ -22,7 +22,7 @@ class GoingOn:
     def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, returning: bool) -> None:
         self.scenario, self.shares, self.returning = scenario, shares, returning
         self.horizon = scenario.run.days * DAY
-        self.account = Account(self.horizon)
+        self.account = TimeSpent(self.horizon)
         self.fleet = Fleet(scenario, seed)
         self.per_unit, self.in_unit = scenario.unit_nodes, scenario.unit_replicas
         self.microbatch = scenario.microbatch
@@ -106,7 +106,7 @@ class GoingOn:
 
     # The loop.
 
-    def run(self) -> Account:
+    def run(self) -> TimeSpent:
         fleet = self.fleet
         self.manage(0.0)
         while True:

@@ -16,7 +16,7 @@ from recover.records.lines import read
 
 
 def learn(paths: Sequence[Path]) -> dict[str, Any]:
-    """Dotted keys of a scenario, from run directories and JSON files; what comes later wins."""
+    """Dotted keys of a scenario, from run directories, all of them together, and JSON files, which win over runs."""
     found: dict[str, Any] = {}
     runs = [path for path in paths if path.is_dir()]
     if runs:
@@ -61,9 +61,15 @@ def _from_runs(runs: Sequence[Path]) -> dict[str, Any]:
         "job.overhead_s": overhead,
         "recovery.detect_s": 0.0,
     }
-    if incidents:
-        found["recovery.repair_s"] = median(incident["repair_ms"] for incident in incidents) / 1e3
-        found["recovery.restore_s"] = median(incident["restore_ms"] for incident in incidents) / 1e3
+    losses = [incident for incident in incidents if incident.get("kind") != "joined"]
+    if losses:
+        found["recovery.repair_s"] = median(incident["repair_ms"] for incident in losses) / 1e3
+        found["recovery.restore_s"] = median(incident["restore_ms"] for incident in losses) / 1e3
+    joins = [incident for incident in incidents if "stall_ms" in incident]
+    if joins:  # what the others waited for has the transfer in it
+        found["joining.start_s"] = median(incident["warm_up_ms"] for incident in joins) / 1e3
+        found["joining.stall_s"] = median(incident["stall_ms"] for incident in joins) / 1e3
+        found["joining.state_gigabytes"] = 0.0
     return found
 
 

@@ -24,7 +24,6 @@ class Played:
     seconds: tuple[float, ...]  # of each step
     incidents: dict[int, float]  # by step: seconds from the repair until the gradients are whole again
     microbatches: tuple[int, ...]
-    replicas: tuple[int, ...]  # at the end of each step
 
 
 class _Scheduled(GoingOn):
@@ -54,8 +53,7 @@ class _Scheduled(GoingOn):
 
     def _moment(self, fault: Fault) -> float:
         if self.losses:
-            inside = fault.location == "repair" or fault.location not in ("extra",)
-            return self.repairing + _A_MOMENT if inside else self.repaired + _A_MOMENT
+            return (self.repaired if fault.location == "extra" else self.repairing) + _A_MOMENT
         computed = self.shares.plan(self.at_start).accum * self.microbatch
         late = fault.location in (*_IN_REDUCTION, "vote")
         return self.began + (computed if late else 0.0) + _A_MOMENT
@@ -68,7 +66,7 @@ def play(scenario: Scenario, faults: Sequence[Fault], steps: int) -> Played:
     for fault in lethal:
         of_step.setdefault(fault.step + (fault.location in AFTER_VERDICT), []).append(fault)
     run = _Scheduled(scenario)
-    seconds, incidents, microbatches, replicas = [], {}, [], []
+    seconds, incidents, microbatches = [], {}, []
     for step in range(1, steps + 1):
         struck = of_step.get(step, [])
         if len(struck) == 1 and struck[0].location == "vote":
@@ -78,14 +76,10 @@ def play(scenario: Scenario, faults: Sequence[Fault], steps: int) -> Played:
                 run.die(fault)
         if struck:
             incidents[step] = sum(spent for part, spent in run.trail if part != "detect")
-        before = run.account.microbatches
         seconds.append(run.end - run.began)
-        committed = run.shares.standing(run.at_start, run.losses).committed
+        microbatches.append(run.shares.standing(run.at_start, run.losses).committed)
         run.advance(run.end)
-        microbatches.append(committed)
-        replicas.append(run.at_start)
-        assert run.account.microbatches >= before
-    return Played(tuple(seconds), incidents, tuple(microbatches), tuple(replicas))
+    return Played(tuple(seconds), incidents, tuple(microbatches))
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ class Held:
 def hold_against(scenario: Scenario, faults: Sequence[Fault], run: Path) -> Held:
     """The first step starts everything up (imports, groups, the first allocation) and is left out on both sides."""
     steps = read(run / "steps.jsonl").whole
-    recorded = {line["step"]: line for line in read(run / "incidents.jsonl").whole}
+    recorded = {line["step"]: line for line in read(run / "incidents.jsonl").whole if line["dead_replicas"]}
     played = play(scenario, faults, len(steps))
     real, mine = sum(line["seconds"] for line in steps[1:]), sum(played.seconds[1:])
     tokens = sum(line["tokens"] for line in steps)

@@ -154,6 +154,7 @@ PRESETS = {
             "reduction.gigabytes_per_s": 40.0,
             "reduction.hidden": 0.8,
             "joining.start_s": 1800.0,
+            "discarding.start_s": 1800.0,
             "joining.state_gigabytes": 60.0,
             "joining.gigabytes_per_s": 40.0,
             "checkpoint.save_s": 60.0,

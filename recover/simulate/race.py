@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from recover.simulate.account import PARTS, Account
+from recover.simulate.account import PARTS, TimeSpent
 from recover.simulate.closed_forms import best_interval
 from recover.simulate.discarding import Discarded
 from recover.simulate.going_on import GoingOn
@@ -84,7 +84,7 @@ class Track:
         )
         self.shrinking = ShareOuts("adaptive", replicas, batch)
 
-    def run(self, system: str, seed: int) -> Account:
+    def run(self, system: str, seed: int) -> TimeSpent:
         scenario = self.scenario
         match system:
             case "recover" | "recover-return":
@@ -128,12 +128,12 @@ def _prepare(scenario: Scenario) -> None:
     _track = Track(scenario)
 
 
-def _run(system: str, seeds: list[int]) -> list[Account]:
+def _run(system: str, seeds: list[int]) -> list[TimeSpent]:
     assert _track is not None
     return [_track.run(system, seed) for seed in seeds]
 
 
-def placing(scenario: Scenario, system: str, accounts: Sequence[Account]) -> Placing:
+def placing(scenario: Scenario, system: str, accounts: Sequence[TimeSpent]) -> Placing:
     rates = [account.tokens_per_day(scenario) for account in accounts]
     shares = [account.shares(scenario) for account in accounts]
     per_second = [rate / DAY * account.seconds for rate, account in zip(rates, accounts, strict=True)]

@@ -18,7 +18,6 @@ from recover.simulate.scenario_keys import (
     Copies,
     Discarding,
     Failures,
-    Job,
     Joining,
     Machinery,
     Playing,
@@ -27,6 +26,7 @@ from recover.simulate.scenario_keys import (
     Restarts,
     Saving,
     SlowNodes,
+    TrainingJob,
 )
 from recover.train.config import NOTHING, ConfigError, Keys, describe
 
@@ -35,7 +35,7 @@ class Scenario(Keys):
     cluster: Machinery = Machinery()
     failures: Failures = Failures()
     stragglers: SlowNodes = SlowNodes()
-    job: Job = Job()
+    job: TrainingJob = TrainingJob()
     reduction: Reducing = Reducing()
     recovery: Recovering = Recovering()
     joining: Joining = Joining()

@@ -72,7 +72,7 @@ class SlowNodes(Keys):
     minutes: PositiveFloat = Field(default=30.0, description="for how long")
 
 
-class Job(Keys):
+class TrainingJob(Keys):
     replica_gpus: PositiveInt = Field(default=128, description="GPUs that hold one copy of the model")
     accum: PositiveInt = Field(default=16, description="microbatches that each replica accumulates in a step")
     tokens: PositiveInt = Field(default=8192, description="tokens in a microbatch")

@@ -22,7 +22,7 @@ Losses = tuple[tuple[int, ...], ...]  # per repair of a step: the kinds of who w
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """An undisturbed step."""
 
     accum: int
@@ -44,13 +44,13 @@ class ShareOuts:
         self.global_batch, self.initial = global_batch, initial
         self.asked = 0  # how often the policy itself was
         self._policy = get_policy(policy, initial)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, StepPlan] = {}
         self._listed: list[int] = []  # the large ones among them, in order
         self._bands: dict[int, int] = {}
         self._standing: dict[tuple[int, Losses], Response] = {}
         self._census = lru_cache(maxsize=4)(self._census_after)
 
-    def plan(self, replicas: int) -> Plan:
+    def plan(self, replicas: int) -> StepPlan:
         found = self._plans.get(replicas)
         if found is None:
             found = self._ask(replicas) if replicas <= LISTED else self._ask(self._band(replicas))
@@ -76,7 +76,7 @@ class ShareOuts:
 
     def victims(self, replicas: int, losses: Losses, chance: float, number: int) -> tuple[int, ...]:
         """The kinds of so many neighbours, the first of them drawn by `chance`."""
-        counts = list(self.standing(replicas, losses).kinds)
+        counts = self.standing(replicas, losses).kinds
         alive = sum(counts)
         start, chosen = int(chance * alive), []
         for step in range(min(number, alive - 1)):
@@ -85,9 +85,6 @@ class ShareOuts:
                 at -= counts[kind]
                 kind += 1
             chosen.append(kind)
-        taken = Counter(chosen)
-        spilled = [kind for kind, many in taken.items() if many > counts[kind]]
-        assert not spilled, "neighbours are different replicas"
         return tuple(sorted(chosen))
 
     def _census_after(self, replicas: int, losses: Losses) -> tuple[tuple[Holding, ...], int]:
@@ -100,11 +97,11 @@ class ShareOuts:
         decision = self._policy.respond(FailureEvent(_without(before, losses[-1]), self.global_batch))
         return decision.holdings(), decision.rounds
 
-    def _ask(self, replicas: int) -> Plan:
+    def _ask(self, replicas: int) -> StepPlan:
         if replicas not in self._plans:
             self.asked += 1
             layout = self._policy.layout(range(replicas), self.global_batch)
-            self._plans[replicas] = Plan(layout.accum, layout.committed)
+            self._plans[replicas] = StepPlan(layout.accum, layout.committed)
         return self._plans[replicas]
 
     def _band(self, replicas: int) -> int:

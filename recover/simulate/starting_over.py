@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from recover.simulate.account import Account
+from recover.simulate.account import TimeSpent
 from recover.simulate.closed_forms import best_interval, endured
 from recover.simulate.mishaps import Fleet, Mishap, hits, slow_spells
 from recover.simulate.scenario import Scenario
@@ -20,7 +20,7 @@ class StartingOver:
     ) -> None:
         self.scenario, self.shares, self.memory = scenario, shares, memory
         self.horizon = scenario.run.days * DAY
-        self.account = Account(self.horizon)
+        self.account = TimeSpent(self.horizon)
         self.fleet = Fleet(scenario, seed)
         self.per_unit, self.in_unit = scenario.unit_nodes, scenario.unit_replicas
         self.microbatch = scenario.microbatch
@@ -39,7 +39,7 @@ class StartingOver:
         )
         self._place()
 
-    def run(self) -> Account:
+    def run(self) -> TimeSpent:
         fleet = self.fleet
         while True:
             failure, repair = fleet.next_failure(), fleet.next_repair()

@@ -20,12 +20,15 @@ from recover.simulate.scenario import parse_scenario
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "replicas", "size", "pace", "deaths", "seeds"),
-    [("ddp", 6, 1, 0.3, 4, (11, 12)), ("hsdp", 4, 2, 0.4, 2, (11, 12))],
+    [("ddp", 6, 1, 0.6, 3, (11, 12)), ("hsdp", 4, 2, 0.6, 2, (11, 12))],
 )
 def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
     tmp_path: Path, kind: str, replicas: int, size: int, pace: float, deaths: int, seeds: tuple[int, int]
 ) -> None:
-    """Total time within 10%, each incident within 20%; parameters are learned from a run with other deaths."""
+    """Total time within 10%, each incident within 20%; parameters are learned from a run with other deaths.
+
+    Microbatches are long: what other load on the machine adds to a repair is little against them.
+    """
     model = tmp_path / "model.json"
     model.write_text(json.dumps(SHAPE))
     words = [
@@ -35,11 +38,11 @@ def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
         "seq_len=64",
         f"pace={pace}",
     ]
-    words += ["steps=30", "device=cpu", "warmup_steps=4", "checkpoint.every=0", "log.tensorboard=false"]
+    words += ["steps=16", "device=cpu", "warmup_steps=4", "checkpoint.every=0", "log.tensorboard=false"]
     words += [f"parallel={kind}", *([f"shard={size}"] if size > 1 else [])]
     schedules = [
         draw_schedule(
-            replicas, size, seed, count=deaths, steps=(3, 28), locations={"in-reduce": 1, "forward": 1}
+            replicas, size, seed, count=deaths, steps=(3, 14), locations={"in-reduce": 1, "forward": 1}
         )
         for seed in seeds
     ]

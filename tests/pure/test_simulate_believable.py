@@ -8,7 +8,7 @@ import pytest
 
 from recover.faults import parse_faults
 from recover.faults.schedule import read_schedule
-from recover.report.published_figures import ft_hsdp_rows, llama_rows, rsc_rows, spare_rows
+from recover.report.published_figures import ft_hsdp_rows, llama_rows, paper_rows, rsc_rows, spare_rows
 from recover.simulate.closed_forms import best_interval, daly, endured, restart_goodput, young
 from recover.simulate.learned import fit_alpha_beta, learn
 from recover.simulate.played_again import hold_against, play
@@ -105,6 +105,18 @@ def test_published_figures_come_out_as_the_documents_say() -> None:
     assert others[0] < 15 / 18
     assert {row.kind for row in near.values()} == {"input", "fit", "prediction"}
     assert all(row.source and row.because for row in near.values())
+
+
+def test_the_document_says_what_the_papers_ratio_becomes() -> None:
+    """The same seeds give the same figures everywhere."""
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    head, *rows = paper_rows()
+    told = page.split("<!-- paper rows -->")[1].split("<!-- end of paper rows -->")[0]
+    assert [f"| {' | '.join(row)} |" for row in (head, *rows)] == [
+        line for line in told.strip().splitlines() if "---" not in line
+    ]
+    at_production = next(row for row in rows if row[0] == "125%")
+    assert float(at_production[1].split()[0]) == pytest.approx(2.23, rel=0.1)
 
 
 def test_the_case_of_spare_is_predicted() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from recover.bench.simulations import cluster
 from recover.cli import app
 from recover.simulate.account import PARTS
 from recover.simulate.learned import learn
@@ -80,7 +81,11 @@ def test_every_preset_can_be_run_and_says_what_is_published_and_what_assumed(nam
     assert question.scenario.replicas > 10
 
 
-def test_all_systems_stand_side_by_side_in_json_and_on_the_page(tmp_path: Path) -> None:
+def test_all_systems_stand_side_by_side_in_json_and_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recover.simulate.worth.FACTORS", (0.3, 3.0))
+    monkeypatch.setattr("recover.simulate.worth.MOST_FAILURES", 80)
     words = ("--preset", "meta-100k", *QUICK, "--sweep", "nodes=256:12544:2", "--json")
     result = simulate(*words, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -138,6 +143,19 @@ def test_parameters_come_from_runs_and_from_benchmarks(tmp_path: Path) -> None:
         learn([tmp_path])
 
 
+def test_what_a_join_took_is_learned_where_a_run_has_had_one(tmp_path: Path) -> None:
+    for name in ("steps.jsonl", "config.yaml"):
+        (tmp_path / name).write_text((RECORDED / "ddp-test" / name).read_text())
+    lines = (RECORDED / "ddp-test" / "incidents.jsonl").read_text()
+    join = {"step": 20, "kind": "joined", "dead_replicas": [], "repair_ms": 9e9, "restore_ms": 9e9}
+    join |= {"warm_up_ms": 8000.0, "stall_ms": 120.0, "transfer_ms": 90.0}
+    (tmp_path / "incidents.jsonl").write_text(lines + json.dumps(join) + "\n")
+    found, before = learn([tmp_path]), learn([RECORDED / "ddp-test"])
+    assert (found["joining.start_s"], found["joining.stall_s"]) == (8.0, 0.12)
+    assert found["recovery.repair_s"] == before["recovery.repair_s"]
+    assert "joining.start_s" not in before
+
+
 def test_a_sweep_goes_from_one_end_to_the_other() -> None:
     key, values = parse_sweep("nodes=8:80000:5")
     assert key == "cluster.nodes"
@@ -150,6 +168,14 @@ def test_crossing_points_lie_where_the_curves_meet() -> None:
     assert 10 < place < 100
     assert leaders(found) == ["b", "b", "a"]
     assert crossings(found, "a", "a") == []
+
+
+def test_clusters_of_every_size_can_be_measured() -> None:
+    for gpus in (16, 1024, 16384, 131072, 600_000):
+        there = cluster(gpus, 1.0, 1)
+        assert there.replicas >= 2
+        assert there.cluster.nodes * 8 == pytest.approx(gpus, rel=0.01)
+    assert cluster(600_000, 30.0, 32, 1000).replicas == 600
 
 
 def test_a_step_takes_what_its_flops_need() -> None:

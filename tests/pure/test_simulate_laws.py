@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -146,12 +147,9 @@ def test_failures_come_as_often_as_they_are_told_to() -> None:
         account = Track(there).run("recover-return", 3)
         expected = 200 * 64 * 0.05
         assert account.failures == pytest.approx(expected, rel=0.002 if process == "regular" else 0.1)
-    half = scenario(
-        failures__transient=0.0, failures__repair_hours=1e6, run__days=200, failures__per_node_day=0.005
-    )
-    assert (
-        Track(half).run("recover-return", 3).failures < 0.75 * 200 * 64 * 0.005
-    )  # who is gone fails no more
+    dying = scenario(failures__repair_hours=1e6, run__days=20, failures__process="regular")
+    left = 64 * math.exp(-0.05 * 20)  # who is gone fails no more
+    assert Track(dying).run("recover-return", 3).failures == pytest.approx(64 - left, abs=3)
 
 
 def test_a_rack_takes_its_nodes_along() -> None:
