@@ -149,7 +149,8 @@ def targets_of(batch: Batch) -> int:
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    """With a larger eps: the gradient of a key's bias is 0 but for rounding, and AdamW would make steps of it."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-5)
 
 
 def in_groups(model: torch.nn.Module) -> torch.optim.Optimizer:

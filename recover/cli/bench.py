@@ -59,13 +59,13 @@ def bench_overhead(
 
 @app.command("data")
 def bench_data(
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
-    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 4,
-    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 4,
+    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 2,
+    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
     workers: Annotated[int, typer.Option(help="Processes that read, per replica.", min=1)] = 2,
-    turns: Annotated[int, typer.Option(help="Turns of each, of six steps.", min=3)] = 10,
+    turns: Annotated[int, typer.Option(help="Turns of each, of four steps.", min=3)] = 6,
     slow_ms: Annotated[float, typer.Option(help="What an item of the slow dataset takes.", min=0)] = 10.0,
     json: Json = None,
 ) -> None:

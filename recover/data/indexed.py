@@ -158,7 +158,8 @@ class IterableStream(ReadAhead):
             window,
         )
         self._iterator: Iterator[Any] | None = None
-        self._held: deque[list[Any]] = deque(maxlen=window)  # the items of the last microbatches
+        # The items of the last microbatches. A worker is a step ahead, and holds on to the one under way, too.
+        self._held: deque[list[Any]] = deque(maxlen=2 * window if workers else window)
         self._next = 0  # the microbatch that is read next
 
     def expect(self, coming: Sequence[int], kept: range) -> None:

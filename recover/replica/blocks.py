@@ -56,6 +56,10 @@ def recompute_blocks(
             f"activations of {len(foreign)} block(s) ({foreign[0]}, ...) cannot be recomputed: they are no modules "
             f"inside of {type(model).__name__}; give blocks= of the model itself"
         )
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # Hugging Face's, of keys and values: computed twice, it would grow twice.
+        config.use_cache = False
     apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
     return [
         module for module in model.modules() if getattr(module, "_checkpoint_wrapped_module", None) in chosen

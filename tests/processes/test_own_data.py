@@ -231,6 +231,14 @@ def test_an_iterable_goes_back_a_window_and_no_further() -> None:
         stream[50]
 
 
+def test_a_worker_that_is_a_step_ahead_still_holds_what_a_death_leaves_over() -> None:
+    stream = recover.stream(iter(range(100)), window=8, workers=1)
+    stream.expect([*range(4, 8), *range(12, 16)], range(8))
+    assert [int(stream[index]) for index in range(4, 8)] == [4, 5, 6, 7]
+    stream.expect([*range(4), *range(8, 16)], range(8))  # of the replica that had these
+    assert [int(stream[index]) for index in range(4)] == [0, 1, 2, 3]
+
+
 class Endless(IterableDataset):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10**9))

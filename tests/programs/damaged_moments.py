@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recover.train import saver, tensors
+from recover.saving import saver, tensors
 
 save = saver.Saver.save
 

@@ -16,7 +16,7 @@ import recover
 from recover.replica import rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from constructs import BATCH, Padded, qwen2, targets_of
+from constructs import BATCH, Padded, adamw, qwen2, targets_of
 
 place, steps = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ torch.manual_seed(1)
 model = qwen2(layers=3)
 if world.grid.replica_size > 1:
     model = recover.hsdp(model, world, checkpoint_activations=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = adamw(model)
 
 
 class Average:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from constructs import Net, Tied, gpt2, qwen2
+from constructs import Net, Padded, Tied, gpt2, qwen2
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
@@ -50,6 +50,18 @@ def test_recomputation_that_cannot_be_placed_is_refused() -> None:
         ):
             recompute_blocks(model if len(foreign) > 1 else Net(), foreign)
     assert len(recompute_blocks(qwen2(layers=3))) == 3
+
+
+def test_a_recomputed_hugging_face_model_has_the_gradients_of_the_plain_one() -> None:
+    """Its cache of keys and values must not grow when a block is computed again."""
+    torch.manual_seed(0)
+    model, batch = qwen2(), Padded()[0]
+    model(**batch).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    recompute_blocks(model)
+    model(**batch).loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
 def test_optimizers_and_schedulers_that_step_cannot_call_are_refused() -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import recover
 from recover.models import SIZES, Llama
 
-STEPS = 6  # in a turn; both sides read ahead two at most
+STEPS = 4  # in a turn; both sides read ahead two at most
 size = sys.argv[1]
 seq_len, sequences, accum, workers, turns = map(int, sys.argv[2:7])
 pause = float(sys.argv[7]) / 1e3
