@@ -77,7 +77,7 @@ def bench_data(
 
 @app.command("watch")
 def bench_watch(
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 10,
     turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 6,

@@ -21,3 +21,10 @@ OnIncident = Annotated[
         metavar="CMD", help="Run CMD after every loss, with all that is known of it as JSON on its stdin."
     ),
 ]
+Otel = Annotated[
+    bool,
+    typer.Option(
+        "--otel",
+        help="Send steps and repairs as OpenTelemetry traces, where OTEL_EXPORTER_OTLP_ENDPOINT says.",
+    ),
+]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from recover.cli import host_words
-from recover.cli.looking_on import OnIncident, Page, PageBind
+from recover.cli.looking_on import OnIncident, Otel, Page, PageBind
 from recover.cli.refusals import refusals
 from recover.cli.run_command import MISSING
 
@@ -80,6 +80,7 @@ def run(
     etcd_ca: host_words.EtcdCa = None,
     etcd_cert: host_words.EtcdCert = None,
     etcd_key: host_words.EtcdKey = None,
+    otel: Otel = False,
 ) -> None:
     """Start SCRIPT on several ranks that survive each other: on this host (-n), or on several (--nnodes). Options go
     before SCRIPT."""
@@ -115,12 +116,8 @@ def run(
     # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):
-        beside = onlookers(
-            page,
-            page_bind,
-            on_incident,
-            lambda text: typer.echo(f"recover: {text}", err=True) if tell else None,
-        )
+        say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
+        beside = onlookers(page, page_bind, on_incident, say, otel, tell)
     if ranks is None:
         from recover.agent.agent import launch_host
 

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from recover.cli import host_words
-from recover.cli.looking_on import OnIncident, Page, PageBind
+from recover.cli.looking_on import OnIncident, Otel, Page, PageBind
 from recover.cli.refusals import refusals
 
 
@@ -76,6 +76,7 @@ def train(
     etcd_ca: host_words.EtcdCa = None,
     etcd_cert: host_words.EtcdCert = None,
     etcd_key: host_words.EtcdKey = None,
+    otel: Otel = False,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
     from recover.agent.host_options import HostOptions
@@ -103,6 +104,6 @@ def train(
         etcd_key=etcd_key,
     )
     with refusals("recover train"):
-        beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo)
+        beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
     hosts_asked = several if several.asked else None
     raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run, beside, hosts_asked))

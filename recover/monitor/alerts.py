@@ -47,10 +47,14 @@ class Alerts:
         last = False
         while not last:
             last = self._stop.wait(_LOOK)
-            self._view.refresh()
+            self._view.refresh(at_once=True)
             for incident in self._view.incidents():
                 number = incident["number"]
-                if number in self._told or (incident["step"] is None and not last):
+                if (
+                    number in self._told
+                    or not incident["dead_ranks"]
+                    or (incident["step"] is None and not last)
+                ):
                     continue  # what no step tells of yet may be told by the next one
                 seen = self._seen.setdefault(number, time.monotonic())
                 unknown = any(death["at"] is None for death in incident["first"])

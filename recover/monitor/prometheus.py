@@ -68,7 +68,11 @@ class _Run(Collector):
         causes = CounterMetricFamily(
             "recover_incidents", "losses, by the kind of their first cause", labels=["run", "cause"]
         )
-        kinds = [(one["first"] or [{"cause": "unknown"}])[0]["cause"] for one in self._view.incidents()]
+        kinds = [
+            (one["first"] or [{"cause": "unknown"}])[0]["cause"]
+            for one in self._view.incidents()
+            if one["dead_ranks"]
+        ]
         for kind in sorted(set(kinds)):
             causes.add_metric([run, kind], kinds.count(kind))
         yield causes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover.liveness.board import Board
+from recover.liveness.board import COLUMNS, Board
 from recover.records.kinds import Line
 from recover.records.stories import Death
 
@@ -24,16 +24,16 @@ def session_of(start: Line) -> Path | None:
 
 
 def ranks_now(
-    start: Line, job: Sequence[Line], gone: Mapping[int, Death], last: Line
+    start: Line, job: Sequence[Line], gone: Mapping[int, Death], joined: Collection[int], last: Line
 ) -> list[dict[str, Any]]:
     """One entry per rank: what it does, since when (seconds since 1970), in which step, over which slots."""
     size, count = int(start.get("replica_size", 1)), int(start.get("ranks", 0))
     exits = {
         line["rank"]: line for line in job if line["what"] == "exit" and line["at"] >= start.get("at", 0.0)
     }
-    board = _board(start, count)
+    board = _board(start)
     found = []
-    for rank in range(count):
+    for rank in [*range(count), *sorted(rank for rank in joined if rank >= count)]:
         entry: dict[str, Any] = {"rank": rank, "replica": rank // size, "host": start.get("host", "")}
         if rank in gone or rank in exits:
             line = exits.get(rank, {})
@@ -41,7 +41,7 @@ def ranks_now(
             why = gone[rank].cause.short if rank in gone else ""
             entry |= {"doing": DONE if well else GONE, "since": line.get("at"), "why": why}
             entry |= {"step": line.get("step", 0), "slots": []}
-        elif board is not None and board.is_here(rank):
+        elif board is not None and rank < board.size and board.is_here(rank):
             now, state = board.now(rank), board.state(rank)
             doing = STOPPED if state in ("T", "t") else now.doing if state else GONE
             entry |= {"doing": doing, "since": round(time.time() - now.seconds, 1)}
@@ -52,11 +52,11 @@ def ranks_now(
     return found
 
 
-def _board(start: Line, ranks: int) -> Board | None:
+def _board(start: Line) -> Board | None:
     session = session_of(start)
-    if session is None or not ranks:
+    if session is None:
         return None
     try:
-        return Board(session / "board", ranks)
+        return Board(session / "board", (session / "board").stat().st_size // (8 * COLUMNS))
     except (OSError, ValueError):  # it went just now
         return None

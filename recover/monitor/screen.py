@@ -69,13 +69,14 @@ def shown(view: RunView) -> RenderableType:
         parts.append(Text(f"... {len(incidents) - _SHOWN} losses before these"))
     for one in incidents[-_SHOWN:]:
         where = "no committed step tells of it" if one["step"] is None else f"step {one['step']}"
-        replicas = ", ".join(map(str, one["dead_replicas"]))
+        happened = []
+        if one["dead_replicas"]:
+            lost = ", ".join(map(str, one["dead_replicas"]))
+            happened.append(f"lost replica {lost}; {one['cause'] or 'cause unknown'}")
+        if one["joined_replicas"]:
+            happened.append(f"replica {', '.join(map(str, one['joined_replicas']))} joined")
         took = sum(one["phases"].values())
-        parts.append(
-            Text(
-                f"{one['number']}. {where}: lost replica {replicas}; {one['cause'] or 'cause unknown'}; {took:.0f} ms"
-            )
-        )
+        parts.append(Text(f"{one['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"))
     for replica, seen in state["stragglers"].items():
         parts.append(Text(f"replica {replica} took up to {seen['factor']:g} times as long as the others"))
     return Group(*parts)

@@ -50,23 +50,26 @@ class PageServer(ThreadingHTTPServer):
         self.loopback = ip_address(listening.getsockname()[0]).is_loopback
         self.page = Path(__file__).with_name("page.html").read_bytes()
         self.last_request = time.monotonic()
-        self._readers = threading.BoundedSemaphore(READERS)
+        self._places = threading.BoundedSemaphore(READERS)
+        self._counting = threading.Lock()
         self.readers = 0
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self.last_request = time.monotonic()
-        if not self._readers.acquire(blocking=False):
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self.readers += 1
+        with self._counting:
+            self.readers += 1
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.readers -= 1
-            self._readers.release()
+            with self._counting:
+                self.readers -= 1
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away, or sent what nobody can read: no reason to say anything."""

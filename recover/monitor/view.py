@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from recover.monitor.ranks import ranks_now, session_of
 from recover.records.curves import curves
-from recover.records.goodput import GoodputAccount
+from recover.records.goodput import TimeAccount
 from recover.records.job_log import job_files, job_lines, launches
 from recover.records.kinds import Line
 from recover.records.stories import Story, stories
@@ -57,8 +58,10 @@ class RunView:
         self._stragglers: dict[str, dict[str, Any]] = {}
         self._batches: dict[int, int] = {}  # of the steps with incidents
         self._tokens = 0
-        self._spans: list[tuple[float, float]] = []  # tokens and seconds of the last few steps
-        self._account = GoodputAccount()
+        self._spans: deque[tuple[float, float]] = deque(
+            maxlen=_RECENT
+        )  # tokens and seconds of the last few steps
+        self._account = TimeAccount()
         self._fed = 0
 
     @property
@@ -66,9 +69,10 @@ class RunView:
         """Committed steps that have been read."""
         return len(self._columns["step"])
 
-    def refresh(self) -> None:
+    def refresh(self, at_once: bool = False) -> None:
+        """Read what is new; for many readers no more often than they can tell, unless asked `at_once`."""
         with self._lock:
-            if time.monotonic() - self._looked < _FRESH:
+            if time.monotonic() - self._looked < _FRESH and not at_once:
                 return
             self._looked = time.monotonic()
             if not self._read():  # cut or replaced: once more from the beginning
@@ -92,6 +96,8 @@ class RunView:
         by_step: dict[int, list[Line]] = {}
         for incident in self._incidents:
             by_step.setdefault(incident["step"], []).append(incident)
+        if steps:
+            self._account.replicas = self.config.get("replicas") or 0
         for line in steps:
             self._add(line, by_step.get(line["step"], []))
         return True
@@ -102,12 +108,11 @@ class RunView:
         values = curves(line)
         for name in COLUMNS:
             self._columns[name].append(float(line["step"] if name == "step" else values.get(name, "nan")))
-        self._account.replicas = self._account.replicas or self.config.get("replicas") or 0
         self._account.add(line, incidents)
         self._values |= values
         self._last = line
         self._tokens += line.get("tokens", 0)
-        self._spans = [*self._spans, (line.get("tokens", 0), line.get("seconds", 0.0))][-_RECENT:]
+        self._spans.append((line.get("tokens", 0), line.get("seconds", 0.0)))
         if incidents:
             self._batches[line["step"]] = line.get("microbatches", 0)
         for replica, factor in (line.get("stragglers") or {}).items():
@@ -220,27 +225,36 @@ class RunView:
             return self._stories[1]
 
     def incidents(self) -> list[dict[str, Any]]:
-        """Every loss, with its first cause, its timeline and what the step was committed on."""
+        """Every loss, with its first cause, its timeline and what the step was committed on; and who has joined."""
         with self._lock:
-            return [
-                {
-                    "number": story.number,
-                    "step": (story.incident or {}).get("step"),
-                    "epoch": (story.incident or {}).get("epoch"),
-                    "at": (story.incident or {}).get("at") or (story.deaths[0].at if story.deaths else None),
-                    "location": (story.incident or {}).get("location", ""),
-                    "dead_ranks": [death.rank for death in story.deaths],
-                    "dead_replicas": sorted({death.replica for death in story.deaths}),
-                    "cause": story.short,
-                    "first": [death.facts() for death in story.first],
-                    "followed": [death.facts() for death in story.deaths if death.because_of is not None],
-                    "phases": {p: (story.incident or {}).get(f"{p}_ms") or 0.0 for p in PHASES},
-                    "redone": (story.incident or {}).get("redone_microbatches", 0),
-                    "extra": (story.incident or {}).get("extra_microbatches", 0),
-                    "committed": self._batches.get((story.incident or {}).get("step", 0)),
-                }
-                for story in self.stories()
-            ]
+            told = {story.number: story for story in self.stories()}
+            came = {
+                number: Story(number, incident)
+                for number, incident in enumerate(self._incidents, 1)
+                if incident.get("joined_replicas") and number not in told
+            }
+            return [self._incident(story) for _, story in sorted((told | came).items())]
+
+    def _incident(self, story: Story) -> dict[str, Any]:
+        record = story.incident or {}
+        joined = record.get("joined_replicas") or []
+        return {
+            "number": story.number,
+            "step": record.get("step"),
+            "epoch": record.get("epoch"),
+            "at": record.get("at") or (story.deaths[0].at if story.deaths else None),
+            "location": record.get("location", ""),
+            "dead_ranks": [death.rank for death in story.deaths],
+            "dead_replicas": sorted({death.replica for death in story.deaths}),
+            "joined_replicas": joined,
+            "cause": story.short,
+            "first": [death.facts() for death in story.first],
+            "followed": [death.facts() for death in story.deaths if death.because_of is not None],
+            "phases": {phase: record.get(f"{phase}_ms") or 0.0 for phase in PHASES},
+            "redone": record.get("redone_microbatches", 0),
+            "extra": record.get("extra_microbatches", 0),
+            "committed": self._batches.get(record.get("step", 0)),
+        }
 
     def ranks(self) -> list[dict[str, Any]]:
         """What each rank does: from the board of a job on this host, or as far as the records tell."""
@@ -251,7 +265,8 @@ class RunView:
                 for death in story.deaths
                 if story.incident is None or story.incident.get("at", 0.0) >= self._start().get("at", 0.0)
             }
-            return ranks_now(self._start(), self._job, gone, self._last)
+            joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
+            return ranks_now(self._start(), self._job, gone, joined, self._last)
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
         """The end of a rank's log; None if there is none, or if it lies elsewhere."""

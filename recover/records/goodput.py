@@ -44,7 +44,7 @@ class LaunchTime:
 
 
 @dataclass
-class GoodputAccount:
+class TimeAccount:
     """Fed with the committed steps in their order; `told()` at any moment."""
 
     launches: Sequence[LaunchTime] = ()
@@ -132,12 +132,14 @@ class GoodputAccount:
         return left
 
     def _give(self, name: str, replica_ms: int) -> None:
-        self.parts[name] += replica_ms * self._of().replica_size
-        self.total += replica_ms * self._of().replica_size
+        if replica_ms:
+            size = self._of().replica_size
+            self.parts[name] += replica_ms * size
+            self.total += replica_ms * size
 
     def _usual_exchange(self, rest: int, replicas: int, incidents: Sequence[Line]) -> int:
         """Of a step in which somebody was lost: what neither computing nor this explains went into noticing it."""
-        if not incidents:
+        if not any(incident.get("dead_ranks") for incident in incidents):
             return rest
         if self._calm:
             return _ms(statistics.median(self._calm) * replicas)
@@ -155,7 +157,7 @@ def account(
     by_step: dict[int, list[Line]] = {}
     for incident in incidents:
         by_step.setdefault(incident["step"], []).append(incident)
-    whole = GoodputAccount(launches, replicas)
+    whole = TimeAccount(launches, replicas)
     for line in steps:
         whole.add(line, by_step.get(line["step"], ()))
     return whole.told(until)

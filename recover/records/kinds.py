@@ -62,7 +62,11 @@ class IncidentRecord(TypedDict):
 
 
 class JobRecord(TypedDict):
-    """What only who stands beside the ranks can see. `what` is `start`, `exit` (of a rank), or `end`."""
+    """What only who stands beside the ranks can see.
+
+    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `ending` (from here on the launcher
+    ends what is left), or `end`.
+    """
 
     what: str
     at: float
@@ -81,14 +85,17 @@ class JobRecord(TypedDict):
     step: NotRequired[int]  # what it was doing, as its board has it
     doing: NotRequired[str]
     slots: NotRequired[list[int]]
-    words: NotRequired[dict[str, Any]]  # its last ones, where its own disk would not take them
+    words: NotRequired[dict[str, Any]]  # its last ones
+    note: NotRequired[dict[str, Any]]  # on the slots that it was computing, if it died over them
+    crash: NotRequired[str]  # its stack, if native code crashed
     kernel: NotRequired[
         list[str]
     ]  # what the kernel said of this process, or of the host's hardware just then
     oom_kills: NotRequired[int]  # of the control group, since the start
     disk_full: NotRequired[str]
     gpu: NotRequired[list[str]]
-    # end: of the launcher
+    # ending
+    reason: NotRequired[str]
 
 
 Line = dict[str, Any]  # a record whose kind does not matter

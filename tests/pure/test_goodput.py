@@ -34,7 +34,10 @@ def histories(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[LaunchTime], 
         steps.append(line)
         for epoch in range(draw(st.integers(0, 2))):
             times = ("detect_ms", "repair_ms", "restore_ms", "redo_ms", "transfer_ms")
-            incidents.append({"step": number, "epoch": epoch, **{name: draw(span) for name in times}})
+            dead = draw(st.sampled_from([[], [1]]))
+            incidents.append(
+                {"step": number, "epoch": epoch, "dead_ranks": dead} | {n: draw(span) for n in times}
+            )
     return steps, incidents, started, draw(st.none() | st.just(at + 3.25))
 
 
@@ -66,7 +69,15 @@ def test_every_part_is_what_it_says() -> None:
     for line in steps[6:]:
         line["at"] += 10.9  # of which 0.5 s repair and 0.4 s redone: for ten seconds nobody knew
     steps[3]["checkpoint_ms"] = 250.0
-    lost = {"step": 7, "epoch": 2, "detect_ms": 1.0, "repair_ms": 500.0, "restore_ms": 10.0, "redo_ms": 390.0}
+    lost = {
+        "step": 7,
+        "epoch": 2,
+        "dead_ranks": [2, 3],
+        "detect_ms": 1.0,
+        "repair_ms": 500.0,
+        "restore_ms": 10.0,
+        "redo_ms": 390.0,
+    }
     started = [LaunchTime(998.0, replicas=4, replica_size=2)]  # two seconds until the first step
     told = account(steps, [lost], started, until=steps[-1]["at"] + 0.75)
     assert told["total_ms"] == 2 * 4 * 23_900
@@ -89,6 +100,19 @@ def test_every_part_is_what_it_says() -> None:
     )
 
 
+def test_who_joins_costs_a_transfer_and_brings_back_capacity() -> None:
+    steps = steady()
+    for line in steps[:5]:
+        line |= {"replicas": 3, "compute_ms": 2500.0, "wait_ms": 200.0}
+    for line in steps[5:]:
+        line["at"] += 0.7
+    joined = {"step": 6, "epoch": 2, "dead_ranks": [], "joined_ranks": [4], "joined_replicas": [4]}
+    joined |= {"repair_ms": 200.0, "transfer_ms": 500.0}
+    parts = account(steps, [joined], [LaunchTime(1000.0, 4)])["parts_ms"]
+    assert (parts["transfer"], parts["repair"], parts["detection"]) == (4 * 500, 4 * 200, 0)
+    assert parts["lost_capacity"] == 5 * 1000
+
+
 def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobodys() -> None:
     """The first launch took ten steps and then five more, which came after its last checkpoint."""
     first, second = steady(began=1000.0), steady(began=5000.0, steps=3)
@@ -103,9 +127,9 @@ def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobo
 
 def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
     """Asking for it up to a moment changes nothing of what comes later."""
-    from recover.records.goodput import GoodputAccount
+    from recover.records.goodput import TimeAccount
 
-    whole = GoodputAccount([LaunchTime(999.0, 4)])
+    whole = TimeAccount([LaunchTime(999.0, 4)])
     for line in steady():
         whole.add(line)
         whole.told(until=line["at"] + 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import socket
@@ -156,6 +157,14 @@ def test_who_has_no_token_and_who_comes_by_another_name_gets_nothing(tmp_path: P
         assert get(port, "/log/0", Authorization=f"Bearer {token}") == (200, "what rank 0 did\n")
         assert get(port, "/log/0", Cookie=f"recover_token={token}")[0] == 200
         assert get(port, f"/status.json?token={token}")[0] == 200
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", f"/?token={token}")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Location"]) == (303, "/"), "it stays in the address bar"
+        cookie = answer.headers["Set-Cookie"]
+        assert "HttpOnly; SameSite=Strict" in cookie
+        connection.close()
+        assert "<title>" in get(port, "/", Cookie=cookie.partition(";")[0])[1]
     with serving(run) as port:
         for path in paths:
             assert get(port, path, Host="evil.example")[0] == 403, path
@@ -287,6 +296,20 @@ def test_a_run_that_leaves_nothing_but_ends_is_told_too(tmp_path: Path) -> None:
     assert told["goodput"]["total_ms"] == 0
     assert [entry["doing"] for entry in told["ranks"]] == ["gone", "not known", "gone"]
     assert told["losses"][0]["cause"] == "rank 2 crashed (SIGSEGV)"
+
+
+def test_who_has_joined_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    came = {"kind": "joined", "joined_ranks": [4], "joined_replicas": [4], "transfer_ms": 30.0}
+    with open(run / "incidents.jsonl", "a") as file:
+        file.write(json.dumps(incident_line(9, [], epoch=3, **came)) + "\n")
+    view = RunView(run)
+    view.refresh()
+    lost, joined = view.incidents()
+    assert (lost["joined_replicas"], joined["joined_replicas"], joined["dead_ranks"]) == ([], [4], [])
+    assert joined["phases"]["transfer"] == 30.0
+    assert [entry["rank"] for entry in view.ranks()] == [0, 1, 2, 3, 4]
+    assert view.state()["lost"] == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"step": "x"}\n', "\x00\n"])

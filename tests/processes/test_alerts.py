@@ -1,0 +1,54 @@
+"""`--on-incident`: every loss is told once, with its cause, and a command that hangs holds nothing up."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from launching import wait_until
+from recorded import START, exit_line, incident_line, make_run
+
+from recover.monitor import alerts
+
+
+def add(path: Path, line: dict[str, object]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def test_every_loss_is_told_once_with_its_cause_and_one_that_no_step_tells_of_at_the_end(
+    tmp_path: Path,
+) -> None:
+    run, heard = make_run(tmp_path / "run"), tmp_path / "heard"
+    said: list[str] = []
+    with alerts.Alerts(run, f"cat >> {heard}; exit 3", said.append):
+        add(run / "incidents.jsonl", incident_line(20, [2], epoch=3))
+        time.sleep(0.7)
+        assert not heard.exists(), "its cause may still come"
+        add(run / "job.jsonl", exit_line(2, START + 21, oom_kills=1, signal="SIGKILL"))
+        assert wait_until(heard.exists, 10)
+        add(run / "job.jsonl", exit_line(3, START + 30, signal="SIGSEGV"))
+        time.sleep(0.7)
+    told = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert [(one["step"], one["dead_ranks"], one["first"][0]["cause"]) for one in told] == [
+        (20, [2], "oom"),  # and not that of step 5, which was there before
+        (None, [3], "crashed"),
+    ]
+    assert told[0]["run"] == "run"
+    assert said == [f"--on-incident: 'cat >> {heard}; exit 3' failed (exit code 3); the run goes on"]
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alerts, "_CLOSING", 0.5)
+    monkeypatch.setattr(alerts, "_KNOWN", 0.0)
+    run, child = make_run(tmp_path / "run"), tmp_path / "pid"
+    said: list[str] = []
+    with alerts.Alerts(run, f"sleep 1000 & echo $! > {child}; wait", said.append):
+        add(run / "incidents.jsonl", incident_line(20, [2], epoch=3))
+    assert len(said) == 1
+    assert "was ended after" in said[0]
+    assert wait_until(lambda: not Path(f"/proc/{child.read_text().strip()}").exists(), 5)
