@@ -19,19 +19,6 @@ COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
 LATER = {**COSTS, "N": 16, "baseline_cost": 12.0, "ours_cost": 0.4}
 STEPS = {"steps": [{"microbatches": 16, "seconds": 0.6}], "per_provisioned_rank": 50.0}
 RESULTS: dict[str, Any] = {
-    "simulate": {
-        "rows": [
-            {
-                "gpus": 600_000,
-                "failures_per_second": {"restart": 1e5, "recover-return": 4e4},
-                "asked": 35,
-                "peak_mib": 55.0,
-            }
-        ],
-        "whole": {"gpus": 600_000, "days": 30, "seeds": 32, "systems": 9},
-        "whole_seconds": 30.0,
-        "whole_cpu_seconds": 55.0,
-    },
     "trajectory": {
         "scene": SCENE,
         "runs": {
