@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import recover.train
 from recover.saving import saver, tensors
 
 save = saver.Saver.save
@@ -24,4 +25,4 @@ def damage_and_save(self: saver.Saver, step: int, what: tensors.Tensors, facts: 
 
 
 saver.Saver.save = damage_and_save  # type: ignore[method-assign]
-runpy.run_path(str(Path(saver.__file__).with_name("rank_script.py")), run_name="__main__")
+runpy.run_path(str(Path(recover.train.__file__).with_name("rank_script.py")), run_name="__main__")
