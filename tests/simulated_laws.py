@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from simulated_run import DRIFTED, Diary, Rank, has_drifted
-from simulated_schedules import BATCH, STEPS, Schedule, without_one_fault
+from simulated_schedules import BATCH, Schedule, without_one_fault
 
 from recover.fabrics.simulated import HangError, Simulation
+from recover.step.admission import TRIES
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -32,6 +33,10 @@ class Played:
     def survivors(self) -> list[int]:
         return sorted(self.simulation.finished)
 
+    def censuses(self) -> dict[int, Any]:
+        """By epoch, as whoever was there has seen it."""
+        return {epoch: view for diary in self.diaries for epoch, view in diary.censuses.items()}
+
     def kinds(self) -> Iterator[str]:
         """What has happened in it."""
         dead = self.simulation.dead
@@ -39,6 +44,9 @@ class Played:
         yield from set(self.simulation.finished.values())
         if self.simulation.stopped:
             yield "stopped"
+        for epoch, (_, lost, joined) in self.censuses().items():
+            if epoch > 1 and joined:
+                yield "joined and lost in one repair" if lost else "joined"
         if any(dead.get(rank) == "excluded" for rank in self.simulation.sick):
             yield "left out"
         yield from (f"at {self.diaries[rank].place}" for rank, why in dead.items() if why == "killed")
@@ -57,9 +65,13 @@ def play(schedule: Schedule) -> Played:
         schedule.stalls,
         sick=schedule.sick,
         stops=schedule.stops,
+        kept=schedule.kept,
+        joiners=len(schedule.ranks) // schedule.grid.replica_size - schedule.grid.replicas,
+        suspicions=schedule.suspicions,
+        cuts=schedule.cuts,
     )
-    simulation.reluctant = schedule.reluctant
-    diaries = [Diary() for _ in range(schedule.grid.ranks)]
+    simulation.reluctant, simulation.torn = schedule.reluctant, dict(schedule.torn)
+    diaries = [Diary() for _ in schedule.ranks]
     with tempfile.TemporaryDirectory(prefix="simulated-", dir=MEMORY) as directory:
         played = Played(schedule, simulation, diaries, Path(directory))
         simulation.run(
@@ -74,9 +86,8 @@ def check(played: Played) -> None:
     _check_ends(played)
     _check_views(played)
     for rank, diary in enumerate(played.diaries):
-        replica = played.simulation.grid.replica(rank)
         for number, commit in diary.commits.items():
-            _check_commit(played.schedule, replica, number, *commit)
+            _check_commit(played.schedule, rank, number, diary.flaws[number], *commit)
     for rank in played.survivors:
         _check_incidents(played.schedule, played.diaries[rank])
     if set(played.simulation.finished.values()) == {"done"}:
@@ -89,6 +100,14 @@ def _check_ends(played: Played) -> None:
     grid, outcome = simulation.grid, simulation.finished
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
+    struck |= {*schedule.suspicions, *schedule.cuts}
+    if any(count >= TRIES for count in schedule.torn.values()):
+        # Where a connection fails, both ends do: who came together with it may go with it.
+        struck |= {
+            rank
+            for rank, why in simulation.dead.items()
+            if why in ("excluded", "seen off") and rank >= grid.ranks
+        }
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
@@ -97,12 +116,20 @@ def _check_ends(played: Played) -> None:
     assert len(ends) <= 1, f"the survivors have come to different ends: {outcome}"
     if ends - {"done"}:  # all end by it: who comes to it a moment later than a mate may see that one go
         spoiled |= {grid.replica(rank) for rank in played.survivors}
+    # Who finds that there is nothing to join any more leaves; a mate may see that first.
+    unneeded = {rank for rank, why in simulation.dead.items() if why == "unneeded"}
+    unneeded |= {rank for rank in simulation.dead if grid.mates(rank) & unneeded}
+    assert all(rank >= grid.ranks and not diaries[rank].censuses for rank in unneeded), unneeded
     for rank, why in simulation.dead.items():
-        assert grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
-    whole = {rank for rank in range(grid.ranks) if grid.replica(rank) not in spoiled}
+        assert rank in unneeded or grid.replica(rank) in spoiled, f"bystander {rank} lost: {why}"
+    whole = {rank for rank in schedule.ranks if grid.replica(rank) not in spoiled} - unneeded
+    if simulation.stopped - simulation.gone:  # nobody is left to fence it, and who asks it waits
+        whole -= simulation.asked.keys()
     assert whole <= outcome.keys(), f"lost without a cause: {whole - outcome.keys()}"
     allowed = {"done"}
     allowed |= {"no carrier"} if sick else set()
+    if all(rank >= grid.ranks for rank in outcome):
+        allowed |= {"nobody holds the state"}
     allowed |= {"diverged"} if schedule.drifts else set()
     allowed |= {"poisoned"} if schedule.poison else set()
     allowed |= {"out of range"} if schedule.too_large else set()
@@ -110,10 +137,11 @@ def _check_ends(played: Played) -> None:
 
 
 def _check_views(played: Played) -> None:
-    """Among the survivors: what only the dead have seen (an agreement whose result died with them) binds nobody."""
+    """Among the survivors: what only the dead have seen (an agreement whose result died with them) binds nobody. But
+    where decisions are kept, the dead have seen the same."""
     for what in ("censuses", "commits"):
         views: dict[int, dict[Any, list[int]]] = {}
-        for rank in played.survivors:
+        for rank in played.schedule.ranks if played.schedule.kept else played.survivors:
             for key, entry in getattr(played.diaries[rank], what).items():
                 views.setdefault(key, {}).setdefault(entry, []).append(rank)
         for key, view in views.items():
@@ -121,22 +149,31 @@ def _check_views(played: Played) -> None:
 
 
 def _check_commit(
-    schedule: Schedule, replica: int, number: int, samples: tuple[int, ...], result: Any, weight: float
+    schedule: Schedule,
+    rank: int,
+    number: int,
+    flaw: float,
+    samples: tuple[int, ...],
+    result: Any,
+    weight: float,
 ) -> None:
     """B microbatches, each once, of this step; nothing that a drifted replica computed, unless it is the last one."""
     assert weight == BATCH, f"step {number} was taken on {weight} microbatches"
     if schedule.policy == "balanced":
         assert samples == tuple(range((number - 1) * BATCH, number * BATCH)), f"step {number}: {samples}"
-    mark = number + DRIFTED * has_drifted(schedule, replica, number)
+    if rank < schedule.grid.ranks:  # who came later has what it was given
+        assert flaw == DRIFTED * has_drifted(schedule, schedule.grid.replica(rank), number)
     for sums in result:
         counted = [value for value in sums if value]
-        assert counted == [mark] * BATCH, f"step {number} has the sum {sums} on replica {replica}"
+        assert counted == [number + flaw] * BATCH, f"step {number} has the sum {sums} on rank {rank}"
 
 
 def _check_incidents(schedule: Schedule, diary: Diary) -> None:
     """What is not lost is not run again. (Who left a step may bring nothing to it, and is dealt to.)"""
     for layout, incidents in diary.incidents if not schedule.leaves else ():
-        for incident in incidents[:1]:  # later ones follow another plan than the layout
+        # Who was lost before the layout was made is not in it, and later incidents follow another plan.
+        inside = [i for i in incidents if not i.joined_ranks and set(i.dead_replicas) <= set(layout.replicas)]
+        for incident in inside[:1]:
             lost = [layout.share(replica) for replica in incident.dead_replicas]
             most = sum(len(share.run) for share in lost if share.counts)
             assert incident.extra_microbatches <= most, f"{incident} for the loss of {lost}"
@@ -145,15 +182,17 @@ def _check_incidents(schedule: Schedule, diary: Diary) -> None:
 
 
 def _check_last_step(played: Played) -> int:
-    commits = {tuple(played.diaries[rank].commits) for rank in played.survivors}
-    assert len(commits) == 1, f"the survivors have committed different steps: {commits}"
-    (numbers,) = commits
-    last = numbers[-1] if numbers else 0
-    assert numbers == tuple(range(1, last + 1))
+    last = max((step for rank in played.survivors for step in played.diaries[rank].commits), default=0)
+    for rank in played.survivors:
+        numbers = tuple(played.diaries[rank].commits)
+        began = 1 if rank < played.simulation.grid.ranks else min(numbers, default=last + 1)
+        assert numbers == tuple(range(began, last + 1)), f"rank {rank} has committed {numbers} of {last}"
+    assert last == played.schedule.steps or played.schedule.asks_to_stop, f"the run ended after step {last}"
     asked = played.schedule.asks_to_stop
-    assert last == STEPS or asked, f"the run ended after step {last}"
     if asked and asked[0] in played.survivors:
-        assert last == min(STEPS, asked[1]), f"step {asked[1]} was to be the last, and {last} is"
+        assert last == min(played.schedule.steps, asked[1]), (
+            f"step {asked[1]} was to be the last, and {last} is"
+        )
     return last
 
 
@@ -166,9 +205,29 @@ def _check_journal(played: Played, last: int) -> None:
     assert [line["step"] for line in steps] == list(range(1, last + 1)), f"the journal has {steps}"
     keys = [(line["step"], line["epoch"]) for line in incidents]
     assert keys == sorted(set(keys)), f"the journal has {incidents}"
+    _check_told(played, incidents)
+
+
+def _check_told(played: Played, incidents: list[dict[str, Any]]) -> None:
+    """Who was lost, and who came; who has come and died before it held the state was only lost."""
+    censuses = {
+        epoch: view for rank in played.survivors for epoch, view in played.diaries[rank].censuses.items()
+    }
+    ever = set(censuses[min(censuses)][0]).union(*(joined for _, _, joined in censuses.values()))
+    (members,) = {played.diaries[rank].members for rank in played.survivors}
     told = [rank for line in incidents for rank in line["dead_ranks"]]
-    (lost,) = {played.diaries[rank].lost for rank in played.survivors}
-    assert sorted(told) == sorted(lost), f"{lost} were lost, and the journal has {incidents}"
+    came = [rank for line in incidents for rank in line["joined_ranks"]]
+    assert len(set(told)) == len(told), f"the journal has {incidents}"
+    assert len(set(came)) == len(came), f"the journal has {incidents}"
+    assert {rank for rank in members if rank >= played.simulation.grid.ranks} <= set(came), incidents
+    if min(played.survivors) < played.simulation.grid.ranks:
+        assert set(told) == ever - set(members), (
+            f"{ever - set(members)} were lost, and the journal has {incidents}"
+        )
+    else:  # those who came were not there from the beginning
+        assert set(told) >= ever - set(members), (
+            f"{ever - set(members)} were lost, and the journal has {incidents}"
+        )
 
 
 def violation(schedule: Schedule) -> str | None:

@@ -6,37 +6,44 @@ fabric, the carriers, the processes; and a model of which only one thing is know
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from simulated_schedules import BATCH, STEPS, Schedule
+from simulated_schedules import BATCH, Schedule
 
 from recover.fabrics.simulated import SimulatedFabric, Simulation
+from recover.handover.stripes import Stripes
 from recover.job.spec import JobSpec
 from recover.journal.journal import Journal
 from recover.policy import Layout, SlotSet, get_policy
+from recover.step.admission import NobodyHoldsTheStateError, enter, take_in
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident
 from recover.step.poison import PoisonedSampleError
+from recover.step.record import Arrival
 from recover.step.transaction import Transaction
 from recover.sums.buckets import Bucket
 from recover.world.despite import do_despite_losses
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
+from recover.world.roll_call import Census
 from recover.world.simulated_parts import simulated_parts
 from recover.world.world import World
 
 HANG_LIMIT = 2.0
 BUCKETS = 2
+SHARE = 43  # bytes of state
 DRIFTED = 0.5  # what a replica whose state has drifted adds to its marks
 ENDS = {
     NoCarrierError: "no carrier",
     StateDivergedError: "diverged",
     PoisonedSampleError: "poisoned",
     OutOfRangeError: "out of range",
+    NobodyHoldsTheStateError: "nobody holds the state",
 }
 
 
@@ -120,7 +127,8 @@ class LeftEarly(Exception):
 
 
 class Place(NoHooks):
-    """Where a rank is, by the names at which real faults strike, and `aim`: the (step, place) that it does not survive.
+    """Where a rank is, by the names at which real faults strike, and `aim`: the (step, place) that it does not survive;
+    step 0 is any.
 
     A reduction is run where it is posted, so that it is under way before its own name is heard.
     """
@@ -144,7 +152,7 @@ class Place(NoHooks):
             self._strike("in-totals")
 
     def _strike(self, place: str) -> bool:
-        if (self.step, place) != self._aim:
+        if self._aim not in ((self.step, place), (0, place)):
             return False
         self._simulation.kill_at_next_call(self._fabric.rank)
         return True
@@ -162,8 +170,9 @@ class Diary:
     censuses: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     commits: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     incidents: list[tuple[Layout, list[Incident]]] = field(default_factory=list)
+    flaws: dict[int, float] = field(default_factory=dict)  # of the state that it had, by step
     raised: set[str] = field(default_factory=set)
-    lost: frozenset[int] = frozenset()  # between the first step and the end of the journal
+    members: tuple[int, ...] = ()  # at the end of the journal
     place: Place | None = None
 
 
@@ -176,26 +185,37 @@ class Rank:
         self.schedule, self.simulation, self.fabric, self.diary = schedule, simulation, fabric, diary
         self.grid, self.rank, self.run_dir = simulation.grid, fabric.rank, run_dir
         self.leaves = dict(schedule.leaves)
+        self.arrived: list[Incident] = []
         self.state = 0
+        self.flaw = 0.0  # of a state that has drifted, or was given by one that has
+        self.joining = fabric.rank >= self.grid.ranks
 
     def run(self) -> str:
         aim = self.schedule.aims.get(self.rank)
         self.diary.place = Place(self.simulation, self.fabric, aim)
         parts = replace(simulated_parts(self.simulation, self.fabric), hooks=self.diary.place)
-        job = JobSpec(self.grid.ranks, self.grid.replica_size, hang_limit=HANG_LIMIT, token="simulated")
+        job = JobSpec(
+            self.grid.ranks,
+            self.grid.replica_size,
+            hang_limit=HANG_LIMIT,
+            token="simulated",
+            joining=self.joining,
+        )
         try:
             self.world = World(job, self.grid, parts)
-            began_with = self.world.members
+            self.note(self.world.last_census)
+            repair = self.world.repair
+            self.world.repair = lambda *how, **more: self.note(repair(*how, **more))  # type: ignore[method-assign]
             self.begin_training()
-            while self.number < STEPS and not self.transaction.stop_agreed:
+            if self.joining:
+                self.join()
+            while self.number < self.schedule.steps and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
             do_despite_losses(self.world, self.journal.write, self.lost)
-            self.diary.lost = frozenset(began_with) - frozenset(self.world.members)
+            self.diary.members = self.world.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:
             return ENDS[type(error)]
-        finally:
-            self.note()
         return "done"
 
     def begin_training(self) -> None:
@@ -211,9 +231,45 @@ class Rank:
         )
         self.journal = Journal(self.run_dir, self.world)
 
+    def join(self) -> None:
+        """As `Step` does it: warm up alone, ask, be given all that the others have."""
+        if self.world.replica not in self.schedule.joins:
+            self.world._own.die("unneeded", "a number that nobody has")
+        for _ in range(self.schedule.joins[self.world.replica]):
+            self.fabric.wait("warming up")
+        self.mates.combine_numbers([0.0])
+        self.arrived = enter(self.transaction, Arrival("", 0.0), self.take)
+
+    def take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
+        stripes, held = Stripes(self.world.cross, givers, takers), np.zeros(SHARE, np.uint8)
+        head = stripes.receive_head()
+        if head is None or not stripes.take([held[:5], held[5:]]):
+            return None
+        told = json.loads(head)
+        self.number, self.flaw, self.journal_so_far = told["number"], told["flaw"], told["journal"]
+        # Whatever is not as it was given spoils the state.
+        self.state = int(held[0]) + 256 * int(held[1]) if (held[2:] == 7).all() else -1
+        self.transaction.index = self.number + 1
+        self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
+        return SHARE
+
+    def give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
+        stripes = Stripes(self.world.cross, givers, takers)
+        head = {
+            "number": self.number,
+            "flaw": self.flaw,
+            "votes": self.world.board.votes(self.rank),
+            "journal": self.journal.state_dict(),
+        }
+        held = np.full(SHARE, 7, np.uint8)
+        held[:2] = self.state % 256, self.state // 256
+        return SHARE if stripes.send_head(json.dumps(head).encode()) and stripes.give([held]) else None
+
     def step(self, number: int) -> None:
         if self.schedule.drifts.get(self.rank) == number:
             self.state += 1
+        if has_drifted(self.schedule, self.world.replica, number):
+            self.flaw = DRIFTED
         if self.schedule.asks_to_stop == (self.rank, number):
             self.transaction.stop_requested = True
         self.world.hooks.step = number
@@ -222,6 +278,14 @@ class Rank:
         try:
             with self.world.step(number):
                 self.transaction.begin(number, number + 1000 * self.state)
+                if self.transaction.asked:
+                    incidents = take_in(self.transaction, self.give)
+                    self.transaction.begin(number, number + 1000 * self.state)
+                    self.transaction.incidents += incidents
+                elif self.arrived:
+                    self.journal.load_state_dict(self.journal_so_far)
+                    self.transaction.incidents += self.arrived
+                    self.arrived = []
                 for slots, place, post in self.transaction.attempts(cut, not rounds, lambda: None):
                     self.world.hooks(place)
                     self.compute(number, slots)
@@ -231,7 +295,6 @@ class Rank:
         except LeftEarly:  # as `Step._leave` does it
             self.world.cross.break_off("a replica has left its step early")
             self.transaction.leave()
-        self.note()
 
     def compute(self, number: int, slots: Sequence[int]) -> None:
         samples = [(slot, (number - 1) * BATCH + slot) for slot in slots]
@@ -249,7 +312,7 @@ class Rank:
             if self.schedule.too_large == (number, slot):
                 self.sums.in_range = False
             self.transaction.finish_slot(slot, sample, 1.0, 1.0)
-        self.sums.run(slots, number + DRIFTED * has_drifted(self.schedule, self.world.replica, number))
+        self.sums.run(slots, number + self.flaw)
         self.world.board.touch(self.rank)
         self.world.board.compute(self.rank, ())
 
@@ -259,13 +322,22 @@ class Rank:
         self.come_to("update")
         result = tuple(tuple(bucket.result.tolist()) for bucket in self.sums.buckets)
         self.diary.commits[number] = (tuple(totals.samples), result, totals.weight)
+        self.diary.flaws[number] = self.flaw
         self.diary.incidents.append((self.transaction.layout, list(incidents)))
         self.state = hash((self.state, result)) % 997
         self.come_to("after-update")
         self.number = number
         self.world.board.accomplish(self.rank)
         line = {"step": number, "epoch": self.world.epoch, "samples": totals.samples, "seconds": 0.0}
-        lost = [{"step": i.step, "epoch": i.epoch, "dead_ranks": list(i.dead_ranks)} for i in incidents]
+        lost = [
+            {
+                "step": i.step,
+                "epoch": i.epoch,
+                "dead_ranks": list(i.dead_ranks),
+                "joined_ranks": list(i.joined_ranks),
+            }
+            for i in incidents
+        ]
         self.journal.commit(line, lost)  # type: ignore[arg-type]
         self.come_to("advance")
 
@@ -275,17 +347,22 @@ class Rank:
 
     def lost(self, ranks: tuple[int, ...], seconds: float) -> None:
         """Somebody died after the last step."""
-        line = {"step": self.number, "epoch": self.world.epoch, "dead_ranks": list(ranks)}
+        line = {
+            "step": self.number,
+            "epoch": self.world.epoch,
+            "dead_ranks": list(ranks),
+            "joined_ranks": [],
+        }
         self.journal.incidents.kept.append(line)  # type: ignore[arg-type]
 
-    def note(self) -> None:
-        if hasattr(self, "world"):
-            census = self.world.last_census
-            living = set(range(self.grid.ranks)) - self.simulation.gone
-            outside = living - set(census.members) - self.simulation.stopped
-            if self.world.epoch not in self.diary.censuses:
-                assert not outside, f"{outside} are left out, and may still act"
-            self.diary.censuses[census.epoch] = (census.members, census.lost)
+    def note(self, census: Census) -> Census:
+        zombies = set(self.simulation.kept.declared) if self.simulation.kept else set()
+        outside = set(self.simulation.agreements.participants) - self.simulation.gone - zombies
+        outside -= {*census.members, *self.simulation.stopped}
+        assert not outside or self.joining, f"{outside} are left out, and may still act"
+        if census.epoch and not all(map(Arrival.is_in, census.records.values())):
+            self.diary.censuses[census.epoch] = (census.members, census.lost, census.joined)
+        return census
 
 
 def has_drifted(schedule: Schedule, replica: int, number: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS, REPAIR_PHASES
+from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, JOIN_PHASES, LOCATIONS, REPAIR_PHASES
 from recover.job.grid import Grid
 from recover.policy import get_policy
 from recover.world.membership import WORD_BITS
@@ -21,7 +21,7 @@ PLACES = tuple(place for place in LOCATIONS if place not in (*IN_RECOVERY, "back
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens to whom. Every field but the first three is a fault that can be left out."""
+    """What happens to whom. Every field but the first three and the last is a fault that can be left out."""
 
     seed: int
     grid: Grid
@@ -38,6 +38,22 @@ class Schedule:
     poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
     too_large: tuple[int, int] | None = None  # (step, slot): its gradient cannot be summed exactly
     asks_to_stop: tuple[int, int] | None = None  # (rank, step)
+    # From here on only where decisions are kept.
+    joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
+    suspicions: dict[int, int] = field(default_factory=dict)  # rank: declared dead while it lives
+    # rank: cut off after so many calls, for so many seconds
+    cuts: dict[int, tuple[int, float]] = field(default_factory=dict)
+    torn: dict[int, int] = field(default_factory=dict)  # rank: so many exchanges fail, although nobody dies
+    kept: bool = False  # agreements are etcd's
+
+    @property
+    def steps(self) -> int:
+        return 2 * STEPS if self.joins else STEPS
+
+    @property
+    def ranks(self) -> range:
+        """All that there ever are: those who join get numbers that nobody had."""
+        return range((max(self.joins, default=self.grid.replicas - 1) + 1) * self.grid.replica_size)
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -77,6 +93,53 @@ def random_schedule(seed: int) -> Schedule:
     )
 
 
+def kept_schedule(seed: int) -> Schedule:
+    """The same where decisions are kept: who is cut off, or slow, is declared dead, and may live on."""
+    schedule, rng = random_schedule(seed), random.Random(f"kept/{seed}")
+    few = rng.sample(range(schedule.grid.ranks), 1)
+    return replace(
+        schedule,
+        stalls=0,
+        kept=True,
+        suspicions=dict.fromkeys(few, rng.randint(0, 120)) if rng.random() < 0.3 else {},
+        cuts=dict.fromkeys(few, (rng.randint(0, 120), rng.choice((0.1, 0.6, 3.0))))
+        if rng.random() < 0.3
+        else {},
+    )
+
+
+def joining_schedule(seed: int) -> Schedule:
+    """Replicas come at any time, and anybody dies at any time: who comes, who was there, who passes its state on."""
+    schedule, rng = kept_schedule(seed), random.Random(f"joining/{seed}")
+    grid = schedule.grid
+    if grid.ranks > 6:
+        grid = replace(grid, replicas=6 // grid.replica_size)
+    joins = {grid.replicas + n: rng.randint(0, 150) for n in range(rng.randint(1, 3))}
+    schedule = replace(schedule, grid=grid, joins=joins)
+    ranks = schedule.ranks
+    kills = {rank: calls for rank, calls in schedule.kills.items() if rank < grid.ranks}
+    for rank in kills if rng.random() < 0.5 else ():
+        kills[rank] += rng.randint(0, 80)  # later, in the midst of a join
+    kills |= {rank: rng.randint(0, 140) for rank in ranks[grid.ranks :] if rng.random() < 0.2}
+
+    def living(faults: dict[int, Any]) -> dict[int, Any]:
+        return {rank: value for rank, value in faults.items() if rank < grid.ranks}
+
+    asks = schedule.asks_to_stop
+    return replace(
+        schedule,
+        kills=kills,
+        stops=living(schedule.stops),
+        sick=living(schedule.sick),
+        drifts=living(schedule.drifts) if rng.random() < 0.5 else {},
+        leaves=living(schedule.leaves),
+        suspicions=living(schedule.suspicions),
+        cuts=living(schedule.cuts) | ({ranks[-1]: (rng.randint(0, 60), 0.6)} if rng.random() < 0.05 else {}),
+        asks_to_stop=asks if asks and asks[0] < grid.ranks else None,
+        torn={rng.choice(ranks[grid.ranks :]): rng.randint(1, 4)} if rng.random() < 0.15 else {},
+    )
+
+
 def aimed_schedule(seed: int) -> Schedule:
     """As the matrix of `recover faults` has them: a replica of some role dies at some place, alone or with another, or
     another one dies in the recovery."""
@@ -102,6 +165,28 @@ def aimed_schedule(seed: int) -> Schedule:
     return Schedule(seed, grid, policy, aims=aims)
 
 
+def aimed_join_schedule(seed: int) -> Schedule:
+    """A replica comes, and somebody dies at some place of that, or in its first step: the one that comes, one that
+    gives it the state, or two of them."""
+    rng = random.Random(f"aimed join/{seed}")
+    grid = Grid(rng.randint(2, 4), rng.choice((1, 1, 2)))
+    policy = rng.choice(("balanced", "balanced", "static"))
+    schedule = Schedule(seed, grid, policy, joins={grid.replicas: rng.randint(0, 60)}, kept=True)
+    newcomer, others = schedule.ranks[grid.ranks :], rng.sample(range(grid.ranks), grid.ranks)
+    victims = rng.choice(([rng.choice(newcomer)], others[:1], others[:1], [others[0], newcomer[0]]))
+    places = (
+        *(f"repair:{phase}" for phase in (*REPAIR_PHASES, *JOIN_PHASES, *JOIN_PHASES)),
+        "forward",
+        "vote",
+    )
+    aims = {rank: (0, rng.choice(places if rank in newcomer else places[:-2])) for rank in victims}
+    if rng.random() < 0.3:
+        schedule = replace(schedule, kills={others[-1]: rng.randint(10, 150)})
+    if rng.random() < 0.2:
+        schedule, aims = replace(schedule, torn={newcomer[-1]: rng.randint(1, 4)}), {}
+    return replace(schedule, aims=aims)
+
+
 def large_schedule(seed: int) -> Schedule:
     """More ranks than a word of an agreement has bits, or (one in four) than two have; deaths above the first."""
     rng = random.Random(f"large/{seed}")
@@ -116,7 +201,7 @@ def large_schedule(seed: int) -> Schedule:
 def without_one_fault(schedule: Schedule) -> list[Schedule]:
     """All schedules with one fault less."""
     found = []
-    for fault in fields(schedule)[3:]:
+    for fault in fields(schedule)[3:-1]:  # how agreements are made is none
         value = getattr(schedule, fault.name)
         if isinstance(value, dict):
             found += [

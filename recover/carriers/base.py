@@ -77,6 +77,13 @@ class DataCarrier(ABC):
         """`out` has one row per group member."""
 
     @abstractmethod
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+        """`out` to members of the group, by their number, and `into` from members, all at once; int64 only.
+
+        Only those take part who are named, each in its own exchange: what goes from one to another comes in order.
+        """
+
+    @abstractmethod
     def barrier(self) -> Rest | None: ...
 
     def build(

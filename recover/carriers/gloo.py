@@ -201,6 +201,18 @@ class GlooCarrier(HostCarrier):
         tensor, rows = torch.from_numpy(source), list(torch.from_numpy(out))
         self._begin(lambda: self._group.allgather([rows], [tensor]))()
 
+    def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None:
+        waits = [
+            self._begin(lambda peer=peer, data=data: self._group.send([torch.from_numpy(data)], peer, 1))  # type: ignore[misc]
+            for peer, data in out.items()
+        ]
+        waits += [
+            self._begin(lambda peer=peer, data=data: self._group.recv([torch.from_numpy(data)], peer, 1))  # type: ignore[misc]
+            for peer, data in into.items()
+        ]
+        for wait in waits:
+            wait()
+
     def meet(self) -> None:
         self._begin(lambda: self._group.barrier())()
 

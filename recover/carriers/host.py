@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +57,9 @@ class HostCarrier(DataCarrier):
     def gather(self, source: Array, out: Array) -> None: ...
 
     @abstractmethod
+    def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None: ...
+
+    @abstractmethod
     def meet(self) -> None: ...
 
     def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
@@ -92,6 +95,16 @@ class HostCarrier(DataCarrier):
         self.arrive()
         self.gather(send.array, receive.array)
         receive.store()
+        return None
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+        send = {peer: _HostView(data) for peer, data in out.items()}
+        receive = {peer: _HostView(data) for peer, data in into.items()}
+        for view in send.values():
+            view.load(ready)
+        self.swap({p: view.array for p, view in send.items()}, {p: view.array for p, view in receive.items()})
+        for view in receive.values():
+            view.store()
         return None
 
     def barrier(self) -> Rest | None:

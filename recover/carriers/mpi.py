@@ -111,6 +111,14 @@ class MpiCarrier(HostCarrier):
     def gather(self, source: Array, out: Array) -> None:
         self._call(partial(self._comm.Allgather, source, out))
 
+    def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None:
+        def run() -> None:
+            requests = [self._comm.Isend(data, dest=peer) for peer, data in out.items()]
+            requests += [self._comm.Irecv(data, source=peer) for peer, data in into.items()]
+            MPI.Request.Waitall(requests)
+
+        self._call(run)
+
     def meet(self) -> None:
         self._call(self._comm.Barrier)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,19 +122,34 @@ class NcclCarrier(DataCarrier):
         kind = wire_type(source)
         send = self._on_wire(source, kind, ready)
         receive = send if out is source else self._room_for(out, send.shape, kind)
-        operation = partial(self._library.all_reduce, send.data_ptr(), receive.data_ptr())
-        return self._run(operation, send, receive, out)
+        operation = partial(self._library.all_reduce, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
+        return self._run(operation, send, [(receive, out)])
 
     def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
-        wire = self._on_wire(data, wire_type(data), ready)
-        return self._run(partial(self._library.broadcast, root, wire.data_ptr()), wire, wire, data)
+        kind = wire_type(data)
+        wire = self._on_wire(data, kind, ready)
+        operation = partial(self._library.broadcast, root, wire.data_ptr(), wire.numel(), kind)
+        return self._run(operation, wire, [(wire, data)])
 
     def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         kind = wire_type(source)
         send = self._on_wire(source, kind, ready)
         receive = self._room_for(out, (self.size, *send.shape), kind)
-        operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr())
-        return self._run(operation, send, receive, out)
+        operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
+        return self._run(operation, send, [(receive, out)])
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+        send = {peer: self._on_wire(data, "int64", ready) for peer, data in out.items()}
+        receive = {peer: self._room_for(data, data.shape, "int64") for peer, data in into.items()}
+        sent, received = (
+            [(peer, wire.data_ptr(), wire.numel()) for peer, wire in wires.items()]
+            for wires in (send, receive)
+        )
+        return self._run(
+            lambda comm, stream: self._library.exchange(sent, received, "int64", comm, stream),
+            [*send.values()],
+            [(receive[peer], data) for peer, data in into.items()],
+        )
 
     def barrier(self) -> Rest | None:
         word = torch.ones(1, dtype=torch.int32)
@@ -165,34 +180,39 @@ class NcclCarrier(DataCarrier):
         return self._stream.holds(data) and data.is_contiguous() and str(data.dtype) == f"torch.{kind}"
 
     def _run(
-        self, operation: Callable[..., None], send: torch.Tensor, result: torch.Tensor, out: Data
+        self, operation: Callable[..., None], kept: object, results: Sequence[tuple[torch.Tensor, Data]]
     ) -> Rest:
-        """Hand an operation to the device; what is left is to wait for it, and to bring its result to `out`."""
+        """Hand an operation to the device; what is left is to wait for it, and to bring its results to their places.
+
+        `kept`: what the device reads until then.
+        """
         try:
             with self._inside:
                 self._refuse_if_freed()
                 with self._stream.on_device():
-                    operation(send.numel(), wire_type(send), self._comm, self._stream.handle)
+                    operation(self._comm, self._stream.handle)
             while not self._is_through():
                 time.sleep(POLL)
         except CarrierError:
             self._give_up()
             raise
-        target = torch.as_tensor(out).detach()
-        if self._stream.holds(out) and result.data_ptr() != target.data_ptr():
-            self._stream.copy(target, result)
+        targets = [(result, out, torch.as_tensor(out).detach()) for result, out in results]
+        for result, out, target in targets:
+            if self._stream.holds(out) and result.data_ptr() != target.data_ptr():
+                self._stream.copy(target, result)
         passed = self._stream.record()
 
-        def wait(keep: object = send) -> None:  # until then the device reads it
+        def wait(keep: object = kept) -> None:
             passed.synchronize()
             try:
                 self._is_through()
             except CarrierError:
                 self._give_up()
                 raise
-            if not self._stream.holds(out):
-                self._stream.copy(target, result)
-                self._stream.record().synchronize()
+            for result, out, target in targets:
+                if not self._stream.holds(out):
+                    self._stream.copy(target, result)
+                    self._stream.record().synchronize()
 
         return Rest(wait)
 

@@ -7,6 +7,7 @@ ever inside NCCL while another one aborts the communicator, which would be undef
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
@@ -56,6 +57,9 @@ class Nccl:
         self._library.ncclAllGather.argtypes = gather
         self._library.ncclAllReduce.argtypes = [*gather[:4], c_int, *gather[4:]]
         self._library.ncclBroadcast.argtypes = [*gather[:4], c_int, *gather[4:]]
+        # One buffer, a count, a type and a peer.
+        self._library.ncclSend.argtypes = [c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p]
+        self._library.ncclRecv.argtypes = self._library.ncclSend.argtypes
         self._library.ncclCommAbort.argtypes = [c_void_p]
         self._library.ncclCommGetAsyncError.argtypes = [c_void_p, POINTER(c_int)]
 
@@ -92,6 +96,24 @@ class Nccl:
     def all_gather(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
         code = self._library.ncclAllGather(source, out, count, TYPES[kind], comm, stream)
         self._check(code, comm, in_progress_too=True)
+
+    def exchange(
+        self,
+        out: Sequence[tuple[int, int, int]],
+        into: Sequence[tuple[int, int, int]],
+        kind: str,
+        comm: int,
+        stream: int,
+    ) -> None:
+        """Peers, buffers and counts: all of them at once, as one group of calls."""
+        self._check(self._library.ncclGroupStart())
+        for peer, data, count in out:
+            code = self._library.ncclSend(data, count, TYPES[kind], peer, comm, stream)
+            self._check(code, comm, in_progress_too=True)
+        for peer, data, count in into:
+            code = self._library.ncclRecv(data, count, TYPES[kind], peer, comm, stream)
+            self._check(code, comm, in_progress_too=True)
+        self._check(self._library.ncclGroupEnd(), comm, in_progress_too=True)
 
     def is_through(self, comm: int) -> bool:
         """Whether the last call has been handed to the device. Raises CarrierError if the group is broken."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recover.carriers.base import Array, DataCarrier, DataCarriers, Ready
+from recover.carriers.base import Array, Data, DataCarrier, DataCarriers, Ready
 from recover.carriers.contract import CarrierError
 from recover.carriers.worker import Worker
 from recover.fabrics.simulated import SimulatedFabric, Simulation
@@ -72,14 +72,41 @@ class SimulatedCarrier(DataCarrier):
     def free(self) -> None:
         self._simulation.revoked.add(self._key)
 
-    def all_reduce(self, source: Array, out: Array, ready: Ready) -> None:
-        out[...] = np.sum(self._exchange(source), axis=0)
+    def all_reduce(self, source: Data, out: Data, ready: Ready) -> None:
+        _array(out)[...] = np.sum(self._exchange(_array(source)), axis=0)
 
-    def broadcast(self, data: Array, root: int, ready: Ready) -> None:
-        data[...] = self._exchange(data)[root]
+    def broadcast(self, data: Data, root: int, ready: Ready) -> None:
+        _array(data)[...] = self._exchange(_array(data))[root]
 
-    def all_gather(self, source: Array, out: Array, ready: Ready) -> None:
-        out[...] = self._exchange(source)
+    def all_gather(self, source: Data, out: Data, ready: Ready) -> None:
+        _array(out)[...] = self._exchange(_array(source))
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> None:
+        self._fabric.reach("passing on")
+        if self._simulation.torn.get(self._fabric.rank, 0) > 0:
+            self._simulation.torn[self._fabric.rank] -= 1
+            self.free()
+            raise CarrierError("the connection was torn")
+        for peer, data in out.items():
+            self._wire(self._fabric.rank, self.peers[peer]).append(_array(data).copy())
+
+        def there() -> bool:
+            return all(self._wire(self.peers[peer], self._fabric.rank) for peer in into)
+
+        self._fabric.wait("receiving", lambda: there() or self._is_freed() or self._alarmed())
+        hit = self._is_freed() or not set(self.peers).isdisjoint(self._simulation.dead)
+        if not there() or (hit and self._simulation.rng.random() < 0.5):
+            self.free()
+            raise CarrierError("what was passed on was hit by a death")
+        for peer, data in into.items():
+            _array(data)[...] = self._wire(self.peers[peer], self._fabric.rank).pop(0)
+
+    def _wire(self, sender: int, receiver: int) -> list[Array]:
+        wire: list[Array] = self._simulation.reductions.setdefault((self._key, sender, receiver), [])
+        return wire
+
+    def _is_freed(self) -> bool:
+        return self._key in self._simulation.revoked and not self._simulation.is_cut_off(self._fabric.rank)
 
     def barrier(self) -> None:
         self._exchange(np.zeros(1))
@@ -87,18 +114,23 @@ class SimulatedCarrier(DataCarrier):
     def _exchange(self, mine: Array) -> list[Array]:
         """What every peer brings, in their order."""
         self._operations += 1
+        self._fabric.reach("in a reduction")
         parts = self._simulation.reductions.setdefault((self._key, self._operations), {})
         parts[self._fabric.rank] = mine.copy()
         peers = set(self.peers)
 
-        def freed() -> bool:
-            return self._key in self._simulation.revoked
-
-        self._fabric.wait("in a reduction", lambda: parts.keys() >= peers or freed() or self._alarmed())
-        hit = freed() or not peers.isdisjoint(self._simulation.dead)
+        self._fabric.wait(
+            "in a reduction", lambda: parts.keys() >= peers or self._is_freed() or self._alarmed()
+        )
+        hit = self._is_freed() or not peers.isdisjoint(self._simulation.dead)
         if not parts.keys() >= peers or (hit and self._simulation.rng.random() < 0.5):
             self.free()
             raise CarrierError("the reduction was hit by a death")
         sizes = {part.shape for part in parts.values()}
         assert len(sizes) == 1, f"operations of different sizes have met: {sizes}"
         return [parts[rank] for rank in self.peers]
+
+
+def _array(data: Data) -> Array:
+    """The memory of a tensor, or the array itself."""
+    return data if isinstance(data, np.ndarray) else data.detach().numpy()

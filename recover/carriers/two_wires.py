@@ -66,6 +66,9 @@ class TwoWires(DataCarrier):
     def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         return self._wire(source, out).all_gather(source, out, ready)
 
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+        return self._wire(*out.values(), *into.values()).exchange(out, into, ready)
+
     def barrier(self) -> Rest | None:
         return self._host.barrier()
 

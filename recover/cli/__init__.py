@@ -11,7 +11,7 @@ from recover import __version__
 from recover.cli import bench, faults
 from recover.cli.demo import demo
 from recover.cli.doctor import doctor
-from recover.cli.plan import plan
+from recover.cli.plan import PlanCommand, plan
 from recover.cli.report import report
 from recover.cli.run import run
 from recover.cli.run_command import RunCommand
@@ -42,7 +42,8 @@ app = typer.Typer(
 _SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
 app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
-for verb in (doctor, plan, report, status, watch, why, demo):
+app.command(cls=PlanCommand)(plan)
+for verb in (doctor, report, status, watch, why, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
 app.add_typer(bench.app, name="bench")

@@ -63,6 +63,10 @@ class Fabric(Protocol):
     def lock(self) -> Lock: ...
 
     @property
+    def agreements(self) -> int:
+        """How many this rank has been through; for one that joined, those before it included. Alike on all."""
+
+    @property
     def participants(self) -> frozenset[int]:
         """Whose votes the next agreement needs, less the dead among them. It changes by agreements alone, alike on all.
 

@@ -19,6 +19,10 @@ class LoneFabric:
         self._board, self._agreements = board, 0
 
     @property
+    def agreements(self) -> int:
+        return self._agreements
+
+    @property
     def participants(self) -> frozenset[int]:
         return frozenset(range(self.size))  # nobody can come later
 

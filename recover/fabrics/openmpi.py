@@ -81,6 +81,10 @@ class OpenMPIFabric:
         ] = []  # MPI may still write to buffers of transfers that were given up
 
     @property
+    def agreements(self) -> int:
+        return self._agreements
+
+    @property
     def participants(self) -> frozenset[int]:
         return frozenset(range(self.size))  # MPI's world keeps its size: nobody can come later
 

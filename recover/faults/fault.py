@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recover.faults.locations import ANYTIME, LOCATIONS, NUMBERED, REPAIR_PHASES
+from recover.faults.locations import ANYTIME, JOIN_PHASES, LOCATIONS, NUMBERED, REPAIR_PHASES
 
 ACTIONS: dict[str, str] = {
     "kill": "SIGKILL",
@@ -123,8 +123,8 @@ def _check_location(text: str, location: str, detail: str | None) -> None:
         raise ValueError(f"fault {text!r}: there is no location {location!r}; {_near(location, LOCATIONS)}")
     if detail is None:
         return
-    if location == "repair" and detail not in REPAIR_PHASES:
-        raise ValueError(f"fault {text!r}: a repair has no {detail!r}; {_near(detail, REPAIR_PHASES)}")
+    if location == "repair" and detail not in (phases := (*REPAIR_PHASES, *JOIN_PHASES)):
+        raise ValueError(f"fault {text!r}: a repair has no {detail!r}; {_near(detail, phases)}")
     if location in NUMBERED and not detail.isdigit():
         raise ValueError(
             f"fault {text!r}: buckets are numbered from 0; write {location}:0 instead of {detail!r}"

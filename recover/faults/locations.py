@@ -11,7 +11,8 @@ LOCATIONS: dict[str, str] = {
     "in-reduce": "while a bucket's reduction is in flight: posted, not yet waited for (in-reduce:K)",
     "in-totals": "while the last, small reduction is in flight: loss, weights, samples and the hash of the state",
     "vote": "after the last reduction, before the vote on the step",
-    "repair": "inside the repair (repair:members, repair:census, repair:carrier, repair:closing)",
+    "repair": "inside the repair (repair:members, repair:census, repair:carrier, repair:closing; where a replica joins "
+    "also repair:state, before the state is passed on)",
     "extra": "before an extra microbatch that replaces lost work",
     "update": "after the verdict, before the optimizer changes the parameters",
     "after-update": "after the parameters have changed, before the step is counted",
@@ -20,6 +21,7 @@ LOCATIONS: dict[str, str] = {
 }
 ANYTIME = "anytime"  # not a place: so many seconds after the first step began, wherever the rank is then
 REPAIR_PHASES = ("members", "census", "carrier", "closing")
+JOIN_PHASES = ("state",)  # of a repair in which a replica joins
 NUMBERED = ("bucket", "in-reduce")
 IN_RECOVERY = ("repair", "extra")  # reached only in a step in which somebody else is lost
 AFTER_VERDICT = ("update", "after-update", "advance", "checkpoint")  # missed in the next step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import LineFile
@@ -48,6 +49,15 @@ class Journal:
                 text = f"{error}; the run goes on, and lines are kept in memory until they can be written"
                 ending.log(text)
                 print(f"recover: {text}", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a replica that joins: it may be the one that writes next."""
+        return {"steps": list(self.steps.kept), "incidents": list(self.incidents.kept)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for lines, known in ((self.steps, state["steps"]), (self.incidents, state["incidents"])):
+            lines.kept.clear()  # it may be given a second time
+            lines.kept.extend(known)
 
     def write(self) -> None:
         """Write what is not written yet, if it is this rank that writes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -44,13 +44,23 @@ class OwnStep(CommittedStep, Protocol):
 
 def records_of(
     world: World, step: OwnStep, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exact: bool
-) -> AbstractContextManager[object]:
+) -> PartOfRun | NoRecords:
     """Be inside of it while a step is taken: what is committed is written down when it is left."""
     if not world.job.records or not world.job.run_dir:
-        return nullcontext()
+        return NoRecords()
     if world not in _kept:
         _kept[world] = OwnRecords(world, Path(world.job.run_dir))
     return PartOfRun(_kept[world], step, model, optimizer, exact)
+
+
+class NoRecords(nullcontext[None]):
+    """Nothing is written down, and one that joins need not know of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class PartOfRun:
@@ -77,6 +87,14 @@ class PartOfRun:
         if kind is None:
             self._records.committed(self)
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a replica that joins: it may be the one that writes next."""
+        return {"ahead": self.ahead, "run": self._records.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ahead = state["ahead"]
+        self._records.load_state_dict(state["run"])
+
 
 class OwnRecords:
     """All that a job writes down of the script that it runs. All ranks hold the same."""
@@ -87,7 +105,8 @@ class OwnRecords:
         self._kills = parse_faults(world.job.faults)
         self._parts: list[PartOfRun] = []
         self._last = self._first = 0  # numbers of steps
-        self._lost: set[int] = set()  # ranks whose loss is written down
+        self._known = set(range(world.grid.ranks))  # all who have ever been members
+        self._lost: set[int] = set()  # those of them whose loss is written down
         self._gave_up = False
         world.closing.append(lambda: self._try(self._finish))
 
@@ -105,9 +124,7 @@ class OwnRecords:
         part.ahead = max(part.ahead, self._last + 1 - step.index)
         number = self._last = step.index + part.ahead
         if not self._first:
-            self._first = number
-            for lines in (self._journal.steps, self._journal.incidents):
-                lines.since = (number,)
+            self._begin_at(number)
         line = step_line(step, self._world, part.lr, seconds)
         line["step"] = number
         if part.ahead or part.number > 1:
@@ -115,14 +132,30 @@ class OwnRecords:
         incidents = [incident_line(incident, self._kills, part.exact) for incident in step.incidents]
         for incident in incidents:
             incident["step"] = number
+            self._known.update(incident.get("joined_ranks", ()))
             self._lost.update(incident["dead_ranks"])
         incidents += self._others_lost(number)
         ending.log(f"step {number}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         self._journal.commit(line, incidents)
 
+    def state_dict(self) -> dict[str, Any]:
+        steps = {"first": self._first, "last": self._last}
+        return {**steps, "known": self._known, "lost": self._lost, "journal": self._journal.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last, self._known, self._lost = state["last"], set(state["known"]), set(state["lost"])
+        self._journal.load_state_dict(state["journal"])
+        if state["first"]:
+            self._begin_at(state["first"])
+
+    def _begin_at(self, number: int) -> None:
+        self._first = number
+        for lines in (self._journal.steps, self._journal.incidents):
+            lines.since = (number,)
+
     def _others_lost(self, number: int) -> list[Any]:
         """Who died before the first step, after the last one, or where the script has repaired the world by itself."""
-        ranks = sorted(set(range(self._world.grid.ranks)) - set(self._world.members) - self._lost)
+        ranks = sorted(self._known - set(self._world.members) - self._lost)
         self._lost.update(ranks)
         seconds = self._world.last_census.seconds
         return [loss_line(self._world, number, ranks, seconds, self._kills)] if ranks else []

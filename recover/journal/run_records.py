@@ -52,6 +52,16 @@ class Repaired(Protocol):
     repair_ms: float
     restore_ms: float
     redo_ms: float
+    joined_ranks: tuple[int, ...]
+    joined_replicas: tuple[int, ...]
+    hosts: tuple[str, ...]
+    warm_up_ms: float
+    transfer_ms: float
+    transfer_bytes: int
+    stall_ms: float
+
+    @property
+    def kind(self) -> str: ...
 
 
 def step_line(
@@ -89,7 +99,7 @@ def step_line(
 
 
 def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
-    return {
+    record: IncidentRecord = {
         "step": incident.step,
         # Of a death that nobody scheduled: where the survivors were when they noticed.
         "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
@@ -107,6 +117,18 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
         "redo_ms": round(incident.redo_ms, 3),
         "at": round(incident.noticed_at, 3),
     }
+    if incident.joined_ranks:
+        record |= {
+            "kind": incident.kind,
+            "joined_ranks": list(incident.joined_ranks),
+            "joined_replicas": list(incident.joined_replicas),
+            "hosts": list(incident.hosts),
+            "warm_up_ms": round(incident.warm_up_ms, 3),
+            "transfer_ms": round(incident.transfer_ms, 3),
+            "transfer_bytes": incident.transfer_bytes,
+            "stall_ms": round(incident.stall_ms, 3),
+        }
+    return record
 
 
 def loss_line(
@@ -148,6 +170,7 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
     before = [line for line in incidents if line["step"] <= resumed_at]
     tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
     alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
+    joined = sum(len(line.get("joined_replicas", ())) for line in incidents if line["step"] > resumed_at)
     facts: dict[str, Any] = {
         "steps": steps[-1]["step"] if steps else 0,
         "microbatches_min": min((line["microbatches"] for line in steps), default=0),
@@ -155,6 +178,7 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
         "replicas_start": world.grid.replicas,
         "replicas_end": len(world.replicas),
         "failures": world.grid.replicas
+        + joined
         - len(world.replicas)
         + sum(len(line["dead_replicas"]) for line in before),
         "seconds": round(seconds, 3),
@@ -167,6 +191,8 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
         facts["effective_throughput"] = round(tokens / alive, 1) if alive else 0.0  # per living rank
     if digest is not None:
         facts["parameters_digest"] = digest
+    if returned := sum(len(line.get("joined_replicas", ())) for line in incidents):
+        facts["joined"] = returned
     if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
         facts["gpu_peak_mib"] = max(peaks)
     if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:

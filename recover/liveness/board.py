@@ -155,6 +155,15 @@ class Board:
         """This rank has come to a repair."""
         self._does(rank, REPAIRING)
 
+    def votes(self, rank: int) -> int:
+        """How often a rank has come to a vote."""
+        return int(self._table[rank, VOTES])
+
+    def catch_up(self, rank: int, votes: int, step: int) -> None:
+        """A rank that joins stands where the others do, and is not late."""
+        self._table[rank, VOTES] = votes
+        self.in_step(rank, step)
+
     def in_step(self, rank: int, step: int) -> None:
         """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
         self._table[rank, STEP] = step

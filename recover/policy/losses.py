@@ -1,4 +1,4 @@
-"""Losses as a person writes them: `1`, `minor`, `major,major-spare`, `major@extra1`."""
+"""Losses as a person writes them: `1`, `minor`, `major,major-spare`, `major@extra1`; and joins: `2`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ class Loss:
                     raise ValueError(f"loss {self.text!r}: no {role} is left alive; there are {left}")
                 dead.append(alive[role].pop())
         return tuple(dead)
+
+
+@dataclass(frozen=True)
+class Join:
+    """So many replicas join, between two steps."""
+
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Join:
+        if not text.strip().isdecimal() or int(text) < 1:
+            raise ValueError(f"join {text!r} is no number of replicas; write one from 1 on")
+        return cls(int(text))
 
 
 def _victim(text: str, who: str) -> int | Role:

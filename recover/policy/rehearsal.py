@@ -1,4 +1,4 @@
-"""A rehearsal: losses played through a policy, without a cluster."""
+"""A rehearsal: losses and joins played through a policy, without a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recover.policy.base import Policy
 from recover.policy.census import FailureEvent, Holding
-from recover.policy.losses import Loss
+from recover.policy.losses import Join, Loss
 from recover.policy.plan import Layout, PolicyDecision
 from recover.policy.roles import Role
 
@@ -26,21 +26,37 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """Replicas have joined, between two steps."""
+
+    count: int
+    next: Layout  # of the steps that follow
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     policy: str
     global_batch: int
     start: Layout
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Outcome | Growth, ...]
+
+    @property
+    def losses(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Outcome)]
+
+    @property
+    def joined(self) -> int:
+        return sum(outcome.count for outcome in self.outcomes if isinstance(outcome, Growth))
 
     @property
     def extra_rounds(self) -> int:
-        return sum(outcome.decision.rounds for outcome in self.outcomes)
+        return sum(outcome.decision.rounds for outcome in self.losses)
 
     @property
     def spare_work(self) -> int:
         """What spares ran for nothing, in the steps that lost somebody."""
-        steps = (outcome.layout for outcome in self.outcomes if not outcome.loss.extra_round)
-        used = sum(len(spare.slots) for outcome in self.outcomes for spare in outcome.promoted)
+        steps = (outcome.layout for outcome in self.losses if not outcome.loss.extra_round)
+        used = sum(len(spare.slots) for outcome in self.losses for spare in outcome.promoted)
         return sum(layout.spare_work for layout in steps) - used
 
 
@@ -48,13 +64,14 @@ def rehearse(
     policy: Policy,
     replicas: int,
     accum: int,
-    losses: Iterable[Loss],
+    events: Iterable[Loss | Join],
     until: int | None = None,
     global_batch: int | None = None,
 ) -> Rehearsal:
-    """Each loss hits a step of its own, after all have run what they were dealt, unless it says otherwise.
+    """Each loss hits a step of its own, after all have run what they were dealt, unless it says otherwise. Who joins
+    has a number that nobody had before.
 
-    With `until`, the losses are followed by single ones until so many replicas are left. `global_batch` is for a job
+    With `until`, the events are followed by single ones until so many replicas are left. `global_batch` is for a job
     whose replicas do not all begin with the same share.
     """
     if replicas < 1:
@@ -63,9 +80,16 @@ def rehearse(
         raise ValueError(f"an accumulation of {accum} runs nothing; give at least 1 microbatch per replica")
     global_batch = global_batch or replicas * accum
     start = policy.layout(range(replicas), global_batch)
-    outcomes: list[Outcome] = []
-    for loss in losses:
-        outcomes.append(_lose(policy, global_batch, loss, start, outcomes))
+    outcomes: list[Outcome | Growth] = []
+    numbers = replicas
+    for event in events:
+        if isinstance(event, Join):
+            layout = outcomes[-1].next if outcomes else start
+            living = (*layout.replicas, *range(numbers, numbers + event.count))
+            outcomes.append(Growth(event.count, policy.layout(living, global_batch)))
+            numbers += event.count
+        else:
+            outcomes.append(_lose(policy, global_batch, event, start, outcomes))
     left = len(outcomes[-1].next.replicas if outcomes else start.replicas)
     if until is not None and not 1 <= until <= left:
         raise ValueError(
@@ -76,13 +100,15 @@ def rehearse(
     return Rehearsal(policy.name, global_batch, start, tuple(outcomes))
 
 
-def _lose(policy: Policy, global_batch: int, loss: Loss, start: Layout, before: list[Outcome]) -> Outcome:
+def _lose(
+    policy: Policy, global_batch: int, loss: Loss, start: Layout, before: list[Outcome | Growth]
+) -> Outcome:
     layout = before[-1].next if before else start
     census = layout.holdings()
     if loss.extra_round:
-        _check_round(loss, before)
+        last = _loss_with_round(loss, before)
         # Who survives finishes what it was dealt before it votes: which round it was makes no difference.
-        layout, census = before[-1].layout, before[-1].decision.holdings()
+        layout, census = last.layout, last.decision.holdings()
     dead = loss.choose(census)
     gone = {holding.replica for holding in dead}
     survivors = tuple(holding for holding in census if holding.replica not in gone)
@@ -93,21 +119,21 @@ def _lose(policy: Policy, global_batch: int, loss: Loss, start: Layout, before: 
     return Outcome(loss, layout, lost, promoted, decision, policy.layout(decision.replicas, global_batch))
 
 
-def _check_round(loss: Loss, before: list[Outcome]) -> None:
-    if not before:
-        raise ValueError(
-            f"loss {loss.text!r} is the first one; put the loss whose extra round it means before it"
-        )
-    rounds = before[-1].decision.rounds
+def _loss_with_round(loss: Loss, before: list[Outcome | Growth]) -> Outcome:
+    """The loss before this one, if it has the extra round that this one means."""
+    last = before[-1] if before else None
+    if not isinstance(last, Outcome):
+        what = "comes after a join" if before else "is the first one"
+        raise ValueError(f"loss {loss.text!r} {what}; put the loss whose extra round it means before it")
+    rounds = last.decision.rounds
     if loss.extra_round > rounds:
         mend = (
             f"its last extra round is extra{rounds}"
             if rounds
             else "it takes no extra round, so leave out the @"
         )
-        raise ValueError(
-            f"loss {loss.text!r} does not fit the loss before it, {before[-1].loss.text!r}: {mend}"
-        )
+        raise ValueError(f"loss {loss.text!r} does not fit the loss before it, {last.loss.text!r}: {mend}")
+    return last
 
 
 def promotions(outcome: Outcome) -> Counter[Role]:

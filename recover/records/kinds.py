@@ -59,6 +59,15 @@ class IncidentRecord(TypedDict):
     restore_ms: float
     redo_ms: float
     at: float  # when its writer first knew, in seconds since 1970
+    # Where replicas have joined; somebody may have been lost in the same repair.
+    kind: NotRequired[str]  # "joined"; a record without it tells of losses alone
+    joined_ranks: NotRequired[list[int]]
+    joined_replicas: NotRequired[list[int]]
+    hosts: NotRequired[list[str]]  # on which they run
+    warm_up_ms: NotRequired[float]  # from the start of their processes until they asked, the longest
+    transfer_ms: NotRequired[float]  # of the state, to them
+    transfer_bytes: NotRequired[int]  # to each of their ranks, of the writer's shard
+    stall_ms: NotRequired[float]  # that the others have not computed for
 
 
 class JobRecord(TypedDict):

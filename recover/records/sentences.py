@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from recover.records.kinds import IncidentRecord, StepRecord
 
 
 def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
     """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
     dead = incident["dead_replicas"]
-    who = f"replica{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
+    if came := incident.get("joined_replicas"):
+        also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""
+        on = f"; {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}" if step else ""
+        return (
+            f"step {incident['step']}: {_those(came)} joined{also}; the others waited {incident['stall_ms']:.0f} ms, "
+            f"{incident['transfer_ms']:.0f} of them for {incident['transfer_bytes'] / 2**20:.1f} MiB of state{on}"
+        )
     where = f"{incident['location']}: {cause}" if cause else incident["location"]
-    what = f"lost {who} ({where})" if dead else "a replica left its step early, nobody is lost"
+    what = f"lost {_those(dead)} ({where})" if dead else "a replica left its step early, nobody is lost"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]
     if extra:
@@ -24,6 +32,10 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
     return (
         text + f"; committed with {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}"
     )
+
+
+def _those(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
 
 
 def in_replicas(number: int) -> str:

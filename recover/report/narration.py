@@ -1,4 +1,4 @@
-"""The narration of `recover plan`: a rehearsal of losses as a table, as JSON and as a picture."""
+"""The narration of `recover plan`: a rehearsal of losses and joins as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from recover.job.extras import need
 from recover.policy import get_policy
-from recover.policy.losses import Loss
+from recover.policy.losses import Join, Loss
 from recover.policy.plan import Layout
-from recover.policy.rehearsal import Outcome, Rehearsal, promotions, rehearse
+from recover.policy.rehearsal import Growth, Outcome, Rehearsal, promotions, rehearse
 from recover.policy.roles import Role
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def tell(
     replicas: int,
     accum: int,
     global_batch: int | None,
-    losses: list[str],
+    events: list[Loss | Join],
     until: int | None,
     *,
     as_json: bool,
@@ -34,7 +34,7 @@ def tell(
         get_policy(policy, replicas),
         replicas,
         accum,
-        [Loss.parse(text) for text in losses],
+        events,
         until,
         global_batch,
     )
@@ -59,7 +59,14 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _event(outcome: Outcome) -> dict[str, Any]:
+def _event(outcome: Outcome | Growth) -> dict[str, Any]:
+    if isinstance(outcome, Growth):
+        return {
+            "joined": outcome.count,
+            "replicas": len(outcome.next.shares),
+            "committed_microbatches": outcome.next.committed,
+            "next": _layout(outcome.next),
+        }
     decision = outcome.decision
     promoted = promotions(outcome)
     return {
@@ -100,13 +107,17 @@ def to_table(rehearsal: Rehearsal) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    table.add_column("lost")
+    table.add_column("lost, joined" if rehearsal.joined else "lost")
     table.add_column("left", justify="right")
     table.add_column("the step goes on with")
     table.add_column("commits", justify="right")
     table.add_column("from the next step on")
     table.add_row("", str(len(start.shares)), "", str(start.committed), _layout_words(start))
     for outcome in rehearsal.outcomes:
+        if isinstance(outcome, Growth):
+            there, committed = len(outcome.next.shares), outcome.next.committed
+            table.add_row(f"+{outcome.count}", str(there), "", str(committed), _layout_words(outcome.next))
+            continue
         decision = outcome.decision
         table.add_row(
             _lost_words(outcome),
@@ -119,9 +130,10 @@ def to_table(rehearsal: Rehearsal) -> Table:
 
 
 def totals(rehearsal: Rehearsal) -> str:
-    lost = sum(len(outcome.lost) for outcome in rehearsal.outcomes)
+    lost = sum(len(outcome.lost) for outcome in rehearsal.losses)
+    joined = f"{rehearsal.joined} joined, " if rehearsal.joined else ""
     return (
-        f"In total: {_many(lost, 'replica')} lost, {_many(rehearsal.extra_rounds, 'extra round')}, "
+        f"In total: {_many(lost, 'replica')} lost, {joined}{_many(rehearsal.extra_rounds, 'extra round')}, "
         f"{_many(rehearsal.spare_work, 'microbatch', 'microbatches')} of spare work in the steps with a loss."
     )
 
@@ -179,7 +191,9 @@ def save_picture(rehearsal: Rehearsal, path: Path) -> None:
     )
 
     rounds.step(survivors, [layout.accum for layout in layouts], where="mid", label="steady step")
-    rounds.plot(survivors[1:], _rounds_with_loss(rehearsal), ".", label="step with the loss")
+    after = zip(rehearsal.outcomes, survivors[1:], strict=True)
+    struck = [left for outcome, left in after if isinstance(outcome, Outcome)]
+    rounds.plot(struck, _rounds_with_loss(rehearsal), ".", label="step with the loss")
     rounds.set_yscale("log", base=2)
     rounds.yaxis.set_major_formatter("{x:g}")
     rounds.set_ylabel("rounds per step")
@@ -199,7 +213,7 @@ def _spare_percent(layout: Layout) -> float:
 
 def _rounds_with_loss(rehearsal: Rehearsal) -> list[int]:
     rounds: list[int] = []
-    for outcome in rehearsal.outcomes:
+    for outcome in rehearsal.losses:
         so_far = rounds[-1] if outcome.loss.extra_round else outcome.layout.accum
         rounds.append(so_far + outcome.decision.rounds)
     return rounds

@@ -11,8 +11,8 @@ from recover.report.recorded_runs import Run
 from recover.report.words import PHASES, victims
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
-_PHASE_COLOURS = dict(zip(PHASES, ("#E69F00", "#0072B2", "#009E73", "#56B4E9"), strict=True))
-_PHASE_NAMES = dict(zip(PHASES, ("detect", "repair", "restore", "redo"), strict=True))
+_PHASE_COLOURS = dict(zip(PHASES, ("#E69F00", "#0072B2", "#009E73", "#56B4E9", "#CC79A7"), strict=True))
+_PHASE_NAMES = dict(zip(PHASES, ("detect", "repair", "restore", "redo", "state"), strict=True))
 STYLE: Any = {
     "font.size": 12,
     "axes.spines.top": False,

@@ -14,6 +14,7 @@ PHASES = {
     "repair_ms": "to repair the world",
     "restore_ms": "to restore the gradients",
     "redo_ms": "to make up for what was lost",
+    "transfer_ms": "to pass the state on",
 }
 
 
@@ -31,16 +32,22 @@ def title(run: Run) -> str:
 
 
 def losses(run: Run) -> str:
-    lost = sum(len(incident.get("dead_replicas", ())) for incident in run.incidents)
+    lost, joined = (
+        sum(len(incident.get(key, ())) for incident in run.incidents)
+        for key in ("dead_replicas", "joined_replicas")
+    )
+    back = f", {joined} joined" if joined else ""
     if not lost:
-        return "no replica lost"
+        return f"no replica lost{back}"
     start = run.summary.get("replicas_start") or run.config.get("replicas")
     of = f" of {start}" if start else ""
-    return f"{lost}{of} replicas lost" if of or lost > 1 else "1 replica lost"
+    return (f"{lost}{of} replicas lost" if of or lost > 1 else "1 replica lost") + back
 
 
 def sentences(run: Run, incident: Line) -> str:
-    """Who died, where, what it took, and what the step was committed with."""
+    """Who died, where, what it took, and what the step was committed with; or who joined, and what that took."""
+    if incident.get("joined_replicas"):
+        return _of_joined(incident)
     who = victims(incident)
     was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
     where = incident.get("location")
@@ -73,6 +80,23 @@ def sentences(run: Run, incident: Line) -> str:
     return " ".join(text)
 
 
+def _of_joined(incident: Line) -> str:
+    came = incident["joined_replicas"]
+    where = f" on {enumeration(incident['hosts'])}" if incident.get("hosts") else ""
+    text = [f"{_capital(_numbered('replica', came))} joined{where} before step {incident['step']}."]
+    if incident.get("dead_replicas"):
+        lost = _numbered("replica", incident["dead_replicas"])
+        text.append(f"In the same repair the others found that {lost} had been lost.")
+    spans = [
+        (incident.get("warm_up_ms") or 0, "to warm up, while the others trained"),
+        (incident.get("repair_ms") or 0, "to be admitted"),
+        (incident.get("transfer_ms") or 0, "to be given the state"),
+    ]
+    text.append(f"It took {enumeration([f'{milliseconds(span)} {what}' for span, what in spans])}.")
+    text.append(f"The others waited for {milliseconds(incident.get('stall_ms') or 0)}.")
+    return " ".join(text)
+
+
 def stragglers(run: Run) -> list[str]:
     """Who held the others up, by how much at the most, and when."""
     found: dict[str, list[tuple[int, float]]] = {}
@@ -87,7 +111,10 @@ def stragglers(run: Run) -> list[str]:
 
 
 def victims(incident: Line) -> str:
-    """Replica 1, or the ranks where no replica was recorded."""
+    """Replica 1, or the ranks where no replica was recorded; +replica 4 for one that has come."""
+    if came := incident.get("joined_replicas"):
+        lost = incident.get("dead_replicas")
+        return f"+{_numbered('replica', came)}" + (f", {_numbered('replica', lost)}" if lost else "")
     if replicas := incident.get("dead_replicas"):
         return _numbered("replica", replicas)
     if ranks := incident.get("dead_ranks"):

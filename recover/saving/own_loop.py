@@ -70,7 +70,10 @@ def resume(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None)
     To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
     whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
     Objects in `extra` get back their state, by name. Returns all extras that were saved, as plain values and tensors.
+    A replica that joins goes on from no checkpoint (None): it is given what the others have.
     """
+    if step.world.outside:
+        return None
     if step.index:
         raise ValueError(f"step {step.index} is committed already; resume before the first one")
     found = checkpoint.latest(Path(path))

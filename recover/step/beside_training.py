@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from recover.handover.parcel import Stateful
 from recover.policy import Layout
 from recover.step.on_first import OnFirst
+from recover.step.position import Position
 from recover.step.result import TellsOfLastStep
 from recover.step.state import StepState
 from recover.step.transaction import Transaction
@@ -18,7 +20,8 @@ from recover.world.world import World
 
 
 class BesideTraining(TellsOfLastStep):
-    _index: int
+    extra: dict[str, Stateful]
+    _position: Position
     _world: World
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
@@ -31,7 +34,12 @@ class BesideTraining(TellsOfLastStep):
     @property
     def index(self) -> int:
         """Committed steps. `load_state_dict` sets it: with it goes the sample that comes next."""
-        return self._index
+        return self._position.index
+
+    @property
+    def skipped(self) -> int:
+        """Committed steps whose gradient was not finite: the optimizer was not called."""
+        return self._position.skipped
 
     @property
     def world(self) -> World:
@@ -49,11 +57,12 @@ class BesideTraining(TellsOfLastStep):
         may not compute with the model.
         """
         name = getattr(act, "__qualname__", repr(act))
-        self._on_first.call(self._index, partial(act, *arguments, **named), name, background)
+        self._on_first.call(self.index, partial(act, *arguments, **named), name, background)
 
     def state(self, extra: Mapping[str, Any] | None = None) -> StepState:
-        """The state after the last committed step as a whole; `extra` are the user's own parts of it, by name."""
-        return StepState(self._model, self._optimizer, self._scheduler, dict(extra or {}))
+        """The state after the last committed step as a whole; `extra` are the user's own parts of it, by name, beside
+        what the step was given as such."""
+        return StepState(self._model, self._optimizer, self._scheduler, {**self.extra, **(extra or {})})
 
     @property
     def numerics(self) -> dict[str, Any]:

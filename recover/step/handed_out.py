@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 
+from recover.loop.clock import Clock
 from recover.step import poison
-from recover.step.clock import Clock
 from recover.step.randomness import Randomness
 from recover.sums.later import Later, now
 from recover.world.world import World

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recover.job.grid import Grid
 from recover.policy import RestoreMode
+from recover.world.roll_call import Census
 
 
 @dataclass
@@ -25,3 +27,45 @@ class Incident:
     restore_ms: float = 0.0
     redo_ms: float = 0.0
     evicted: tuple[int, ...] = ()  # the dead replicas that held other parameters than the majority
+    # Of replicas that have come and hold the state of the others now, if any.
+    joined_ranks: tuple[int, ...] = ()
+    joined_replicas: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()  # where they run
+    warm_up_ms: float = 0.0  # from the start of their processes until they asked, the longest
+    transfer_ms: float = 0.0
+    transfer_bytes: int = 0  # to each of their ranks; of this shard
+    stall_ms: float = 0.0  # that the others have not computed for, repair and transfer included
+
+    @property
+    def kind(self) -> str:
+        return "joined" if self.joined_ranks else "lost"
+
+
+def met(
+    step: int,
+    grid: Grid,
+    census: Census,
+    lost: tuple[int, ...],
+    evicted: tuple[int, ...],
+    noticed_at: float,
+    noticed_in: str = "advance",
+    detect_ms: float = 0.0,
+    complete: bool = True,
+) -> Incident:
+    """What a repair has found, before anything is known of what follows from it."""
+    return Incident(
+        step=step,
+        epoch=census.epoch,
+        dead_ranks=lost,
+        dead_replicas=grid.replicas_of(lost),
+        complete=complete,
+        boundary=False,
+        restore=RestoreMode.SKIP,
+        extra_microbatches=0,
+        discarded_microbatches=0,
+        noticed_at=noticed_at,
+        noticed_in=noticed_in,
+        detect_ms=detect_ms,
+        repair_ms=census.seconds * 1e3,
+        evicted=evicted,
+    )

@@ -40,6 +40,8 @@ class OnFirst:
 
     def call(self, step: int, act: Callable[[], Any], name: str, background: bool) -> None:
         """Called by all replicas after the same step."""
+        if self._world.outside:
+            return  # the others have come to it long ago
         self.take_over()
         self._held.append(call := _Call(step, act, name, background, self._world.members[0]))
         self._do(call)

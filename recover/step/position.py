@@ -1,11 +1,72 @@
-"""Where a run stands, for another to go on from."""
+"""What a step is told, and where its run stands: for another run to go on from, or for a replica that joins."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 
-def check_position(state: dict[str, Any], here: dict[str, Any], rebatch: bool) -> None:
+from recover.loop.stragglers import Stragglers
+from recover.sums.inside import replica_of
+from recover.world.world import World
+
+
+def check_arguments(global_batch: int, clip: float | None, reduction: str, gradients: Any) -> None:
+    """Raises ValueError if no step can be taken like this."""
+    if global_batch < 1:
+        raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if gradients is not None and reduction != "fast":
+        raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
+
+
+def refuse_other_size(world: World, model: torch.nn.Module) -> None:
+    if replica_of(model).size != world.grid.replica_size:
+        raise ValueError(
+            f"a replica has {world.grid.replica_size} ranks, and the model is built for "
+            f"{replica_of(model).size}; build it with recover.hsdp or recover.threed, or use --replica-size 1"
+        )
+
+
+class Position:
+    """How far a run is: the same on all replicas after each step."""
+
+    def __init__(self, global_batch: int, samples: Any, stragglers: Stragglers) -> None:
+        self.index = 0  # committed steps
+        self.skipped = 0  # those of them whose gradient was not finite: the optimizer was not called
+        self.samples, self.stragglers = samples, stragglers
+        self._global_batch = global_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "skipped": self.skipped,
+            "global_batch": self._global_batch,
+            "samples": {"mode": self.samples.mode, **self.samples.state_dict()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], rebatch: bool = False) -> None:
+        check_position(state, self.state_dict(), rebatch)
+        self.index, self.skipped = state["index"], state["skipped"]
+        self.samples.load_state_dict(state["samples"])
+
+    def give(self) -> dict[str, Any]:
+        """For a replica that joins: it takes part in this very run, so it must know whose partitions there are."""
+        return {
+            "step": self.state_dict(),
+            "owners": self.samples.owners,
+            "paces": self.stragglers.state_dict(),
+        }
+
+    def take(self, given: Mapping[str, Any]) -> None:
+        self.samples.take_over(given["owners"])
+        self.load_state_dict(given["step"])
+        self.stragglers.load_state_dict(given["paces"])
+
+
+def check_position(state: Mapping[str, Any], here: dict[str, Any], rebatch: bool) -> None:
     """Raises ValueError if a step whose own state is `here` would not go on with the run that saved `state`."""
     samples = state.get("samples", {})
     if {"global_batch", "index", "skipped"} - state.keys() or "mode" not in samples:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q????Q")
+_HEAD = struct.Struct("<Q????HQ")
+_ARRIVAL = b"\xff" * 8  # where others name their step: none has this number
 
 
 @dataclass(frozen=True)
@@ -19,18 +21,46 @@ class Record:
     finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
     in_range: bool  # what this rank has summed can be summed as the reduction promises
     stop: bool  # somebody has asked this rank to stop after the step
+    asked: int  # the replicas that this rank sees asking to join, as bits
     fingerprint: int  # of the parameters that this step started from
     holding: Holding
 
     def to_bytes(self) -> bytes:
         return (
-            _HEAD.pack(self.step, self.complete, self.finite, self.in_range, self.stop, self.fingerprint)
+            _HEAD.pack(
+                self.step,
+                self.complete,
+                self.finite,
+                self.in_range,
+                self.stop,
+                self.asked,
+                self.fingerprint,
+            )
             + self.holding.to_bytes()
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        step, complete, finite, in_range, stop, fingerprint = _HEAD.unpack_from(data)
-        return cls(
-            step, complete, finite, in_range, stop, fingerprint, Holding.from_bytes(data[_HEAD.size :])
-        )
+        step, complete, finite, in_range, stop, asked, fingerprint = _HEAD.unpack_from(data)
+        holding = Holding.from_bytes(data[_HEAD.size :])
+        return cls(step, complete, finite, in_range, stop, asked, fingerprint, holding)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one that joins says instead: it is in no step, and holds no state yet."""
+
+    host: str
+    warm_up: float  # seconds from the start of its process until it asked
+    failures: int = 0  # tries in a row to take the state that came to nothing
+
+    def to_bytes(self) -> bytes:
+        return _ARRIVAL + json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Arrival:
+        return cls(**json.loads(data.removeprefix(_ARRIVAL)))
+
+    @staticmethod
+    def is_in(data: bytes) -> bool:
+        return data.startswith(_ARRIVAL)

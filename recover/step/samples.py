@@ -37,6 +37,14 @@ class ExactSamples:
     def put_back(self) -> None:
         pass  # a slot is its sample, whoever runs it
 
+    owners: Sequence[int] = ()
+
+    def take_over(self, owners: Sequence[int]) -> None:
+        pass
+
+    def seat(self, replicas: Sequence[int]) -> None:
+        pass
+
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
 
@@ -47,7 +55,8 @@ class ExactSamples:
 class PartitionedSamples:
     """Replica r of W owns samples r, r + W, r + 2W, ... of those that are left, and draws them one after the other.
 
-    Partitions need not advance alike: one of W may draw more in each step, and that of a dead replica stands still.
+    Partitions need not advance alike: one of W may draw more in each step, and that of a dead replica stands still,
+    until one that joins takes it over. If there are more replicas then than partitions, all are cut anew.
     Resumed with as many replicas, each goes on with its own. With another number, new partitions are cut out of all
     samples that nobody has used: `_levels` holds how far each partition of each earlier cut had come.
     """
@@ -56,6 +65,7 @@ class PartitionedSamples:
 
     def __init__(self, replica: int, replicas: int) -> None:
         self._replica, self._replicas = replica, replicas
+        self.owners = list(range(replicas))  # the replica of each partition
         self._levels: list[list[int]] = []
         self._used = [0] * replicas  # of each partition, in committed steps
         self._drawn = 0  # of this one, in the step under way
@@ -72,7 +82,10 @@ class PartitionedSamples:
 
     def _place(self, drawn: int) -> int:
         """The sample that this replica draws as number `drawn` (from 0) in the step under way."""
-        place = self._replica + (self._used[self._replica] + drawn) * self._replicas
+        if self._replica not in self.owners:
+            return 0  # one that has not joined yet rehearses
+        mine = self.owners.index(self._replica)
+        place = mine + (self._used[mine] + drawn) * self._replicas
         for used in reversed(self._levels):
             place = _left(used, place)
         return place
@@ -87,6 +100,22 @@ class PartitionedSamples:
     def put_back(self) -> None:
         """What this replica drew in this step was not used: it draws it again."""
         self._drawn = 0
+
+    def take_over(self, owners: Sequence[int]) -> None:
+        """For one that joins: whose partitions these are with the others."""
+        self.owners, self._replicas = list(owners), len(owners)
+
+    def seat(self, replicas: Sequence[int]) -> None:
+        """These live now, and some of them have just come."""
+        came = sorted(set(replicas) - set(self.owners))
+        free = [place for place, owner in enumerate(self.owners) if owner not in replicas]
+        if len(came) > len(free):
+            self._levels.append(self._used)
+            self.owners, self._used = sorted(replicas), [0] * len(replicas)
+        else:
+            for place, replica in zip(free, came, strict=False):
+                self.owners[place] = replica
+        self._replicas, self._drawn = len(self.owners), 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"used": [*self._levels, list(self._used)]}

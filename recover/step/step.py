@@ -10,27 +10,32 @@ while step.index < 1000:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from recover.handover.parcel import Stateful
 from recover.journal.own_records import records_of
+from recover.loop.clock import clock_of
+from recover.loop.habits import Habits
+from recover.loop.stragglers import Stragglers
+from recover.loop.weights import Weight, losses_of, refuse_without_graph, weighted, weights_of
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
 from recover.step.belonging import Belonging, refuse_scheduler
 from recover.step.beside_training import BesideTraining
-from recover.step.clock import clock_of
-from recover.step.habits import Habits
 from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
+from recover.step.incident import Incident
+from recover.step.newcomers import Newcomers
 from recover.step.on_first import OnFirst
-from recover.step.position import check_position
+from recover.step.position import Position, check_arguments, refuse_other_size
 from recover.step.randomness import Randomness
-from recover.step.result import StepResult
+from recover.step.result import StepResult, result_of
 from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
-from recover.step.stragglers import Stragglers, busy
 from recover.step.transaction import Transaction
-from recover.step.weights import Weight, losses_of, weighted, weights_of
+from recover.step.update import Update
 from recover.sums.gradients import Gradients, OwnedGradients
 from recover.sums.inside import replica_of
 from recover.sums.later import Later
@@ -60,6 +65,8 @@ class Step(BesideTraining):
     gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
     buffers:       names of buffers that forward changes, beside those of BatchNorm and its kin: after a step they are
                    what they were before it plus the mean of what its microbatches did to them
+    extra:         what else a replica that joins must be given, by name: objects with `state_dict` and
+                   `load_state_dict` (a moving average of the model, say); `step.extra` may be added to later
     """
 
     def __init__(
@@ -78,30 +85,20 @@ class Step(BesideTraining):
         bucket_mb: float | None = None,
         gradients: Gradients | None = None,
         buffers: Iterable[str] = (),
+        extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        if global_batch < 1:
-            raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+        check_arguments(global_batch, clip, reduction, gradients)
         refuse_scheduler(scheduler)
         replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
-        if replica_of(model).size != world.grid.replica_size:
-            raise ValueError(
-                f"a replica has {world.grid.replica_size} ranks, and the model is built for "
-                f"{replica_of(model).size}; build it with recover.hsdp or recover.threed, or use --replica-size 1"
-            )
-        self._index = 0
+        refuse_other_size(world, model)
         self.result = StepResult()  # of the last committed step
-        self.skipped = 0  # committed steps whose gradient was not finite: the optimizer was not called
         self._world, self._model, self._optimizer = world, model, optimizer
-        self._clip, self._scheduler = clip, scheduler
+        self._scheduler = scheduler
         self._randomness = Randomness(seed, world.shard)
         replica_of(model).seed_with(self.seed_microbatch)
         self._exact_sum = reduction == "reproducible"
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
-        if gradients is not None and reduction != "fast":
-            raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
         self._gradients = gradients or OwnedGradients(
             model.parameters(),
             bucket_mb,
@@ -121,15 +118,25 @@ class Step(BesideTraining):
         )
         self._on_first = OnFirst(world, self._randomness)
         self._transaction.is_quiet = self._on_first.is_quiet
-        self._stragglers = Stragglers(ending.log)
+        self._position = Position(global_batch, self._samples, Stragglers(ending.log))
         device = self._gradients.parameters[0].device
         self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
+        self._update = Update(optimizer, clip, self._randomness, self._habits)
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
         self._compares_optimizers = False  # whether the next vote does
         self._records = records_of(world, self, model, optimizer, samples == "exact")
-        copy_state_from_first_replica(world, model)
+        self.extra = dict(extra or {})
+        state = (
+            model,
+            optimizer,
+            scheduler,
+            ChainMap[str, Stateful](self.extra, {"recover.records": self._records}),
+        )
+        self._newcomers = Newcomers(world, self._transaction, self._position, state)
+        if not world.outside:
+            copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
         ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
@@ -165,11 +172,7 @@ class Step(BesideTraining):
             )
         ran_with = self._transaction.replica.weights_of_round()
         weights = weights_of(weight, ran_with, loss, len(pending), self._exact_sum)
-        if not loss.requires_grad and not self._by_rounds:
-            raise ValueError(
-                "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
-                "whose backward passes have run already may be recorded without one"
-            )
+        refuse_without_graph(loss, self._by_rounds)
         self._world.hooks("backward")
         self._moving.take()
         self._gradients.ready()
@@ -216,21 +219,14 @@ class Step(BesideTraining):
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
-        return {
-            "index": self.index,
-            "skipped": self.skipped,
-            "global_batch": self._transaction.global_batch,
-            "samples": {"mode": self._samples.mode, **self._samples.state_dict()},
-        }
+        return self._position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, rebatch: bool = False) -> None:
         """Go on behind the last step of the run that saved this, on as many replicas as there are.
 
         `rebatch`: with another global batch, too. No sample is used twice, and none is left out.
         """
-        check_position(state, self.state_dict(), rebatch)
-        self._index, self.skipped = state["index"], state["skipped"]
-        self._samples.load_state_dict(state["samples"])
+        self._position.load_state_dict(state, rebatch)
 
     def _shares(
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
@@ -256,6 +252,10 @@ class Step(BesideTraining):
         self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
     ) -> Generator[list[T], None, None]:
         """Hand out what is owed, reduce, vote, recover, until the step commits."""
+        arrived: list[Incident] = []
+        if self._world.outside:
+            yield from self._rehearse(stream, cut, overlap)
+            arrived = self._newcomers.enter()
         transaction, number = self._transaction, self.index + 1
 
         def cut_and_announce(slots: list[int]) -> list[list[int]]:
@@ -269,10 +269,10 @@ class Step(BesideTraining):
             )
         self._by_rounds = not overlap
         self._world.hooks.step = number
-        self._look_at_parameters(number)
+        self._look_at_parameters(number, given=bool(arrived))
         with self._records, self._world.step(number), self._randomness.apart():
             try:
-                transaction.begin(number, self._fingerprint(number))
+                self._begin(number, arrived)
                 self._world.hooks.dealt({share.replica: share.run for share in self.layout.shares})
                 for slots, place, post in transaction.attempts(
                     cut_and_announce, overlap, self._samples.put_back
@@ -297,6 +297,30 @@ class Step(BesideTraining):
             self._commit(number)
             self._torn = False
 
+    def _begin(self, number: int, arrived: list[Incident]) -> None:
+        """The step begins; before that, whoever has asked to join is taken in."""
+        transaction = self._transaction
+        if transaction.asked:
+            transaction.begin(number, self._fingerprint(number))
+            arrived = self._newcomers.take_in()
+        if any(incident.joined_ranks for incident in arrived):
+            self._samples.seat(self._world.replicas)
+            self._compares_optimizers = True  # the first vote of a newcomer shows all that it was given
+        transaction.begin(number, self._fingerprint(number))
+        transaction.incidents += arrived
+
+    def _rehearse(
+        self, stream: Stream[T], cut: Callable[[list[int]], list[list[int]]], overlap: bool
+    ) -> Generator[list[T], None, None]:
+        """One microbatch that nobody waits for: whatever is made, compiled or loaded by the first is there then."""
+        self._by_rounds = not overlap
+        replica_of(self._model).rest()
+        self._belonging.refuse_left_over_gradients(0)
+        with self._randomness.apart():
+            self._transaction.begin(0, 0)
+            yield self._hand_out(stream, cut([0])[0], "forward", post=False)
+        self._put_back()
+
     def _end(self) -> None:
         """The script has ended, perhaps with an iterator in its hand."""
         if self._attempt is not None:
@@ -310,13 +334,17 @@ class Step(BesideTraining):
         """
         if not ending.is_rank():
             return  # a forked child has its copy of the iterator
-        self._handed_out.leave()
         self._world.cross.break_off("a replica has left its step early")
         self._world.cross.drain()
+        self._put_back()
+        self._transaction.leave()
+
+    def _put_back(self) -> None:
+        """What was run does not count."""
+        self._handed_out.leave()
         self._gradients.release()
         self._moving.restore()
         self._samples.put_back()
-        self._transaction.leave()
 
     def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
         self._world.hooks(place)
@@ -328,17 +356,19 @@ class Step(BesideTraining):
         self.seed_microbatch(0)
         return batches
 
-    def _look_at_parameters(self, number: int) -> None:
-        """They may have been frozen, unfrozen, added or replaced since the last step, and hold gradients."""
+    def _look_at_parameters(self, number: int, given: bool) -> None:
+        """They may have been frozen, unfrozen, added or replaced since the last step, and hold gradients; or be `given`
+        by others, who train other ones by now than this script did at its start."""
         self._transaction.replica.rest()
         self._belonging.refuse_left_over_gradients(number)
         if self._belonging.changed():
             ending.log(f"step {number}: other parameters are trained than before")
             self._gradients.lay_out(self._model.parameters())
             self._belonging.settle()
-            # Others may not have done the same. Buckets of different sizes must not meet: the first attempt fails for
-            # all, and the census shows who differs.
-            self._world.cross.break_off()
+            if not given:
+                # Others may not have done the same. Buckets of different sizes must not meet: the first attempt fails
+                # for all, and the census shows who differs.
+                self._world.cross.break_off()
 
     def _fingerprint(self, number: int) -> Later[int]:
         """Buffers are looked at now, for forward may change them; parameters when it is asked for: at the vote."""
@@ -348,47 +378,22 @@ class Step(BesideTraining):
         return whole.value(lambda: [*self._belonging.parameters(), *optimizer])
 
     def _commit(self, number: int) -> None:
-        transaction, totals = self._transaction, self._transaction.totals
-        if not totals.weight:
-            raise ValueError(
-                f"the weights of step {number} add up to 0: there is nothing to take the mean over"
-            )
-        self.result = StepResult(
-            loss=totals.loss * self._gradients.sum.loss_unit / totals.weight,
-            grad_norm=transaction.grad_norm / totals.weight,
-            weight=totals.weight,
-            samples=transaction.contributed,
-            all_samples=totals.samples,
-            incidents=transaction.incidents,
-            stragglers=self._stragglers.committed(totals.paces, number),
-            busy=busy(self.layout, totals.paces, self._world.replicas),
-            skipped=not transaction.finite,
-            stop_agreed=transaction.stop_agreed,
-        )
+        transaction = self._transaction
+        self.result = result_of(transaction, self._position.stragglers, number)
         self._samples.committed(self.all_samples, contributed=bool(self.samples))
         self._world.hooks("update")
         if transaction.finite:
-            self._update(number)
+            self._update.apply(transaction, number, self.grad_norm)
         else:
             self._moving.restore()
-            self.skipped += 1
+            self._position.skipped += 1
         self._gradients.release()
         self._world.hooks("after-update")
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
-        self._index = number
+        self._position.index = number
         self._compares_optimizers = False
         self._handed_out.committed()
         self._on_first.committed(transaction.all_quiet)
         self._world.board.accomplish(self._world.rank)
         self._world.hooks("advance")
-
-    def _update(self, number: int) -> None:
-        totals, shrink = self._transaction.totals, 1.0
-        if self._clip is not None and self.grad_norm > self._clip:
-            shrink = self._clip / (self.grad_norm + 1e-6)
-        self._gradients.install(totals.weight, shrink, totals.used.tolist())
-        self._randomness.update(number)
-        with self._habits.updating():
-            self._optimizer.step()
-        self._moving.settle(torch.from_numpy(totals.changes), len(self.all_samples))

@@ -7,7 +7,7 @@ world sums them, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,22 @@ Row = npt.NDArray[np.float64]
 class Totals:
     """This rank's contribution, the sum over all replicas, and, once the step is complete, what was agreed on."""
 
-    def __init__(self, global_batch: int, replicas: int, changes: int) -> None:
-        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
-        self._paces = SAMPLES + global_batch + max(global_batch, replicas)
-        self._changes = self._paces + replicas
-        self._usage = self._changes + changes
+    def __init__(self, global_batch: int, replicas: Sequence[int], changes: int) -> None:
+        self._global_batch, self._numbers_of_buffers = global_batch, changes
+        self.seat(replicas)
         self.agreed: Row = np.zeros(0)
         self._own: Row = np.zeros(0)
         self._sum: Row = np.zeros(0)
         self._work: Work | None = None
         self._epoch: int | None = None
+
+    def seat(self, replicas: Sequence[int]) -> None:
+        """These have a place each in the row, the same on all of them, whoever of them dies; until others join."""
+        self._seats = {replica: seat for seat, replica in enumerate(sorted(replicas))}
+        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
+        self._paces = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
+        self._changes = self._paces + len(self._seats)
+        self._usage = self._changes + self._numbers_of_buffers
 
     def begin(self, parameters: int) -> None:
         """A new step, with so many parameters whose use is told."""
@@ -67,7 +73,7 @@ class Totals:
         """What every replica says of itself, spare or not."""
         self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
         if pace is not None:
-            self._own[self._paces + replica] = pace
+            self._own[self._paces + self._seats[replica]] = pace
 
     def post(self, cross: CrossGroup, epoch: int) -> Work:
         self._epoch = epoch
@@ -128,7 +134,7 @@ class Totals:
     def paces(self) -> dict[int, float]:
         """Seconds per microbatch, of every replica that has run some in this step."""
         paces: list[float] = self.agreed[self._paces : self._changes].tolist()
-        return {replica: pace for replica, pace in enumerate(paces) if pace > 0}
+        return {replica: paces[seat] for replica, seat in self._seats.items() if paces[seat] > 0}
 
     @property
     def changes(self) -> Row:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
+from operator import and_, or_
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
+from recover.step.drift import drifted
 from recover.step.errors import OutOfRangeError, StateDivergedError
-from recover.step.incident import Incident
-from recover.step.record import Record
+from recover.step.incident import Incident, met
+from recover.step.record import Arrival, Record
 from recover.step.totals import Totals
 from recover.sums import ledger
 from recover.sums.later import Later, fetch, now
-from recover.world.membership import Census
+from recover.world.roll_call import Census
 from recover.world.world import World
 
 if TYPE_CHECKING:  # tensors are the sums' own business
@@ -32,7 +34,8 @@ if TYPE_CHECKING:  # tensors are the sums' own business
     from recover.sums.inside import Replica
     from recover.sums.moving import MovingBuffers
 
-COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 64  # the bits of the vote
+COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 32  # the bits of the vote, and ...
+ASKED, ASKERS = 64, 16  # ... the first of so many: one for each replica that asks to join, by its number
 FRUITLESS = 8
 
 
@@ -58,7 +61,11 @@ class Transaction:
         self.stop_requested = False
         self.stop_agreed = self.all_quiet = False
         self.is_quiet: Callable[[], bool] = lambda: True
-        self.totals = Totals(global_batch, world.grid.replicas, moving.size)
+        self.asked = False  # all who have committed the last step saw the same replica ask
+        self.arrival: Arrival | None = None  # of a rank that joins, until it holds the state of the others
+        self.newcomers: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas came, and which
+        replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
+        self.totals = Totals(global_batch, replicas, moving.size)
         # The step that was given up here and is not begun again yet, and the epoch of that.
         self._left: tuple[int, int] | None = None
         self.begin(0, 0)
@@ -80,9 +87,8 @@ class Transaction:
         self._places = [(time.time(), "backward")]
         self.gradients.begin()
         self.moving.begin()
-        self._losses: list[
-            tuple[float | Later[float], float]
-        ] = []  # of this replica's slots, with their weights
+        # Of this replica's slots, with their weights.
+        self._losses: list[tuple[float | Later[float], float]] = []
         self.totals.begin(len(self.gradients.parameters))
         self._tainted = False
         self._in_range = True
@@ -168,7 +174,7 @@ class Transaction:
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
         word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
-        word |= QUIET * self.is_quiet()
+        word |= QUIET * self.is_quiet() | ASKED * self._asking
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
         if self._complete:
@@ -192,6 +198,7 @@ class Transaction:
             self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         self.finite = bool(agreed & FINITE)
         self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
+        self.asked = agreed >= ASKED
         return True
 
     def _wait_for_device(self) -> None:
@@ -205,6 +212,11 @@ class Transaction:
             self._loss += value
             self._in_range &= self.gradients.sum.covers(value)
             self._weight += weight
+
+    @property
+    def _asking(self) -> int:
+        """The replicas that this rank sees asking, as bits."""
+        return reduce(or_, (1 << replica % ASKERS for replica in self.world.asking), 0)
 
     @property
     def _pace(self) -> float | None:
@@ -229,7 +241,7 @@ class Transaction:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
         noticed = self.world.noticed_at or time.time()
         detect_ms = (time.time() - noticed) * 1e3
-        census, lost, evicted = self._repair()
+        census, lost, evicted = self.repair()
         records = self._read(census)
         try:
             poison.check(self.world.notes, self.index, self.world.grid, census.members)
@@ -242,6 +254,7 @@ class Transaction:
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
+            self.asked = reduce(and_, (record.asked for record in records.values())) > 0
             return True
         started = time.perf_counter()
         decision = self.policy.respond(
@@ -285,7 +298,7 @@ class Transaction:
             if self.world.agree(SAME_STATE * same) == SAME_STATE:
                 return all_lost, seconds
             self._complete = False
-            census, lost, _ = self._repair()
+            census, lost, _ = self.repair()
             all_lost, seconds = all_lost + lost, seconds + census.seconds
             self._count_fruitless(lost)
             self.totals.forget()
@@ -304,15 +317,20 @@ class Transaction:
             )
             self._all_end(error)
 
-    def _repair(self) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
-        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted."""
-        census = self.world.repair(self._record().to_bytes())
+    def repair(
+        self, begin: Callable[[bytes], Census] | None = None
+    ) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
+        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted.
+
+        `begin`: how the first repair is entered, with this rank's record, if not like any other.
+        """
+        census = (begin or self.world.repair)(self._record())
         lost, evicted = census.lost, frozenset[int]()
         while strayed := self._ended(census) or self._drifted(self._read(census)):
             self._tainted = True
             evicted |= strayed
             ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
-            census = self.world.repair(self._record().to_bytes(), evict=ranks)
+            census = self.world.repair(self._record(), evict=ranks)
             lost += census.lost
         return census, lost, tuple(sorted(evicted))
 
@@ -320,20 +338,27 @@ class Transaction:
         sums: list[Bucket | Totals] = [*self.gradients.buckets, self.totals]
         return not self._tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
-    def _record(self) -> Record:
+    def _record(self) -> bytes:
+        if self.arrival is not None:
+            return self.arrival.to_bytes()
         finished = self._done - self.share.kept
-        return Record(
+        record = Record(
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
             in_range=self._fits,
             stop=self.stop_requested,
+            asked=self._asking,
             fingerprint=now(self.fingerprint),
             holding=self.share.holding(finished),
         )
+        return record.to_bytes()
 
     def _read(self, census: Census) -> Mapping[int, Record]:
-        records = {rank: Record.from_bytes(data) for rank, data in census.records.items()}
+        """Those of the members that are in the step."""
+        records = {
+            rank: Record.from_bytes(data) for rank, data in census.records.items() if not Arrival.is_in(data)
+        }
         steps = {record.step for record in records.values()}
         if len(steps) > 1:
             raise AssertionError(f"survivors are in different steps: {sorted(steps)}")
@@ -346,26 +371,11 @@ class Transaction:
         )
 
     def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
-        """The replicas whose parameters differ from the majority's, in any shard."""
-        grid = self.world.grid
-        drifted: set[int] = set()
-        for shard in range(grid.replica_size):
-            held = {
-                grid.replica(rank): r.fingerprint for rank, r in records.items() if grid.shard(rank) == shard
-            }
-            (majority, count), *_ = Counter(held.values()).most_common()
-            if count == len(held):
-                continue
-            if 2 * count <= len(held):
-                error = StateDivergedError(
-                    f"before step {self.index} replicas {sorted(held)} hold different parameters, or train different "
-                    f"ones (shard {shard}: "
-                    f"{', '.join(f'{replica}: {value:016x}' for replica, value in sorted(held.items()))}) and there "
-                    "is no majority to tell which are right; go on from the last checkpoint"
-                )
-                self._all_end(error)
-            drifted |= {replica for replica, value in held.items() if value != majority}
-        return frozenset(drifted)
+        since, newcomers = self.newcomers
+        try:
+            return drifted(self.world.grid, self.index, records, newcomers if since == self.index else ())
+        except StateDivergedError as error:
+            self._all_end(error)
 
     def _note(
         self,
@@ -381,20 +391,5 @@ class Transaction:
             if noticed >= since:
                 noticed_in = place
         self.incidents.append(
-            Incident(
-                step=self.index,
-                epoch=census.epoch,
-                dead_ranks=lost,
-                dead_replicas=self.world.grid.replicas_of(lost),
-                complete=complete,
-                boundary=False,
-                restore=RestoreMode.SKIP,
-                extra_microbatches=0,
-                discarded_microbatches=0,
-                noticed_at=noticed,
-                noticed_in=noticed_in,
-                detect_ms=detect_ms,
-                repair_ms=census.seconds * 1e3,
-                evicted=evicted,
-            )
+            met(self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete)
         )

@@ -62,6 +62,8 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.engine.model)
         self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
         self.tensors = Tensors(self.engine.model, self.optimizer, world.grid.replica_size)
+        # One that joins is given what the others have.
+        resume = None if world.outside else resume
         saved = load_checkpoint(resume, self.tensors, self.engine, world) if resume else None
         self.step = recover.Step(
             world,
@@ -90,6 +92,7 @@ class Trainer:
             first=world.shard == 0,
             alone=world.grid.replica_size == 1,
         )
+        self.step.extra["trainer"] = self
         self.stop_requests = StopRequests(self.step, run_dir)
         self.kills = parse_faults(world.job.faults)
         self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
@@ -102,6 +105,14 @@ class Trainer:
             self._checkpoint()
         do_despite_losses(self.world, self._close, self._lost)
 
+    def state_dict(self) -> dict[str, Any]:
+        """For a replica that joins, beside what the step gives it."""
+        return {"resumed_at": self.resumed_at, "journal": self.journal.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.resumed_at = state["resumed_at"]
+        self.journal.load_state_dict(state["journal"])
+
     def _go_on_from(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["position"])
         self.scheduler.load_state_dict(saved["scheduler"])
@@ -112,6 +123,9 @@ class Trainer:
 
     def _begin(self) -> None:
         world = self.world
+        if world.outside:  # the others have begun long ago
+            self.stop_requests.listen()
+            return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
             self._lost(dead, world.last_census.seconds)
         do_despite_losses(world, self._open_run_dir, self._lost)
@@ -134,9 +148,10 @@ class Trainer:
 
     def _take_step(self) -> None:
         config, step = self.config, self.step
-        started, lr = time.perf_counter(), self.optimizer.param_groups[0]["lr"]
+        started = time.perf_counter()
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
+        lr = config.lr * lr_factor(config, step.index - 1)  # as it was, also for one that has joined just now
         line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)
         self.gpu_use.note(line, self.world.members)
         line |= {name: round(spent, 3) for name, spent in self.spent.items()}  # type: ignore[typeddict-item]
@@ -152,7 +167,7 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         step, config = self.step, self.config
-        enough = len(self.world.replicas) >= config.min_replicas
+        enough = self.world.outside or len(self.world.replicas) >= config.min_replicas
         return step.index < config.steps and not step.stop_agreed and enough
 
     def _checkpoint(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from recover.carriers.base import DataCarrier, Ready, wire_type
@@ -52,6 +52,11 @@ class CrossGroup:
             )
         ready = self._ready(source, out)
         return self._post(lambda: self._carrier.all_gather(source, out, ready))
+
+    def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
+        """`out` to members of the group, by their number in it, and `into` from members; int64 only."""
+        ready = self._ready(*out.values(), *into.values())
+        return self._post(lambda: self._carrier.exchange(out, into, ready))
 
     def barrier(self) -> Work:
         return self._post(self._carrier.barrier)

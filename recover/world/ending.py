@@ -41,6 +41,7 @@ class End(StrEnum):
     ORPHAN = "orphan"  # another rank of its replica died
     FENCED = "fenced"  # it stood still for too long
     EXCLUDED = "excluded"  # the others went on without it
+    UNNEEDED = "unneeded"  # it was there to join, and there was nothing to join any more
 
 
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send before they take a machine away

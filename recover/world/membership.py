@@ -5,15 +5,17 @@ the bitmap of who is alive, take the census by messages among those, build the c
 agree that all of it worked; if not, again. Start-up is the first pass of this loop. A member whose carrier cannot be
 made or built says so in the census; one that fails again and again, while nobody dies, is left out by the others.
 
+Whoever asks to join is admitted by such a bitmap's agreement, in a repair that is entered for that. From the next
+agreement on it takes part like all others: the round is begun anew with it.
+
 Every decision that leads a rank into or out of a collective phase comes from an agreement, never from what the
 rank knows by itself: two survivors may know different things, but they are never in different phases.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
@@ -21,6 +23,7 @@ from recover.carriers.contract import Carrier, Carriers
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.fabrics.base import Fabric, FabricError, Transfer
 from recover.job.grid import Grid
+from recover.world.roll_call import Census, Row, pack, unpack
 
 TAG_BITS = 4
 WORD_BITS = FABRIC_BITS - TAG_BITS
@@ -65,40 +68,6 @@ class NoCarrierError(RuntimeError):
     """Nobody dies, and still the repair comes to nothing; too many are at fault to go on without them."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What a member says of itself in the census."""
-
-    offer: bytes
-    record: bytes
-    can_build: bool = True
-    own: int = 0  # how often it could not even make a carrier, over these members
-    built: int = 0  # how often its carrier was made, and failed when it was built
-    trouble: str = ""  # what it failed by last
-
-    def to_bytes(self, rank: int) -> bytes:
-        head = struct.pack("<q?qq", rank, self.can_build, self.own, self.built)
-        return _pack([head, self.offer, self.record, self.trouble.encode()])
-
-    @classmethod
-    def from_bytes(cls, packed: bytes) -> tuple[int, _Row]:
-        head, offer, record, trouble = _unpack(packed)
-        rank, can_build, own, built = struct.unpack("<q?qq", head)
-        return rank, cls(offer, record, can_build, own, built, trouble.decode())
-
-
-@dataclass(frozen=True)
-class Census:
-    """What a repair found out, the same on all members but for the time it took."""
-
-    epoch: int
-    members: tuple[int, ...]
-    lost: tuple[int, ...]  # the members of the epoch before that are no more
-    records: Mapping[int, bytes]  # one opaque record from every member
-    rounds: int
-    seconds: float
-
-
 class Membership(Generic[C]):
     """One rank's view of the membership, equal on all members because it changes by agreement only."""
 
@@ -109,17 +78,19 @@ class Membership(Generic[C]):
         carriers: Carriers[C],
         probe: Callable[[str, object], None],
         report: Callable[[str], None] = lambda text: None,
+        joining: bool = False,
     ) -> None:
         self.fabric = fabric
         self.grid = grid
         self.epoch = 0
-        self.members: tuple[int, ...] = tuple(range(grid.ranks))
+        self._joining = joining  # it is no member yet, and nothing was before
+        mine = grid.mates(fabric.rank) | {fabric.rank}
+        self.members: tuple[int, ...] = tuple(sorted(mine if joining else range(grid.ranks)))
         self.carrier: C | None = None
         self._carriers = carriers
         self._probe = probe
         self._report = report
         self._trouble = ""  # what this rank's carriers failed by, in the repair under way
-        self._round = 0  # counts agreed bitmaps, so it is the same everywhere; tells old messages from new
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
         """The AND of the members' words, or None if somebody has died: then everyone must call `repair`.
@@ -133,30 +104,35 @@ class Membership(Generic[C]):
         self._forget_late_notices()
         return self._agree(phase, word)
 
-    def _agree(self, phase: Phase, word: int) -> int | None:
+    def _agree(self, phase: Phase, word: int, admit: frozenset[int] = frozenset()) -> int | None:
         """One agreement on `word`; None if it failed, or if not everyone counted in was in this phase."""
-        agreed = self.fabric.agree(int(word) << TAG_BITS | phase)
+        agreed = self.fabric.agree(int(word) << TAG_BITS | phase, admit)
         if agreed is None or agreed & (1 << TAG_BITS) - 1 != phase:
             return None
         return agreed >> TAG_BITS
 
-    def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
+    def repair(self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
 
         Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
         live; they, those who lost a mate, and those whose carriers fail again and again, get `ExcludedError`.
+        `admit`: whoever all members see asking is admitted, too. One that has been enters here, too.
         """
-        started, before, rounds = self.fabric.now(), self.members, 0
-        last, mine, fruitless = tuple[int, ...](), _Row(b"", record), 0
+        started, rounds = self.fabric.now(), 0
+        last, mine, fruitless = tuple[int, ...](), Row(b"", record), 0
         while True:
             rounds += 1
             self._trouble = mine.trouble
             self._probe("repair", "members")
-            members = self._agree_on_members(evict)
+            participants = self.fabric.participants
+            members = self._agree_on_members(evict, admit)
             if members is None:
                 continue
+            if admit and self.fabric.participants - participants:
+                admit = False  # those who are admitted take part from here on: once more, with them
+                continue
             if members != last:
-                last, mine, fruitless = members, _Row(b"", record), 0
+                last, mine, fruitless = members, self._first_row(members, record), 0
             fruitless += 1
             carrier, mine = self._prepare(members, mine)
             self._probe("repair", "census")
@@ -185,12 +161,15 @@ class Membership(Generic[C]):
                 self._give_up(carrier, "the carrier was not built everywhere")
                 self._think_again(members, fruitless, rows | {self.fabric.rank: mine})
                 continue
-            self.epoch += 1
+            self.epoch = max(row.epoch for row in rows.values()) + 1
             self.members, self.carrier = members, carrier
+            self._joining = False
+            before = {rank for row in rows.values() for rank in row.before}
             return Census(
                 epoch=self.epoch,
                 members=members,
-                lost=tuple(sorted(set(before) - set(members))),
+                lost=tuple(sorted(before - set(members))),
+                joined=tuple(sorted(set(members) - before)),
                 records={rank: row.record for rank, row in rows.items()},
                 rounds=rounds,
                 seconds=self.fabric.now() - started,
@@ -198,31 +177,31 @@ class Membership(Generic[C]):
 
     def _forget_late_notices(self) -> None:
         """A late notice of a rank that is already excluded must not fail the next agreement."""
-        gone = frozenset(range(self.grid.ranks)) - frozenset(self.members)
-        if gone:
+        if gone := self.fabric.failed() - frozenset(self.members):
             self.fabric.acknowledge(only=gone)
 
-    def _agree_on_members(self, evict: frozenset[int]) -> tuple[int, ...] | None:
+    def _agree_on_members(self, evict: frozenset[int], admit: bool) -> tuple[int, ...] | None:
         """One try. The agreed bitmap, cut down to whole replicas; None if a further death got in the way."""
         self._settle()
         dead = self.fabric.acknowledge()
-        everyone = range(self.grid.ranks)
+        everyone = sorted(self.fabric.participants)
         alive: list[int] = []
-        for first in range(0, self.grid.ranks, WORD_BITS):
+        for first in range(0, len(everyone), WORD_BITS):
             chunk = everyone[first : first + WORD_BITS]
             word = sum(1 << i for i, rank in enumerate(chunk) if rank not in dead and rank not in evict)
+            # Whoever is admitted must find the others at the beginning of a round: so by the last part of this one.
+            asking = self.fabric.asking() if admit and chunk[-1] == everyone[-1] else frozenset()
             # Each rank's own list may lag; the AND is the same for all, and holds no rank that anybody misses.
-            agreed = self._agree(Phase.MEMBERS, word)
+            agreed = self._agree(Phase.MEMBERS, word, asking)
             if agreed is None:
                 return None
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
-        self._round += 1
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
             raise ExcludedError(self.fabric.rank, members, self.fabric.rank in alive, self._trouble)
         return members
 
-    def _sick(self, rows: Mapping[int, _Row]) -> frozenset[int]:
+    def _sick(self, rows: Mapping[int, Row]) -> frozenset[int]:
         """Who has failed again and again while nobody died. From the census: the same on all members.
 
         Who says that it cannot make a carrier is as good as dead, however many say so. Where one cannot be built, both
@@ -242,14 +221,14 @@ class Membership(Generic[C]):
             self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
         return sick
 
-    def _think_again(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, _Row]) -> None:
+    def _think_again(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
         """Another round over the same members: what has failed without a death gets a moment to pass by itself."""
         if not self._alarmed(members):
             self.fabric.pause(min(LONGEST_PAUSE, FIRST_PAUSE * 5 ** (fruitless - 1)))
         if fruitless >= FRUITLESS:
             self._end(f"{fruitless} rounds came to nothing", rows)
 
-    def _end(self, what: str, rows: Mapping[int, _Row]) -> NoReturn:
+    def _end(self, what: str, rows: Mapping[int, Row]) -> NoReturn:
         """All members come here after the same agreement; who leaves before the others hold its result undoes it."""
         said = [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
         self.fabric.linger(FENCE_AFTER)
@@ -266,11 +245,16 @@ class Membership(Generic[C]):
             if (failed := self.fabric.failed()) != known:
                 since, known = self.fabric.now(), failed
 
-    def _take_census(self, members: tuple[int, ...], mine: _Row) -> dict[int, _Row] | None:
+    def _first_row(self, members: tuple[int, ...], record: bytes) -> Row:
+        tells = not self._joining and self.fabric.rank == min(set(self.members) & set(members))
+        return Row(b"", record, epoch=self.epoch, before=self.members if tells else ())
+
+    def _take_census(self, members: tuple[int, ...], mine: Row) -> dict[int, Row] | None:
         """Everyone's row to the lowest member, and the whole table back. None if a member died meanwhile."""
         if not self._see_off_the_excluded(members):
             return None
-        me, root, tag = self.fabric.rank, members[0], 2 * self._round
+        # All have been through the same agreements, so their number tells old messages from new.
+        me, root, tag = self.fabric.rank, members[0], 2 * self.fabric.agreements
         row = mine.to_bytes(me)
         try:
             if me != root:
@@ -278,19 +262,19 @@ class Membership(Generic[C]):
                 (table,) = self._complete([self.fabric.receive(root, tag + 1)], members)
             else:
                 others = self._complete([self.fabric.receive(m, tag) for m in members[1:]], members)
-                table = _pack([row, *others])
+                table = pack([row, *others])
                 self._complete([self.fabric.send(table, m, tag + 1) for m in members[1:]], members)
         except FabricError as error:
             self._report(f"the census failed here: {error}")
             return None
-        return dict(map(_Row.from_bytes, _unpack(table)))
+        return dict(map(Row.from_bytes, unpack(table)))
 
     def _see_off_the_excluded(self, members: tuple[int, ...]) -> bool:
         """Wait until all who were left out are dead, so that none of them can act any more, and acknowledge it.
 
         Whatever else happens meanwhile: the next agreement would wait for one that lives. False if a member has died.
         """
-        gone = frozenset(range(self.grid.ranks)) - frozenset(members)
+        gone = self.fabric.participants - frozenset(members)
         deadline = self.fabric.now() + FENCE_AFTER
         while gone - self.fabric.failed():
             if self.fabric.now() > deadline:
@@ -313,7 +297,7 @@ class Membership(Generic[C]):
             self.fabric.pause(POLL)
         return [transfer.data for transfer in transfers]
 
-    def _prepare(self, members: tuple[int, ...], mine: _Row) -> tuple[C | None, _Row]:
+    def _prepare(self, members: tuple[int, ...], mine: Row) -> tuple[C | None, Row]:
         """A carrier for these members, not connected yet, and what to say of it. None if it could not be made here."""
         carrier = None
         try:
@@ -330,7 +314,7 @@ class Membership(Generic[C]):
 
     def _give_up(self, carrier: C | None, why: str) -> None:
         """This round came to nothing; say so, since a cause that stays would lead to round after round."""
-        self._report(f"repair, round {self._round}: {why}; once more")
+        self._report(f"repair, after agreement {self.fabric.agreements}: {why}; once more")
         if carrier is not None:
             carrier.free()
 
@@ -352,15 +336,3 @@ class Membership(Generic[C]):
 
     def _alarmed(self, members: tuple[int, ...]) -> bool:
         return not self.fabric.failed().isdisjoint(members)
-
-
-def _pack(parts: Sequence[bytes]) -> bytes:
-    return b"".join(struct.pack("<q", len(part)) + part for part in parts)
-
-
-def _unpack(packed: bytes) -> Iterator[bytes]:
-    at = 0
-    while at < len(packed):
-        (length,) = struct.unpack_from("<q", packed, at)
-        at += 8 + length
-        yield packed[at - length : at]

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 
 from recover.carriers.base import DataCarrier
 from recover.carriers.worker import Work
+from recover.fabrics.base import NotAdmittedError
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.liveness.board import ENDED
 from recover.world.cross import CrossGroup
 from recover.world.ending import End
-from recover.world.membership import Census, ExcludedError, Membership, Phase
+from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.notes import blamed
+from recover.world.roll_call import Census
 from recover.world.seams import Parts
 from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
@@ -41,7 +43,12 @@ class World:
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
         self._fabric, self._own = parts.fabric, parts.own
         self._membership: Membership[DataCarrier] = Membership(
-            parts.fabric, grid, parts.carriers, lambda *place: self.hooks(*place), parts.own.log
+            parts.fabric,
+            grid,
+            parts.carriers,
+            lambda *place: self.hooks(*place),
+            parts.own.log,
+            job.joining,
         )
         self._cross: CrossGroup | None = None
         # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
@@ -55,16 +62,24 @@ class World:
         )
         self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits)
         parts.watch(self._watcher)
-        # Start-up is the first pass of the repair loop.
-        self.last_census = self.repair(os.urandom(16))
+        if job.joining:
+            self.last_census = Census(0, self.members, (), {}, 0, 0.0)
+        else:
+            # Start-up is the first pass of the repair loop.
+            self.last_census = self.repair(os.urandom(16))
         # A word that members alone know, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)
         parts.own.on_raise(self._look_for_a_dead_mate)
 
     @property
+    def outside(self) -> bool:
+        """Whether this rank was started to join a world that is at work, and has not done so yet."""
+        return self._cross is None
+
+    @property
     def members(self) -> tuple[int, ...]:
-        """The living ranks, as last agreed."""
+        """The living ranks, as last agreed; to one that is outside, those of its own replica."""
         return self._membership.members
 
     @property
@@ -101,11 +116,27 @@ class World:
             self.board.accomplish(self.rank)  # inside a step only its commit is
         return agreed
 
-    def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset()) -> Census:
+    @property
+    def asking(self) -> tuple[int, ...]:
+        """The replicas that this rank sees asking to join. Others may see them later, or earlier."""
+        return self.grid.replicas_of(self._fabric.asking())
+
+    def join(self, record: bytes) -> Census:
+        """Ask the members to take this rank in, wait until they do, and be one of them. It may take for ever.
+
+        They admit whole replicas, in a repair of which this is the end; `record` is this rank's part of its census.
+        """
+        try:
+            self._fabric.ask()
+        except NotAdmittedError as error:
+            self._own.die(End.UNNEEDED, str(error))
+        return self.repair(record)
+
+    def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
         """Agree on who is left and exchange one record each; afterwards `cross` is a new group.
 
         A rank that the others go on without (it lost a mate of its replica, or is in `evict`) does not return from
-        this: it leaves in a way that they see.
+        this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
         """
         if self._cross is not None:
             self._cross.break_off()
@@ -113,7 +144,7 @@ class World:
             self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
             try:
-                census = self._membership.repair(record, evict)
+                census = self._membership.repair(record, evict, admit)
             except ExcludedError as excluded:
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
@@ -187,6 +218,8 @@ class World:
 
     def _close(self) -> None:
         """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
+        if self.outside:
+            return  # it was never one of them, and nobody waits for it
         while self._finish() is None:
             census = self.repair()
             if inside := sorted(rank for rank, record in census.records.items() if record):

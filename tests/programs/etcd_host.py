@@ -29,7 +29,8 @@ from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.liveness.board import Board
 from recover.world import ending
-from recover.world.membership import Census, ExcludedError, Membership
+from recover.world.membership import ExcludedError, Membership
+from recover.world.roll_call import Census
 
 scenario = json.loads(sys.argv[1])
 SIZE, DIRECTORY, CARRIER = scenario["size"], Path(scenario["directory"]), scenario["carrier"]

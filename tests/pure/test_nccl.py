@@ -33,6 +33,7 @@ class Groups:
         self.lock = threading.Lock()
         self.joined: dict[bytes, dict[int, Rank]] = {}
         self.brought: dict[tuple[bytes, int], dict[int, torch.Tensor]] = {}
+        self.mail: dict[tuple[bytes, int, int], list[torch.Tensor]] = {}
 
 
 class Rank:
@@ -108,6 +109,29 @@ class Rank:
                 receive.copy_(made_of(brought))
                 return True
 
+            self._streams[stream].launch(bring)
+            self._streams[stream].launch(kernel)
+
+    def exchange(self, out: Any, into: Any, kind: str, comm: int, stream: int) -> None:
+        sent = [(peer, _memory(data, count, kind)) for peer, data, count in out]
+        received = [(peer, _memory(data, count, kind)) for peer, data, count in into]
+        mail, address, here = self._groups.mail, self._address, self._index
+
+        def bring() -> bool:
+            for peer, data in sent:
+                mail.setdefault((address, here, peer), []).append(data.clone())
+            return True
+
+        def kernel() -> bool:
+            if self.aborted:
+                return True
+            if not all(mail.get((address, peer, here)) for peer, _ in received):
+                return False
+            for peer, data in received:
+                data.copy_(mail[address, peer, here].pop(0))
+            return True
+
+        with self._inside():
             self._streams[stream].launch(bring)
             self._streams[stream].launch(kernel)
 
@@ -189,6 +213,20 @@ def test_what_one_has_goes_to_all_and_what_each_has_lies_in_its_row() -> None:
         assert state[n].tolist() == [2.0] * 7
         assert rows[n].tolist() == [[0, 0], [1, 1], [2, 2]]
         assert table[n].tolist() == [[0], [1], [2]]
+
+
+def test_what_is_exchanged_comes_to_those_who_are_named_in_order_on_devices_and_hosts() -> None:
+    """Two give to a third, from a device and from the host, while it gives nothing."""
+    _, _, crosses = make_ranks(3)
+    given = [on_device(torch.arange(5)), np.arange(10, 14)]
+    later = [on_device(torch.arange(5) + 100), np.arange(10, 14) + 100]
+    taken = [[on_device(torch.zeros(5, dtype=torch.int64)), np.zeros(4, np.int64)] for _ in range(2)]
+    works = [cross.exchange({2: data}, {}) for cross, data in zip(crosses, given, strict=False)]
+    works += [cross.exchange({2: data}, {}) for cross, data in zip(crosses, later, strict=False)]
+    works += [crosses[2].exchange({}, dict(enumerate(rooms))) for rooms in taken]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    for rooms, data in zip(taken, (given, later), strict=True):
+        assert [room.tolist() for room in rooms] == [each.tolist() for each in data]
 
 
 @pytest.mark.parametrize("slow_abort", [0.0, 0.2])

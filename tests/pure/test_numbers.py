@@ -12,10 +12,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from toy_numbers import Net, draws, make_net, seed_user
 
+from recover.loop.weights import weighted, weights_of
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
 from recover.step.samples import ExactSamples
-from recover.step.weights import weighted, weights_of
 from recover.sums.inside import PLAIN, PlainReplica
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import FastSum, ReproducibleSum

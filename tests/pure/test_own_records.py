@@ -51,21 +51,27 @@ class OfStep:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]
 
-    def commit(self, lost: tuple[int, ...] = ()) -> None:
+    def commit(self, lost: tuple[int, ...] = (), joined: tuple[int, ...] = ()) -> None:
         with self._records:
             self.index += 1
-            self.incidents = [incident(self.index, lost)] if lost else []
+            self.incidents = [incident(self.index, lost, joined)] if lost or joined else []
+
+    def admit(self, newcomer: OfStep) -> None:
+        newcomer._records.load_state_dict(self._records.state_dict())
+        newcomer.index = self.index
 
     def leave(self) -> None:
         with pytest.raises(KeyError), self._records:
             raise KeyError("in the middle of a step")
 
 
-def incident(step: int, dead: tuple[int, ...]) -> Any:
-    numbers = dict.fromkeys(("detect_ms", "repair_ms", "restore_ms", "redo_ms"), 1.0)
+def incident(step: int, dead: tuple[int, ...], joined: tuple[int, ...]) -> Any:
+    times = "detect_ms", "repair_ms", "restore_ms", "redo_ms", "warm_up_ms", "transfer_ms", "stall_ms"
+    numbers = dict.fromkeys(times, 1.0)
     return SimpleNamespace(
         step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
         extra_microbatches=2, noticed_at=1.0, noticed_in="vote", **numbers,
+        joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0, kind="joined",
     )  # fmt: skip
 
 
@@ -152,6 +158,30 @@ def test_a_successor_writes_what_the_writer_took_with_it_and_the_losses_outside_
     assert [(line["step"], line["dead_ranks"]) for line in told] == [(3, [0]), (3, [2])]
     assert told[1]["extra_microbatches"] == 0
     assert json.loads((tmp_path / "summary.json").read_text())["failures"] == 2
+
+
+def test_one_that_has_joined_writes_on_where_the_others_are_gone(tmp_path: Path) -> None:
+    members, newcomer = OfWorld(tmp_path), OfWorld(tmp_path, rank=3)
+    newcomer.members = (3,)  # it is outside
+    old, new = OfStep(members), OfStep(newcomer)
+    newcomer.end()
+    assert list(tmp_path.iterdir()) == []
+    old.commit()
+    old.commit(lost=(2,))
+    old.admit(new)
+    for step, world in ((old, members), (new, newcomer)):
+        world.members, world.epoch = (0, 1, 3), 3
+        step.commit(joined=(3,))
+    assert numbers(tmp_path) == [1, 2, 3]
+    new.commit()  # rank 0 has died over this one
+    newcomer.members, newcomer.epoch = (3,), 4
+    new.commit(lost=(0, 1))
+    newcomer.end()
+    assert numbers(tmp_path) == [1, 2, 3, 4, 5]
+    told = lines(tmp_path / "incidents.jsonl")
+    assert [(line["step"], line["dead_ranks"]) for line in told] == [(2, [2]), (3, []), (5, [0, 1])]
+    facts = json.loads((tmp_path / "summary.json").read_text())
+    assert (facts["failures"], facts["joined"]) == (3, 1)
 
 
 @pytest.mark.parametrize("content", ["step,loss\n1,2.5\n", '{"iteration": 1}\n', "[1, 2]\n", "\0\xff\n"])

@@ -63,6 +63,36 @@ def test_losses_follow_each_other() -> None:
     assert majors["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 19}
 
 
+def test_joins_stand_among_the_losses_in_the_order_given() -> None:
+    lost, joined, again = events(*JOB, "--lose", "1", "--join", "2", "--lose", "major-spare")
+    assert (lost["survivors"], again["survivors"]) == (31, 32)
+    # 33 x 8 is more than 256: one too many for majors, and it is a spare.
+    assert joined == {
+        "joined": 2,
+        "replicas": 33,
+        "committed_microbatches": 256,
+        "next": {"accum": 8, "major": 32, "minor": 0, "remainder": 0, "major_spare": 1, "minor_spare": 0},
+    }
+    assert "no minor is left alive" in plan(*JOB, "--join=2", "--lose", "minor").output
+    (first, back) = events("--replicas", "4", "--accum", "3", "--lose=1", "--join=1")
+    assert (first["next"]["accum"], back["next"]["accum"]) == (4, 3)
+    told = plan("--replicas", "4", "--accum", "3", "--lose", "1", "--join", "1").stdout
+    assert "In total: 1 replica lost, 1 joined, 1 extra round" in told
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "major", "1.5", ""])
+def test_a_join_that_is_no_number_of_replicas_is_refused(text: str) -> None:
+    result = plan(*JOB, f"--join={text}")
+    assert result.exit_code == 2
+    assert "is no number of replicas; write one from 1 on" in result.output
+
+
+def test_a_loss_in_an_extra_round_cannot_follow_a_join() -> None:
+    result = plan(*JOB, "--lose", "1", "--join", "1", "--lose", "major@extra1")
+    assert result.exit_code == 2
+    assert "comes after a join; put the loss whose extra round it means before it" in result.output
+
+
 def test_a_number_takes_that_many_at_the_same_moment_majors_first() -> None:
     (event,) = events("--replicas", "4", "--accum", "3", "--lose", "3")
     assert (event["lost"], event["survivors"]) == (["major"] * 3, 1)

@@ -6,17 +6,23 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from recover.job.spec import JobSpec
 from recover.journal.journal import Journal
-from recover.journal.run_records import data_digest
+from recover.journal.run_records import data_digest, incident_line
+from recover.policy import RestoreMode
 from recover.records.lines import LineFile, read_lines
 from recover.records.sentences import sentence
 from recover.records.tail import Follower
+from recover.report.recorded_runs import Run
+from recover.report.words import sentences
+from recover.step.incident import Incident
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse
 from recover.train.progress import Screen
@@ -78,7 +84,7 @@ def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
 def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world: Any = SimpleNamespace(rank=0, members=(0, 1))
+    world: Any = SimpleNamespace(job=JobSpec(4), rank=0, members=(0, 1))
     journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path).log)
     journal.commit(line(1), [])
     with monkeypatch.context() as full:
@@ -98,7 +104,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
 
 
 def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
-    world: Any = SimpleNamespace(rank=2, members=(0, 2, 3))
+    world: Any = SimpleNamespace(job=JobSpec(4), rank=2, members=(0, 2, 3))
     journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path).log)
     journal.commit(line(1), [])
     assert not (tmp_path / "steps.jsonl").exists()
@@ -155,6 +161,45 @@ def test_a_failure_is_one_sentence_and_comes_with_its_step(
         (tmp_path / "steps.jsonl").write_text(json.dumps(committed) + "\n")
         screen.update()
     assert expected in capsys.readouterr().out
+
+
+def test_who_has_joined_is_told_with_how_long_the_others_waited() -> None:
+    joined = Incident(
+        step=7,
+        epoch=4,
+        dead_ranks=(2,),
+        dead_replicas=(2,),
+        complete=True,
+        boundary=False,
+        restore=RestoreMode.SKIP,
+        extra_microbatches=0,
+        discarded_microbatches=0,
+        noticed_at=0.0,
+        noticed_in="advance",
+        detect_ms=0.0,
+        repair_ms=31.0,
+        joined_ranks=(4, 5),
+        joined_replicas=(4, 5),
+        hosts=("here",),
+        warm_up_ms=5000.0,
+        transfer_ms=12.3,
+        transfer_bytes=3 << 20,
+        stall_ms=44.6,
+    )
+    told = incident_line(joined, [], exact=True)
+    assert (told["kind"], told["joined_replicas"], told["dead_replicas"]) == ("joined", [4, 5], [2])
+    committed = line(7, microbatches=16, replicas=5, tokens=10, seconds=1.0)
+    assert sentence(told, committed, 16) == (
+        "step 7: replicas 4, 5 joined, lost replica 2; the others waited 45 ms, 12 of them for 3.0 MiB of state; "
+        "16 of 16 on 5 replicas"
+    )
+    assert sentences(Run(Path("run"), "run", [], [told], {}, {}, 0), told) == (
+        "Replicas 4 and 5 joined on here before step 7. In the same repair the others found that replica 2 had been "
+        "lost. It took 5.0 s to warm up, while the others trained, 31 ms to be admitted and 12 ms to be given the "
+        "state. The others waited for 45 ms."
+    )
+    lost = incident_line(replace(joined, joined_ranks=(), joined_replicas=()), [], exact=True)
+    assert not {name for name in lost if "joined" in name or name == "kind"}
 
 
 def test_tensorboard_after_a_change_of_hands_shows_every_step_once(tmp_path: Path) -> None:
@@ -228,6 +273,41 @@ def test_partitions_are_cut_anew_out_of_all_samples_that_nobody_has_used(numbers
     used += [alone.index(1, slot) for slot in range(200)]
     assert len(used) == len(set(used)), "a sample was used twice"
     assert sorted(used) == list(range(len(used))), "a sample was left out"
+
+
+def test_whoever_joins_goes_on_with_the_partition_of_a_dead_replica_and_more_of_them_cut_anew() -> None:
+    """No sample is drawn twice, none is left out, whoever comes and goes; and one that joins draws as told."""
+    drawn: list[int] = []
+    replicas = {number: PartitionedSamples(number, 3) for number in range(3)}
+
+    def take(counts: dict[int, int]) -> None:
+        samples = [replicas[n].index(1, slot) for n, count in counts.items() for slot in range(count)]
+        drawn.extend(samples)
+        for each in replicas.values():
+            each.committed(samples, contributed=True)
+
+    def join(*numbers: int) -> None:
+        giver = next(iter(replicas.values()))
+        for number in numbers:
+            replicas[number] = PartitionedSamples(number, 3)
+            replicas[number].take_over(giver.owners)
+            replicas[number].load_state_dict(giver.state_dict())
+        for each in replicas.values():
+            each.seat(sorted(replicas))
+
+    take({0: 2, 1: 2, 2: 2})
+    del replicas[1]
+    take({0: 3, 2: 3})
+    join(7)
+    assert replicas[0].owners == [0, 7, 2]
+    assert len(replicas[0].state_dict()["used"]) == 1, "coming and going costs nothing for ever"
+    take({0: 1, 2: 1, 7: 4})
+    join(9)
+    assert replicas[0].owners == [0, 2, 7, 9]
+    take({0: 5, 2: 5, 7: 5, 9: 5})
+    assert len(set(drawn)) == len(drawn) == 38
+    assert {tuple(each.owners) for each in replicas.values()} == {(0, 2, 7, 9)}
+    assert sorted(drawn) == list(range(38)), "partitions that were behind are made up for by the new cut"
 
 
 def test_a_spare_draws_again_what_was_not_used() -> None:

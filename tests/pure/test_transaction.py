@@ -11,18 +11,28 @@ import pytest
 import torch
 
 from recover.job.grid import Grid
-from recover.policy import get_policy
+from recover.policy import Holding, Role, SlotSet, get_policy
+from recover.step.drift import drifted
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.record import Record
 from recover.step.totals import OUT_OF_RANGE, SAMPLES
-from recover.step.transaction import COMPLETE, FRUITLESS, Transaction
+from recover.step.transaction import (
+    ASKED,
+    COMPLETE,
+    FINITE,
+    FRUITLESS,
+    GO_ON,
+    IN_RANGE,
+    SAME_STATE,
+    Transaction,
+)
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN
 from recover.sums.ledger import LedgerError
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import make_sum
 from recover.world.hooks import NoHooks
-from recover.world.membership import Census
+from recover.world.roll_call import Census
 
 Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
 
@@ -58,6 +68,7 @@ class World:
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
         self.notes = SimpleNamespace(read=lambda step: ())
+        self.outside, self.asking = False, ()
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -130,6 +141,50 @@ def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:
         transaction.vote()
         assert transaction.recover()
         assert transaction.stop_agreed is wish
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "asked"), [(3, 3, True), (3, 7, True), (3, 4, False), (3, None, False)]
+)
+def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
+    mine: int, theirs: int | None, asked: bool
+) -> None:
+    """By an agreement, or out of the census; and who sees another one, or none, makes no repair."""
+    bits = 0 if theirs is None else 1 << theirs | 1 << 3 * (theirs == 7)
+    world = World(Grid(3, 1), {1: like_me(1, asked=bits), 2: died}, agreed=[None])
+    world.asking = (mine, 5)
+    transaction = begun(world)
+    transaction.vote()
+    assert transaction.recover()
+    assert transaction.asked is asked
+    word = COMPLETE | SAME_STATE | FINITE | GO_ON | IN_RANGE | ASKED * (bits & (1 << mine | 1 << 5))
+    world = World(Grid(3, 1), {}, agreed=[word])
+    world.asking = (mine, 5)
+    transaction = begun(world)
+    assert transaction.vote()
+    assert transaction.asked is asked
+
+
+def test_a_newcomer_whose_state_is_not_what_it_was_given_goes_and_never_its_givers() -> None:
+    """As many as there are: they were given their state, and do not count."""
+    grid = Grid(2, 1)
+
+    def records(*prints: int) -> dict[int, Record]:
+        holding = Holding(0, Role.MAJOR, SlotSet(), True)
+        return {
+            rank: Record(5, False, True, True, False, 0, print_, holding)
+            for rank, print_ in enumerate(prints)
+        }
+
+    assert drifted(grid, 5, records(7, 8), newcomers=(1,)) == {1}
+    assert drifted(grid, 5, records(7, 8, 8, 8), newcomers=(1, 2, 3)) == {1, 2, 3}
+    assert drifted(grid, 5, records(7, 7, 8, 7), newcomers=(2, 3)) == {2}
+    assert drifted(grid, 5, records(7, 7, 8), newcomers=(0, 1, 2)) == {2}, "nobody else is left"
+    assert drifted(grid, 5, records(7, 9, 9), newcomers=(0,)) == {0}
+    with pytest.raises(StateDivergedError, match="replicas \\[0, 1\\] hold different parameters"):
+        drifted(grid, 5, records(7, 9, 9), newcomers=(2,))
+    with pytest.raises(StateDivergedError):
+        drifted(grid, 5, records(7, 8))
 
 
 def test_what_cannot_be_summed_exactly_is_refused_after_a_repair_too() -> None:

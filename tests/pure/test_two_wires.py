@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,13 @@ class ThreadsOfOneHost(HostCarrier):
     def gather(self, source: Array, out: Array) -> None:
         out[...] = np.stack(self._exchange(source))
 
+    def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None:
+        self.operations += 1
+        for peer, data in out.items():
+            self._meeting.sent[self.index, peer].put(data.copy())
+        for peer, data in into.items():
+            data[...] = self._meeting.sent[peer, self.index].get(timeout=60)
+
     def meet(self) -> None:
         self._exchange(np.zeros(1))
 
@@ -68,6 +77,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
         self.brought: dict[int, Array] = {}
+        self.sent: defaultdict[tuple[int, int], SimpleQueue[Array]] = defaultdict(SimpleQueue)
 
 
 def connected(size: int) -> tuple[list[Rank], list[ThreadsOfOneHost], list[CrossGroup]]:
@@ -107,16 +117,23 @@ def test_data_travel_by_the_wire_of_the_place_where_they_lie() -> None:
     for n, cross in enumerate(crosses):
         works += [cross.all_reduce(rows[n], outs[n]), cross.all_gather(numbers[n], tables[n])]
         works += [cross.broadcast(rows[n], root=2), cross.barrier()]
+    head, taken = np.arange(3), np.zeros(3, np.int64)
+    works += [crosses[0].exchange({1: head}, {}), crosses[1].exchange({}, {0: taken})]
     assert all(work.wait(10) for work in works), [work.error for work in works]
     assert [out.tolist() for out in outs] == [[6.0] * 4] * 3
     assert [table.ravel().tolist() for table in tables] == [[0.0, 1.0, 2.0]] * 3
     assert [row.tolist() for row in rows] == [[3.0] * 4] * 3
+    assert taken.tolist() == head.tolist()
     assert [rank._operation for rank in ranks] == on_wire[0], "the device had to do with what is the host's"
     sums = [on_device(torch.full((5,), n + 1.0)) for n in range(3)]
     on_host = [host.operations for host in hosts]
     works = [cross.all_reduce(mine) for cross, mine in zip(crosses, sums, strict=True)]
     assert all(work.wait(10) for work in works), [work.error for work in works]
     assert [mine.tolist() for mine in sums] == [[6.0] * 5] * 3
+    state, room = on_device(torch.arange(5)), on_device(torch.zeros(5, dtype=torch.int64))
+    works = [crosses[0].exchange({1: state}, {}), crosses[1].exchange({}, {0: room})]
+    assert all(work.wait(10) for work in works), [work.error for work in works]
+    assert room.tolist() == state.tolist()
     assert [host.operations for host in hosts] == on_host, "a gradient went over the host's wire"
 
 

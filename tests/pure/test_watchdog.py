@@ -13,9 +13,9 @@ from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
 from recover.liveness.board import ACTIVITY, Board
 from recover.liveness.signs import Sign
-from recover.step.clock import HostClock
+from recover.loop.clock import HostClock
+from recover.loop.stragglers import NOISE, WINDOW, Stragglers
 from recover.step.handed_out import HandedOut
-from recover.step.stragglers import NOISE, WINDOW, Stragglers
 from recover.world.watchdog import (
     FACTOR,
     FORGOTTEN_AFTER,

@@ -25,6 +25,12 @@ class Stragglers:
         self._told: set[int] = set()
         self._report = report
 
+    def state_dict(self) -> dict[int, list[float]]:
+        return {replica: list(seen) for replica, seen in self._paces.items()}
+
+    def load_state_dict(self, state: Mapping[int, list[float]]) -> None:
+        self._paces = {replica: deque(seen, maxlen=WINDOW) for replica, seen in state.items()}
+
     def committed(self, paces: Mapping[int, float], step: int = 0) -> dict[int, float]:
         """`paces`: seconds per microbatch of every replica that has run some. Who straggles, and by which factor."""
         self._paces = {

@@ -72,3 +72,11 @@ def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
     if len(values) == 1:
         return [Later(lambda total: float(total[0]) / count, values)] * count
     return [Later(lambda one: float(one[0]), value) for value in values.split(1)]
+
+
+def refuse_without_graph(loss: torch.Tensor, by_rounds: bool) -> None:
+    if not loss.requires_grad and not by_rounds:
+        raise ValueError(
+            "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
+            "whose backward passes have run already may be recorded without one"
+        )

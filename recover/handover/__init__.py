@@ -1,0 +1,1 @@
+"""The state of the others, given to a replica that joins."""

@@ -1,0 +1,82 @@
+"""A replica joins, as `Step` has it: the members give their state, the newcomer takes it, and all go on from there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from recover.handover.parcel import Parcel, Stateful, buffers_like
+from recover.handover.stripes import Stripes
+from recover.liveness.board import start_time
+from recover.step.admission import enter, take_in
+from recover.step.incident import Incident
+from recover.step.position import Position
+from recover.step.record import Arrival
+from recover.step.transaction import Transaction
+from recover.world.world import World
+
+
+class Newcomers:
+    """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added."""
+
+    def __init__(
+        self,
+        world: World,
+        transaction: Transaction,
+        position: Position,
+        state: tuple[torch.nn.Module, Any, Any, Mapping[str, Stateful]],
+    ) -> None:
+        self._world, self._transaction = world, transaction
+        self._position, self._state = position, state
+
+    def take_in(self) -> list[Incident]:
+        """For members, when somebody has asked. What has happened over it."""
+        return take_in(self._transaction, self._give)
+
+    def enter(self) -> list[Incident]:
+        """For the newcomer: ask, be admitted, take the state."""
+        return enter(self._transaction, Arrival(socket.gethostname(), _age()), self._take)
+
+    def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
+        board, rank = self._world.board, self._world.rank
+        head, parts = Parcel(*self._state).pack(self._position.give() | {"votes": board.votes(rank)})
+        stripes = self._stripes(givers, takers, parts)
+        return _size(parts) if stripes.send_head(head) and stripes.give(parts) else None
+
+    def _take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
+        parcel = Parcel(*self._state)
+        head = self._stripes(givers, takers, []).receive_head()
+        if head is None:
+            return None
+        parts = parcel.open(head)
+        if not self._stripes(givers, takers, parts).take(parts):
+            return None
+        position = parcel.install()
+        self._position.take(position)
+        step = self._transaction.index = self._position.index + 1
+        self._world.board.catch_up(self._world.rank, position["votes"], step)
+        return _size(parts)
+
+    def _stripes(
+        self, givers: tuple[int, ...], takers: tuple[int, ...], parts: list[torch.Tensor]
+    ) -> Stripes:
+        if not parts:
+            return Stripes(self._world.cross, givers, takers)
+        return Stripes(
+            self._world.cross, givers, takers, buffers_like(parts), lambda words: words.view(torch.uint8)
+        )
+
+
+def _size(parts: list[torch.Tensor]) -> int:
+    return sum(map(len, parts))
+
+
+def _age() -> float:
+    """Seconds since this process was started."""
+    booted = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted - start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")

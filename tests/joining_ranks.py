@@ -1,0 +1,120 @@
+"""Runs ranks that are joined by fresh ones (`tests/programs/joining.py`), and reads what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launching import wait_until
+
+from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_entry import place
+
+PROGRAM = Path(__file__).parent / "programs" / "joining.py"
+
+
+class JoiningRanks:
+    """A job of `size` ranks, of which the first are started at once. Ends all of them at the end of the `with`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        prefix: str,
+        directory: Path,
+        size: int,
+        kind: str = "plain",
+        replica_size: int = 1,
+        steps: int = 10_000,
+        batch: int = 6,
+        pace: float = 0.02,
+        policy: str = "balanced",
+        faults: Sequence[str] = (),
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.replica_size = directory, replica_size
+        self._etcd = EtcdClient(endpoint, prefix=prefix)
+        scenario = {
+            "endpoint": endpoint,
+            "prefix": prefix,
+            "directory": str(directory),
+            "size": size,
+            "replica_size": replica_size,
+            "kind": kind,
+            "steps": steps,
+            "batch": batch,
+            "pace": pace,
+            "policy": policy,
+            "faults": list(faults),
+        }
+        self._agent = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), json.dumps(scenario)], stdin=subprocess.PIPE
+        )
+        self.start(range(size))
+
+    def __enter__(self) -> JoiningRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._agent.stdin is not None
+        self._agent.stdin.close()
+        self._agent.kill()  # its ranks go with it
+        self._agent.wait()
+
+    def start(self, ranks: Iterable[int]) -> None:
+        assert self._agent.stdin is not None
+        self._agent.stdin.write(json.dumps(list(ranks)).encode() + b"\n")
+        self._agent.stdin.flush()
+
+    def start_another(self) -> list[int]:
+        """A replica that joins, under new numbers."""
+        ranks = list(place(self._etcd))
+        self.start(ranks)
+        return ranks
+
+    def diary(self, rank: int, kind: str = "commit") -> list[dict[str, Any]]:
+        path = self.directory / f"diary-{rank}.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.diary(rank, "started")[0]["pid"], signal.SIGKILL)
+
+    def wait_for(self, rank: int, commits: int) -> None:
+        """Until it has committed so many steps."""
+        assert wait_until(lambda: len(self.diary(rank)) >= commits, 120), f"rank {rank}: {self.end(rank)}"
+
+    def finish(self, ranks: Iterable[int]) -> int:
+        """End the run; the last step. These ranks must have come to its end."""
+        (self.directory / "stop").touch()
+        return self.wait_for_ends(ranks)
+
+    def wait_for_ends(self, ranks: Iterable[int]) -> int:
+        for rank in ranks:
+            wait_until(lambda rank=rank: self.end(rank) != "", 120)
+            assert self.end(rank) == "done", f"rank {rank}: {self.end(rank)}"
+        (last,) = {self.diary(rank)[-1]["step"] for rank in ranks}
+        return int(last)
+
+    def differences(self, calm: JoiningRanks, ranks: Iterable[int]) -> list[tuple[int, int, str]]:
+        """Where these ranks had something else than the same shard of the calm run: rank, step, and what."""
+        names = ("samples", "loss", "lr", "average", "counted", "parameters", "optimizer")
+        expected = {
+            shard: {line["step"]: line for line in calm.diary(shard)} for shard in range(self.replica_size)
+        }
+        return [
+            (rank, line["step"], name)
+            for rank in ranks
+            for line in self.diary(rank)
+            for name in names
+            if line[name] != expected[rank % self.replica_size][line["step"]][name]
+        ]
+
+    def end(self, rank: int) -> str:
+        path = self.directory / "ranks" / f"{rank}.end"
+        return str(json.loads(path.read_text())["end"]) if path.exists() and path.stat().st_size else ""

@@ -1,0 +1,82 @@
+"""Replicas come back, as real processes: some are killed, fresh ones join, and the bits are those of the calm run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from joining_ranks import JoiningRanks
+from launching import wait_until
+
+from recover.etcd.etcd_server import EtcdServer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+@pytest.mark.parametrize(
+    ("kind", "replica_size"), [("plain", 1), ("hsdp", 2), ("pipeline", 2)], ids=lambda value: str(value)
+)
+def test_a_run_that_loses_replicas_and_gets_others_has_the_bits_of_the_calm_run(
+    kind: str, replica_size: int, server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """Parameters, buffers, optimizer, learning rate, samples, loss and what the user has added, after every step. Of
+    three replicas one dies and another comes; then one of those dies that gave it the state."""
+    first = range(3 * replica_size)
+    with JoiningRanks(
+        server.endpoint, f"{prefix}rough/", tmp_path / "rough", len(first), kind, replica_size
+    ) as rough:
+        rough.wait_for(0, 2)
+        rough.kill(replica_size)
+        came = rough.start_another()
+        assert came[0] == len(first), "numbers are never used twice"
+        rough.wait_for(came[0], 2)
+        rough.kill(2 * replica_size)
+        rough.wait_for(came[0], 4)
+        left = [*first[:replica_size], *came]
+        last = rough.finish(left)
+    with JoiningRanks(
+        server.endpoint,
+        f"{prefix}calm/",
+        tmp_path / "calm",
+        replica_size,
+        kind,
+        replica_size,
+        steps=last,
+        pace=0.0,
+    ) as calm:
+        calm.wait_for_ends(range(replica_size))
+        assert not rough.differences(calm, [*first, *came])
+    told = [incident for line in rough.diary(0) for incident in line["incidents"]]
+    assert [(incident["kind"], incident["joined"]) for incident in told] == [
+        ("lost", []),
+        ("joined", came),
+        ("lost", []),
+    ]
+    assert told[1]["bytes"] > 50_000
+    assert 0 < told[1]["transfer_ms"] < told[1]["stall_ms"]
+    assert [line["step"] for line in rough.diary(came[0])] == list(
+        range(rough.diary(came[0])[0]["step"], last + 1)
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_that_dies_over_a_join_is_an_ordinary_death(
+    victim: int, server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """Of two replicas that are joined by a third: one that is to give the state, or the third in its first step."""
+    place = "repair:state" if victim == 0 else "forward"
+    faults = [f"{step}:{victim}:{place}" for step in range(1, 200)]
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
+        ranks.wait_for(1, 1)
+        (came,) = ranks.start_another()
+        left = [1, came] if victim == 0 else [0, 1]
+        assert wait_until(lambda: bool(ranks.diary(victim, "started")), 60)
+        if victim == 0:
+            ranks.wait_for(came, 2)
+        else:
+            assert wait_until(
+                lambda: any(i["kind"] == "lost" for line in ranks.diary(1) for i in line["incidents"]), 60
+            )
+        ranks.finish(left)
+        assert {line["weight"] for rank in left for line in ranks.diary(rank)} == {6.0}
+        assert ranks.diary(left[0])[-1]["parameters"] == ranks.diary(left[1])[-1]["parameters"]

@@ -1,0 +1,222 @@
+"""Ranks on the etcd fabric that train, die, and are joined by fresh ones; a tiny agent forks them when it is told to.
+
+Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned, hsdp
+or pipeline), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`, `faults` (of all). Each
+line of its input is a JSON list of ranks to start; those from `size` on join. A rank that ends otherwise than well is
+declared dead. Every rank writes down what it committed. A file `stop` in the directory ends the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+
+import recover
+from recover.carriers.gloo import GlooCarriers
+from recover.carriers.worker import Worker
+from recover.etcd.etcd_agreement import declare
+from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_fabric import EtcdFabric
+from recover.faults.fault import parse_faults
+from recover.faults.probe import Probe
+from recover.job.grid import Grid
+from recover.job.spec import JobSpec
+from recover.liveness.board import Board
+from recover.models import Llama
+from recover.replica import rows
+from recover.sums.parts import local_part
+from recover.world import ending
+from recover.world.notes import RunNotes
+from recover.world.seams import Own, Parts
+from recover.world.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import toy
+from toy_llama import CONFIG, Tokens
+
+scenario = json.loads(sys.argv[1])
+DIRECTORY, SIZE, KIND = Path(scenario["directory"]), scenario["size"], scenario["kind"]
+CAPACITY = 64  # of the board
+torch.set_num_threads(1)
+
+
+def client() -> EtcdClient:
+    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"])
+
+
+def enter_world(rank: int) -> World:
+    grid, worker = Grid.of(SIZE, scenario["replica_size"]), Worker()
+    board = Board(DIRECTORY / "board", CAPACITY)
+    board.claim(rank)
+    fabric = EtcdFabric(
+        client(),
+        rank,
+        SIZE,
+        board,
+        "secret",
+        end=lambda why: ending.die(ending.End.FENCED, why),
+        replica_size=grid.replica_size,
+    )
+    parts = Parts(
+        fabric=fabric,
+        liveness=board,
+        hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
+        worker=worker,
+        carriers=GlooCarriers(fabric, grid, worker),
+        own=cast(Own, ending),
+        notes=RunNotes(str(DIRECTORY), rank),
+        watch=lambda watcher: watcher.start(),
+    )
+    job = JobSpec(
+        SIZE, grid.replica_size, "gloo", run_dir=str(DIRECTORY), token="secret", joining=rank >= SIZE
+    )
+    return World(job, grid, parts)
+
+
+class Average:
+    """A moving average of what the model was, as users keep one."""
+
+    def __init__(self) -> None:
+        self.value, self.steps = torch.zeros(()), 0
+
+    def see(self, loss: float) -> None:
+        self.value, self.steps = self.value.lerp(torch.tensor(loss), 0.25), self.steps + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.steps = state["value"], state["steps"]
+
+
+def make_model(world: World) -> torch.nn.Module:
+    torch.manual_seed(world.rank if world.outside else 3)  # whatever a newcomer has made is replaced
+    if KIND in ("plain", "partitioned"):
+        return toy.Model(dropout=0.1)
+    if KIND == "hsdp":
+        return recover.hsdp(Llama(CONFIG), world)
+    return recover.threed(Llama(CONFIG), world, tp=1, pp=2)
+
+
+def run_step(step: recover.Step, model: Any, world: World) -> None:
+    if KIND == "pipeline":
+        for batches in step.rounds(Tokens()):
+            time.sleep(scenario["pace"] * len(batches))
+            step.backward(model(batches))
+        return
+    for sample in step.microbatches(toy.Stream() if KIND in ("plain", "partitioned") else Tokens()):
+        time.sleep(scenario["pace"])
+        loss = model(*rows(world, sample)) if KIND == "hsdp" else toy.loss_of(model, sample)
+        step.backward(loss)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(local_part(t.detach()).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def run_rank(rank: int) -> NoReturn:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "RECOVER_RUN_DIR": str(DIRECTORY)}
+    ending.install_hooks(standalone=True)
+    diary = os.open(DIRECTORY / f"diary-{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def note(kind: str, **facts: object) -> None:
+        os.write(diary, (json.dumps({"kind": kind, "at": time.time(), **facts}) + "\n").encode())
+
+    try:
+        world = enter_world(rank)
+        note("started", pid=os.getpid())
+        model = make_model(world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        average = Average()
+        step = recover.Step(
+            world,
+            model,
+            optimizer,
+            global_batch=scenario["batch"],
+            policy=scenario["policy"],
+            samples="partitioned" if KIND == "partitioned" else "exact",
+            clip=1.0,
+            scheduler=scheduler,
+            reduction="reproducible",
+            bucket_mb=0.02,
+            buffers=toy.MEMORY if KIND in ("plain", "partitioned") else (),
+            extra={"average": average},
+        )
+        while step.index < scenario["steps"] and not step.stop_agreed:
+            if (DIRECTORY / "stop").exists():
+                step.request_stop()
+            run_step(step, model, world)
+            average.see(step.loss)
+            states = [state for held in optimizer.state.values() for state in held.values()]
+            note(
+                "commit",
+                step=step.index,
+                replicas=world.replicas,
+                epoch=world.epoch,
+                samples=step.all_samples,
+                loss=step.loss,
+                weight=step.weight,
+                lr=scheduler.get_last_lr()[0],
+                average=float(average.value),
+                counted=average.steps,
+                parameters=digest([*model.parameters(), *model.buffers()]),
+                optimizer=digest(states),
+                incidents=[
+                    {
+                        "kind": i.kind,
+                        "dead": i.dead_ranks,
+                        "joined": i.joined_ranks,
+                        "bytes": i.transfer_bytes,
+                        "transfer_ms": i.transfer_ms,
+                        "stall_ms": i.stall_ms,
+                        "warm_up_ms": i.warm_up_ms,
+                        "repair_ms": i.repair_ms,
+                    }
+                    for i in step.incidents
+                ],
+            )
+    except BaseException as error:
+        ending.die_of(error)
+    ending.succeed()
+
+
+def main() -> None:
+    poll, ranks, etcd = select.poll(), dict[int, tuple[int, int]](), client()
+    poll.register(0, select.POLLIN)
+    told = b""
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in ranks:
+                poll.unregister(descriptor)
+                rank, pid = ranks.pop(descriptor)
+                os.close(descriptor)
+                if os.waitpid(pid, 0)[1]:
+                    declare(etcd, rank, "its process has ended")
+                continue
+            told += (more := os.read(0, 4096))
+            if not more:
+                return
+            *lines, told = told.split(b"\n")
+            for rank in (rank for line in lines for rank in json.loads(line)):
+                pid = os.fork()
+                if not pid:
+                    run_rank(rank)
+                pidfd = os.pidfd_open(pid)
+                ranks[pidfd] = rank, pid
+                poll.register(pidfd, select.POLLIN)
+
+
+main()

@@ -1,0 +1,191 @@
+"""What a replica that joins is given: all of it, to the bit, whatever it has made itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from recover.carriers.worker import Work
+from recover.handover.parcel import OtherStateError, Parcel
+from recover.handover.stripes import PIECE, Stripes
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Holder:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Odd(torch.nn.Module):
+    """Parameters of several types, one that is no row of bytes, and buffers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.short = torch.nn.Parameter(torch.randn(3, 5).bfloat16())
+        self.turned = torch.nn.Parameter(torch.randn(4, 6).t())
+        self.single = torch.nn.Parameter(torch.randn(()))
+        self.spin = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.empty = torch.nn.Parameter(torch.randn(0, 2))
+        self.register_buffer("seen", torch.tensor([seed > 0] * 5))
+        self.register_buffer("count", torch.tensor(seed))
+
+
+def trained(seed: int, steps: int) -> tuple[Odd, torch.optim.Optimizer, Any]:
+    model = Odd(seed)
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.short, model.turned]}, {"params": [model.single, model.spin], "lr": 0.3}]
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * (step + 1)
+        optimizer.step()
+        scheduler.step()
+    if steps:  # as optimizers that keep more digits than the parameter have it
+        optimizer.state[model.short]["exp_avg"] = torch.full((3, 5), 1 / 3, dtype=torch.float32)
+        optimizer.state[model.short]["note"] = ["anything", Pair(torch.arange(3), 2)]
+    return model, optimizer, scheduler
+
+
+def bits(value: Any) -> Any:
+    """A nest of anything, comparable."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return (str(value.dtype), tuple(value.shape), bytes(flat.tolist()))
+    if isinstance(value, dict):
+        return type(value).__name__, {key: bits(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [bits(each) for each in value]
+    return value
+
+
+def pass_on(giver: Parcel, taker: Parcel, position: dict[str, Any]) -> dict[str, Any]:
+    head, parts = giver.pack(position)
+    for mine, theirs in zip(taker.open(head), parts, strict=True):
+        mine.copy_(theirs)
+    return taker.install()
+
+
+def test_what_is_given_is_what_was_there_to_the_bit() -> None:
+    there, here = trained(1, 5), trained(0, 0)
+    there[0].single.requires_grad_(False)
+    ordered = OrderedDict(a=torch.arange(4), b={"deep": (torch.eye(2).double(), "x")})
+    extra = {"average": Holder(dict(ordered)), "ordered": Holder({"all": ordered})}
+    mine = {"average": Holder({}), "ordered": Holder({})}
+    position = pass_on(Parcel(*there, extra), Parcel(*here, mine), {"index": 7, "next": torch.tensor(3)})
+    assert bits(position) == bits({"index": 7, "next": torch.tensor(3)})
+    assert bits(here[0].state_dict()) == bits(there[0].state_dict())
+    assert bits(here[1].state_dict()) == bits(there[1].state_dict())
+    assert here[2].state_dict() == there[2].state_dict()
+    assert [p.requires_grad for p in here[0].parameters()] == [p.requires_grad for p in there[0].parameters()]
+    for name in extra:
+        assert bits(mine[name].state) == bits(extra[name].state)
+    # And it goes on alike: no tensor is shared with what was received, and the scheduler drives this optimizer.
+    for model, optimizer, scheduler in (there, here):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        del optimizer.state[model.short]["note"]
+        optimizer.state[model.short]["exp_avg"] = optimizer.state[model.short]["exp_avg"].bfloat16()
+        optimizer.step()
+        scheduler.step()
+    assert bits(here[0].state_dict()) == bits(there[0].state_dict())
+    assert bits(here[1].state_dict()) == bits(there[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda parts: parts[0].register_buffer("more", torch.ones(1)), "parameters and buffers"),
+        (lambda parts: setattr(parts[0], "short", torch.nn.Parameter(torch.ones(3, 4))), "'short'"),
+        (lambda parts: parts[1].param_groups.pop(), "in each group of the optimizer"),
+        (lambda parts: parts.__setitem__(2, None), "kind of scheduler"),
+        (lambda parts: parts[3].update(more=Holder({})), "names in extra="),
+    ],
+)
+def test_one_that_holds_another_kind_of_state_is_told_what_differs(change: Any, said: str) -> None:
+    head, _ = Parcel(*trained(1, 1), {}).pack({})
+    parts: list[Any] = [*trained(0, 0), {}]
+    change(parts)
+    with pytest.raises(
+        OtherStateError, match=r"this replica cannot join: .*start it with the script"
+    ) as refused:
+        Parcel(*parts).open(head)
+    assert said in str(refused.value)
+
+
+class Wires:
+    """A group whose exchanges are kept until the other side takes them; `spoil` loses one."""
+
+    def __init__(self, index: int, peers: tuple[int, ...], mail: dict[tuple[int, int], list[Any]]) -> None:
+        self.index, self.peers, self._mail = index, peers, mail
+        self.spoil: int | None = None
+
+    def exchange(self, out: dict[int, Any], into: dict[int, Any]) -> Work:
+        if self.spoil is not None:
+            self.spoil -= 1
+            if self.spoil < 0:
+                return Work.failed(RuntimeError("a death"))
+        for peer, data in out.items():
+            self._mail.setdefault((self.index, peer), []).append(np.array(data))
+        for peer, data in into.items():
+            data[...] = self._mail[peer, self.index].pop(0)
+        work = Work(lambda: None)
+        work.run()
+        return work
+
+
+@pytest.mark.parametrize("givers", [1, 2, 3, 7])
+@pytest.mark.parametrize("sizes", [[0], [1], [8, 3, 0, 64, 5], [8 * 5000 + 3, 1, 8 * 3001]])
+def test_stripes_bring_every_byte_once_whoever_gives(
+    givers: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a stripe has many pieces, or none."""
+    monkeypatch.setattr("recover.handover.stripes.PIECE", 1000)
+    rng, peers = np.random.default_rng(0), tuple(range(10, 10 + givers + 2))
+    parts = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+    mail: dict[tuple[int, int], list[Any]] = {}
+    ranks, takers = peers[:givers], peers[givers:]
+    head = b"what it is made of" * 5
+    for index in range(givers):
+        stripes = Stripes(Wires(index, peers, mail), ranks, takers)  # type: ignore[arg-type]
+        assert stripes.send_head(head)
+        assert stripes.give(parts)
+    words = sum(len(data) for (_, to), sent in mail.items() if to == givers for data in sent)
+    assert words == -(-sum(sizes) // 8) + 1 + -(-len(head) // 8), "each byte travels once"
+    for index in range(givers, len(peers)):
+        stripes = Stripes(Wires(index, peers, mail), ranks, takers)  # type: ignore[arg-type]
+        assert stripes.receive_head() == head
+        received = [np.zeros_like(part) for part in parts]
+        assert stripes.take(received)
+        assert all((mine == theirs).all() for mine, theirs in zip(received, parts, strict=True))
+    assert PIECE > 1000
+
+
+def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recover.handover.stripes.PIECE", 10)
+    parts, mail = [np.arange(800, dtype=np.uint8)], dict[tuple[int, int], list[Any]]()
+    for lost in range(10):
+        giver, taker = Wires(0, (0, 1), mail), Wires(1, (0, 1), mail)
+        mail.clear()
+        giver.spoil = lost
+        assert not Stripes(giver, [0], [1]).give(parts)  # type: ignore[arg-type]
+        mail.clear()
+        giver.spoil = None
+        assert Stripes(giver, [0], [1]).give(parts)  # type: ignore[arg-type]
+        taker.spoil = lost
+        assert not Stripes(taker, [0], [1]).take([np.zeros(800, np.uint8)])  # type: ignore[arg-type]

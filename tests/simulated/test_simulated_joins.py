@@ -1,0 +1,162 @@
+"""Replicas that come, under schedules in which anybody dies at any moment; and agreements that are kept, as etcd's are,
+by ranks that are cut off or declared dead while they live."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from simulated_laws import Played, play
+from simulated_schedules import (
+    BATCH,
+    Schedule,
+    aimed_join_schedule,
+    joining_schedule,
+    kept_schedule,
+)
+from simulated_training import Training
+from test_simulated_world import explore
+
+from recover.faults.locations import JOIN_PHASES, REPAIR_PHASES
+from recover.job.grid import Grid
+
+KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
+
+
+def test_no_schedule_of_kept_decisions_lets_one_that_was_declared_dead_commit() -> None:
+    """Partitions, slowness, stops and deaths: what anybody has committed, the dead included, all have alike."""
+    seen = explore(range(KEPT), kept_schedule)
+    assert min(seen[how] for how in ("killed", "orphan", "declared")) > 5, seen
+
+
+def test_no_schedule_of_joins_and_deaths_tears_hangs_or_corrupts_the_world() -> None:
+    seen = explore(range(JOINING), joining_schedule)
+    assert seen["joined"] > JOINING // 3, seen
+    assert (
+        min(seen[how] for how in ("joined and lost in one repair", "declared", "unneeded", "killed")) > 5
+    ), seen
+
+
+def test_a_death_at_every_place_of_a_join_is_an_ordinary_death() -> None:
+    seen = explore(range(AIMED), aimed_join_schedule)
+    assert min(seen[f"at repair:{phase}"] for phase in (*REPAIR_PHASES, *JOIN_PHASES)) > 3, seen
+    assert seen["joined"] > AIMED // 3, seen
+
+
+@pytest.mark.soak
+def test_no_schedule_out_of_a_hundred_thousand_with_joins_tears_hangs_or_corrupts_the_world() -> None:
+    explore(range(100_000), joining_schedule)
+
+
+@pytest.mark.soak
+def test_no_schedule_out_of_fifty_thousand_of_kept_decisions_lets_the_dead_commit() -> None:
+    explore(range(50_000), kept_schedule)
+
+
+def agreements(played: Played) -> int:
+    assert played.simulation.kept is not None
+    return len(played.simulation.kept.decisions)
+
+
+def test_nobody_waits_for_one_that_is_not_ready() -> None:
+    """One that warms up for long, dies over it, or asks when all is over costs the others no agreement at all."""
+    for seed in range(10):
+        alone = agreements(play(Schedule(seed, Grid(3), kept=True, joins={3: 9}, kills={3: 0})))
+        late = Schedule(seed, Grid(3), kept=True, joins={3: 3000})
+        killed = Schedule(seed, Grid(3), kept=True, joins={3: 50}, kills={3: 1 + 4 * seed})
+        for schedule in (late, killed):
+            played = play(schedule)
+            assert agreements(played) == alone, seed
+            assert played.censuses() == {1: ((0, 1, 2), (), ())}, seed
+
+
+def test_several_that_ask_at_once_are_admitted_in_one_repair_and_one_that_comes_later_in_another() -> None:
+    """And no repair is for nothing: it is not entered before all see the same one."""
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for seed in range(30):
+        played = play(Schedule(seed, Grid(2, 2), kept=True, joins={2: 0, 3: 0, 4: 60}))
+        later = [view for epoch, view in sorted(played.censuses().items()) if epoch > 1]
+        shapes[tuple(len(joined) // 2 for _, _, joined in later)] += 1
+        assert set(played.simulation.finished.values()) == {"done"}, seed
+    assert not any(0 in shape for shape in shapes), shapes
+    assert sum(count for shape, count in shapes.items() if max(shape, default=0) > 1) > 3, shapes
+    assert sum(count for shape, count in shapes.items() if len(shape) > 1) > 3, shapes
+
+
+def test_a_world_that_is_lost_but_for_its_newcomers_goes_on_with_them() -> None:
+    """All who were there at the start die after they have passed the state on; nothing is lost with them."""
+    ends: Counter[str] = Counter()
+    for seed in range(40):
+        joins, kills = {2: 0, 3: 0}, {0: 110 + seed, 1: 110 + seed}
+        played = play(Schedule(seed, Grid(2), kept=True, joins=joins, kills=kills))
+        ends.update(str(end) for rank, end in played.simulation.finished.items() if rank > 1)
+        if "done" in ends and all(rank in played.simulation.dead for rank in (0, 1)):
+            ends["taken over"] += 1
+    assert ends["taken over"] > 5, ends
+
+
+def test_one_with_the_lowest_number_may_be_the_last_to_come() -> None:
+    """Numbers are given when a replica is started, not when it is ready."""
+    seen = 0
+    for seed in range(40):
+        kills = {0: 90 + seed, 1: 90 + seed}
+        played = play(Schedule(seed, Grid(2), kept=True, joins={3: 0, 2: 120}, kills=kills))
+        epochs = played.censuses()
+        assert sorted(epochs) == list(range(1, len(epochs) + 1)), seed
+        seen += any(joined == members[:1] for epoch, (members, _, joined) in epochs.items() if epoch > 1)
+    assert seen > 3
+
+
+@pytest.fixture(scope="module")
+def calm() -> dict[int, tuple[object, ...]]:
+    """Of one replica that nothing happens to."""
+    run = Training(1)
+    run.run()
+    return run.commits[0]
+
+
+def test_a_step_that_joins_has_the_bits_of_the_calm_run_whoever_dies(
+    calm: dict[int, tuple[object, ...]],
+) -> None:
+    """Samples, loss, learning rate, what the user has added, parameters, buffers and optimizer, after every step of
+    every rank, the dead included."""
+    seen: Counter[str] = Counter()
+    for seed in range(TRAINED):
+        rng = random.Random(f"training/{seed}")
+        victims = rng.sample(range(3), rng.randint(0, 2))
+        kills = {victim: rng.randint(20, 110) for victim in victims}
+        joins = {3: rng.randint(0, 20), 4: rng.randint(0, 40)}
+        if rng.random() < 0.3:
+            kills[3] = rng.randint(0, 60)
+        run = Training(3, seed, kills, joins)
+        simulation = run.run()
+        assert set(simulation.finished.values()) <= {"done"}, (seed, simulation.finished)
+        for rank, commits in run.commits.items():
+            for number, commit in commits.items():
+                assert commit == calm[number], f"seed {seed}: rank {rank} after step {number}"
+            assert sorted(commits) == list(range(min(commits, default=1), max(commits, default=0) + 1))
+        seen.update("joined" for rank, commits in run.commits.items() if rank > 2 and commits)
+        seen.update("died" for rank in simulation.dead if simulation.dead[rank] == "killed")
+    assert seen["joined"] > TRAINED // 2, seen
+    assert seen["died"] > TRAINED // 3, seen
+
+
+@pytest.mark.parametrize("policy", ["balanced", "static", "adaptive"])
+def test_partitions_go_on_with_whoever_joins_and_no_sample_is_used_twice(policy: str) -> None:
+    for seed in range(4):
+        run = Training(3, seed, {1: 40}, {3: 0, 4: 5}, {"samples": "partitioned", "policy": policy}, steps=8)
+        simulation = run.run()
+        assert set(simulation.finished.values()) == {"done"}, seed
+        (first, *others) = [run.commits[rank] for rank in sorted(simulation.finished)]
+        used = [sample for number in sorted(first) for sample in first[number][0]]  # type: ignore[attr-defined]
+        assert len(set(used)) == len(used), seed
+        if policy != "adaptive":
+            assert len(used) == 8 * 4, seed
+        for commits in others:
+            assert all(commits[number] == first[number] for number in commits), seed
+
+
+def test_the_batch_of_the_schedules_is_smaller_than_some_grown_world() -> None:
+    """So there are replicas without a share, and spares without a counterpart, among the schedules."""
+    assert any(len(joining_schedule(seed).ranks) > BATCH for seed in range(JOINING))

@@ -1,0 +1,84 @@
+"""The trainer of `recover train` itself on a simulated world: what a run leaves is whole, whoever dies and comes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from simulated_training import LateWorker
+from training import small_world
+
+from recover.carriers.simulated_carriers import SimulatedCarriers
+from recover.fabrics.simulated import SimulatedFabric, Simulation
+from recover.job.grid import Grid
+from recover.job.spec import JobSpec
+from recover.train.config import parse, read
+from recover.train.trainer import Trainer
+from recover.world.simulated_parts import simulated_parts
+from recover.world.world import World
+
+STEPS = 6
+
+
+def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int = 0) -> dict[str, Any]:
+    """Three replicas, those that join, and what is in the run directory at the end."""
+    keys = ["replicas=3", "accum=2", f"steps={STEPS}", "reduction=reproducible", "checkpoint.every=0"]
+    config = parse(read([*small_world(place / "world"), *keys, "eval.every=0"]))
+    simulation = Simulation(Grid(3), seed, kills, kept=True, joiners=len(joins), limit=400_000)
+    run_dir = place / "run"
+    run_dir.mkdir()
+
+    def rank(fabric: SimulatedFabric) -> str:
+        worker = LateWorker()
+        parts = replace(
+            simulated_parts(simulation, fabric),
+            worker=worker,
+            carriers=SimulatedCarriers(simulation, fabric, worker),
+        )
+        job = JobSpec(3, token="simulated", joining=fabric.rank >= 3, run_dir=str(run_dir))
+        world = World(job, simulation.grid, parts)
+        for _ in range(joins.get(fabric.rank, 0)):
+            fabric.wait("warming up")
+        trainer = Trainer(world, config, run_dir, None)
+        work = trainer.engine.work
+
+        def paced(*arguments: Any) -> Any:
+            for each in work(*arguments):
+                yield each
+                fabric.wait("computing")
+
+        trainer.engine.work = paced  # type: ignore[method-assign]
+        trainer.run()
+        parts.own.succeed()  # type: ignore[attr-defined]
+        return "done"
+
+    simulation.run(rank)
+    assert set(simulation.finished.values()) == {"done"}
+    told = {
+        name: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for name in ("steps", "incidents")
+        for path in [run_dir / f"{name}.jsonl"]
+    }
+    return {**told, "summary": json.loads((run_dir / "summary.json").read_text())}
+
+
+def test_a_run_whose_first_ranks_all_die_is_finished_by_those_who_joined_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """Records, learning rates and the digest of the parameters: the writer was one of the dead."""
+    calm = train(tmp_path / "calm", {}, {})
+    rough = train(tmp_path / "rough", {0: 80, 1: 60, 2: 100}, {3: 0, 4: 5}, seed=2)
+    assert rough["summary"]["parameters_digest"] == calm["summary"]["parameters_digest"]
+    for name in ("step", "loss", "lr", "microbatches", "data_digest"):
+        assert [line[name] for line in rough["steps"]] == [line[name] for line in calm["steps"]], name
+    joined = [line for line in rough["incidents"] if line.get("kind") == "joined"]
+    assert [line["joined_replicas"] for line in joined] == [[3, 4]]
+    lost = [replica for line in rough["incidents"] for replica in line["dead_replicas"]]
+    assert sorted(lost) == [0, 1, 2]
+    summary = rough["summary"]
+    assert (summary["failures"], summary["joined"]) == (3, 2)
+    assert (summary["replicas_start"], summary["replicas_end"]) == (3, 2)
+    assert [line["replicas"] for line in rough["steps"]][-1] == 2
+    assert max(line["replicas"] for line in rough["steps"]) > 3
