@@ -169,6 +169,7 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
     incidents = list(read_lines(run_dir / "incidents.jsonl"))
     before = [line for line in incidents if line["step"] <= resumed_at]
     tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
+    counted = bool(tokens) or not steps  # a script of one's own has weights, which may be anything
     alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
     joined = sum(len(line.get("joined_replicas", ())) for line in incidents if line["step"] > resumed_at)
     facts: dict[str, Any] = {
@@ -181,16 +182,16 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
         + joined
         - len(world.replicas)
         + sum(len(line["dead_replicas"]) for line in before),
+        "tokens": tokens if counted else None,
         "seconds": round(seconds, 3),
+        "tokens_per_second": (round(tokens / seconds, 1) if seconds else 0.0) if counted else None,
+        # Per living rank.
+        "effective_throughput": (round(tokens / alive, 1) if alive else 0.0) if counted else None,
         "final_loss": steps[-1]["loss"] if steps else None,
+        "parameters_digest": digest,
         "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
     }
-    if tokens or not steps:
-        facts["tokens"] = tokens
-        facts["tokens_per_second"] = round(tokens / seconds, 1) if seconds else 0.0
-        facts["effective_throughput"] = round(tokens / alive, 1) if alive else 0.0  # per living rank
-    if digest is not None:
-        facts["parameters_digest"] = digest
+    facts = {name: fact for name, fact in facts.items() if fact is not None or name == "final_loss"}
     if returned := sum(len(line.get("joined_replicas", ())) for line in incidents):
         facts["joined"] = returned
     if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:

@@ -28,7 +28,6 @@ def main() -> None:
     _take_output()
     ending.install_hooks()
     _join()
-    process.hide_runtime()
     for stream in (sys.stdout, sys.stderr):  # a killed rank must not take a block of printed lines with it
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
@@ -142,20 +141,21 @@ def _join() -> None:
     from recover.liveness.board import Board
 
     rank, job = process.rank(), told()
-    if rank is None or job is None or job.session is None:
+    if rank is None or job is None:
         return
-    board = Board(Path(job.session, "board"), job.ranks)
-    board.claim(rank)
-    if job.is_alone or job.etcd is not None:
-        board.join(rank)
-        return
-    from recover.fabrics.openmpi import start_mpi
+    board = Board(Path(job.session, "board"), job.ranks) if job.session else None
+    if board is not None:
+        board.claim(rank)
+    if not job.is_alone and job.etcd is None:
+        from recover.fabrics.openmpi import start_mpi
 
-    try:
-        start_mpi()
-    except Exception as error:
-        ending.die_of(error)
-    board.join(rank)
+        try:
+            start_mpi()
+        except Exception as error:
+            ending.die_of(error)
+        process.hide_runtime()
+    if board is not None:
+        board.join(rank)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ Beside = Callable[[Path], AbstractContextManager[object]]  # who looks on while 
 DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
+_COMING = 30.0  # seconds that a rank may take from its first act until it is on the board
 _GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it was seen to hang
 
 
@@ -250,7 +251,9 @@ class _Job(WatchedJob):
                 seen, progress = state, now
             verdict = Verdict(self.run_dir, self.ranks)
             running = {
-                rank for rank in verdict.silent if self._spread or pids[rank] or not verdict.has_started(rank)
+                rank
+                for rank in verdict.silent
+                if self._spread or pids[rank] or self._is_coming(board, verdict, rank)
             }
             self.ended, ended = ended, set(range(self.ranks)) - running
             self.show_crashes(verdict, ended)
@@ -270,6 +273,10 @@ class _Job(WatchedJob):
                 self.show_stacks(dict(enumerate(pids)), verdict)
                 return f"no progress for {timeout:g} s (--timeout)"
         return ""
+
+    def _is_coming(self, board: Board, verdict: Verdict, rank: int) -> bool:
+        """It has not started, or is on its way to the board: where cores are busy, that is imports for many seconds."""
+        return not board.claimed(rank) and verdict.started_for(rank) < _COMING
 
     def _logged(self) -> int:
         """When a rank of several hosts has last logged something: their boards cannot be seen from here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,13 @@ class Verdict:
     def has_started(self, rank: int) -> bool:
         """The first thing that a rank does is to make the file for its stack."""
         return (self.directory / f"{rank}.stack").exists()
+
+    def started_for(self, rank: int) -> float:
+        """Seconds since it has; 0 if it has not."""
+        try:
+            return max(0.0, time.time() - (self.directory / f"{rank}.stack").stat().st_mtime)
+        except OSError:
+            return 0.0
 
     def stack(self, rank: int) -> str:
         """What the rank's threads were doing when it was asked, or when native code crashed under it."""

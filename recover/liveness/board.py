@@ -69,6 +69,10 @@ class Board:
         self._table[rank, STARTED] = me[1]
         self._table[rank, PID] = me[0]
 
+    def claimed(self, rank: int) -> bool:
+        """Whether a process has ever written its pid there."""
+        return bool(self._table[rank, PID])
+
     def pid(self, rank: int) -> int:
         """The pid of a rank on this host while it lives, otherwise 0."""
         pid = int(self._table[rank, PID])

@@ -123,7 +123,7 @@ def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> 
     core = {plain_name(re.match(r"[\w.-]+", line)[0]) for line in needed if "extra ==" not in line}  # type: ignore[index]
     assert core == CORE
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]["train"]) == EXTRA
+    assert set(project["optional-dependencies"]["train"]) == EXTRA | {"recover[watch]"}
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
