@@ -11,7 +11,7 @@ from typing import Any
 from recover.etcd.etcd_client import EtcdClient, KeyValue
 from recover.etcd.etcd_entry import place
 from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_server import EtcdServer, _free_port
+from recover.etcd.etcd_server import EtcdServer, free_port
 from recover.liveness.board import Board
 
 
@@ -53,7 +53,7 @@ def _split(endpoint: str) -> tuple[str, int]:
 def _port(address: str) -> int:
     """One that is free on this address, and the next one with it."""
     while True:
-        port = _free_port(address)
+        port = free_port(address)
         try:
             with socket.socket() as probe:
                 probe.bind((address, port + 1))

@@ -16,16 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from recover.agent.addresses import interface_of_address, own_address
 from recover.agent.agent_clerk import Clerk, Order
 from recover.agent.agent_pulse import Pulse, fence
 from recover.agent.agent_ranks import HostRanks
+from recover.agent.free_slots import HostSlots
 from recover.agent.host_facts import facts_of, words_of
-from recover.agent.host_options import HostOptions, HostPart, access_to, read_options
+from recover.agent.host_options import HostOptions, HostPart, access_to, one_host, read_options
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.own_etcd import OwnEtcd
 from recover.agent.placement import across
+from recover.agent.returns import Returns
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease
@@ -46,6 +49,8 @@ _ORDER = 3.0  # seconds that the others get to hear why this agent ends
 _LINGER = 15.0  # seconds that an agent with etcd in its house waits for the others to leave
 _LAST_WORDS = 3.0  # seconds that ranks get to end by themselves when etcd was silent for too long
 _IMPATIENT = 1.0  # seconds for one request of the agent's own
+_GIVEN_UP = 30.0  # seconds for the others to give up a host that comes back under its name
+ROOM = 1000  # replicas that may be started after the first ones, for which there is room on the board
 
 
 def launch_host(
@@ -68,7 +73,8 @@ def launch_host(
     """Run this host's part of a job. Returns what `launch` does, the same on all hosts that stay to the end.
 
     `facts`: what else must be the same on all hosts, by name, in place of the script's arguments. `check` is called
-    when it is settled who sits where, and may raise Refusal. `module`, `own` and `beside` are as for `launch`.
+    when it is settled who sits where, and may raise Refusal; what it gets is `joining` if the job is at work already.
+    `module`, `own` and `beside` are as for `launch`.
     """
     script = Path(script)
     lock = None
@@ -85,7 +91,10 @@ def launch_host(
             etcd=access,
             records=own,
         )
-        spec = replace(spec, faults=preflight.check_faults(faults, part.most * part.slots, replica_size))
+        if part.returns:
+            spec = replace(spec, room=ROOM * replica_size)
+        most = part.most * part.slots + spec.room
+        spec = replace(spec, faults=preflight.check_faults(faults, most, replica_size))
         preflight.check_module(str(script)) if module else preflight.check_script(script)
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address))
@@ -116,6 +125,21 @@ def launch_host(
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def launch_alone(
+    ranks: int, options: HostOptions, script: str | Path, args: Sequence[str] = (), **told: Any
+) -> int:
+    """All of a job on this host, whose lost replicas are started again: on etcd, with a member of its own."""
+    size = told.get("replica_size", 1)
+    try:
+        preflight.check_numbers(ranks, size, told.get("timeout", DEFAULT_TIMEOUT))
+        alone = one_host(ranks, size, options)
+    except Refusal as refusal:
+        say(str(refusal))
+        return 2
+    run_dir = told.get("run_dir") or preflight.default_run_dir(Path(script))
+    return launch_host(alone, script, args, **told | {"run_dir": run_dir})
 
 
 class Agent:
@@ -163,7 +187,7 @@ class Agent:
             raise Refusal(str(refusal)) from None
         meeting.be_brief(_client(self._access, _IMPATIENT))
         try:
-            return self._run_ranks(meeting, plan, spec, command, session, options.lease, timeout)
+            return self._run_ranks(meeting, plan, spec, command, session, options, timeout)
         finally:
             meeting.leave()
             if etcd.server is not None:
@@ -186,9 +210,13 @@ class Agent:
             token=plan.token or self._part.token,
             across=across(plan.seats, self._spec.replica_size),
             directories=groups,
+            limit=len(plan.seats) if self._part.standby else None,
         )
-        self._check(spec)
-        keep_placement(Path(self._spec.run_dir), self._part.job, plan)
+        self._check(replace(spec, joining=meeting.late))
+        seats = dict(enumerate(plan.seats))
+        keep_placement(Path(self._spec.run_dir), self._part.job, plan.hosts, seats, meeting.late)
+        if meeting.late:
+            say(f"job {self._part.job} is at work, on {', '.join(plan.hosts)}; this host brings free slots")
         return plan, spec
 
     def _run_ranks(
@@ -198,32 +226,40 @@ class Agent:
         spec: JobSpec,
         command: Sequence[str],
         session: Session,
-        ttl: float,
+        options: HostOptions,
         timeout: float,
     ) -> int:
         assert spec.etcd is not None
-        mine = plan.ranks_of(self._part.host)
+        host, part = self._part.host, self._part
+        mine = {} if meeting.late else {rank: plan.seats[rank].slot for rank in plan.ranks_of(host)}
         impatient = _client(spec.etcd, _IMPATIENT)
-        lease = HostLease(impatient, self._part.host, mine, ttl, lost=self._lose)
-        board = Board(session.directory / "board", spec.ranks)
+        lease = HostLease(impatient, host, tuple(mine), options.lease, lost=self._lose)
+        board = Board(session.directory / "board", spec.board_size)
         grid = Grid.of(spec.ranks, spec.replica_size)
-        pulse = Pulse(impatient, self._part.host, board, mine, grid, spec.hang_limit)
+        pulse = Pulse(impatient, host, board, range(spec.board_size), grid, spec.hang_limit)
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
         look = functools.partial(fence, pulse, board, notes, Path(str(spec.run_dir)))
-        clerk = Clerk(impatient, meeting, plan, self._caught, look)
-        if spec.records:  # of an earlier run
+        clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place)
+        slots = HostSlots(part.slots, options.return_delay, options.forgive)
+        if part.returns:
+            clerk.returns = Returns(impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear)
+        if meeting.late:
+            self._come_late(lease)
+        elif spec.records:  # of an earlier run
             Path(str(spec.run_dir), "summary.json").unlink(missing_ok=True)
         self._witness.watch(spec, board)
-        ranks = HostRanks(spec, mine, session, command, clerk.tell_end)
+        ranks = HostRanks(spec, mine, slots, part.slots, session, command, clerk.tell_end)
         clerk.start()
         failure = ""
         try:
-            lease.start()
+            if not meeting.late:
+                lease.start()
             failure = ranks.watch(timeout, lambda: self._must_end(clerk, ranks), lambda: clerk.ends)
             if failure:
-                clerk.give_order(Order(self._part.host, failure))
+                clerk.give_order(Order(host, failure))
             if failure or self._caught:
                 _wait(lambda: clerk.order is not None, _ORDER)
+            ranks.dismiss(ranks.running, "the job has come to its end")
         finally:
             if not self._given_up:  # else the others go on
                 self._witness.ending(failure)
@@ -246,10 +282,33 @@ class Agent:
         there = f" (on {order.host})" if order is not None and order.host != self._part.host else ""
         return ranks.judge(f"{order.why}{there}" if order is not None else failure or silent)
 
+    def _come_late(self, lease: HostLease) -> None:
+        """A host of this name that was lost must be given up by the others before it can come back."""
+        deadline = time.monotonic() + _GIVEN_UP
+        while True:
+            try:
+                return lease.start()
+            except ValueError as error:
+                if self._caught or time.monotonic() > deadline:
+                    raise Refusal(str(error)) from None
+            time.sleep(0.2)
+
+    def _look_for_newcomers(self, clerk: Clerk, ranks: HostRanks) -> None:
+        ranks.admitted(clerk.counted)
+        if clerk.returns is None:
+            return
+        while (newcomer := clerk.newcomer()) is not None:
+            keep_placement(ranks.run_dir, self._part.job, clerk.hosts, clerk.seats, later=True)
+            if newcomer.on(self._part.host):
+                ranks.start_to_join(newcomer, len({seat.host for seat in newcomer.seats}) > 1)
+        known = {rank for newcomer in list(clerk.returns.known.values()) for rank in newcomer.ranks}
+        ranks.dismiss(ranks.outside - known, "its replica has lost a rank, and can never be whole")
+
     def _must_end(self, clerk: Clerk, ranks: HostRanks) -> bool:
+        self._look_for_newcomers(clerk, ranks)
         if self._caught or self._given_up or clerk.order is not None:
             return True
-        if clerk.over and not ranks.running:
+        if clerk.over and ranks.running <= ranks.outside:
             return True
         if clerk.silent_since is None:
             return False

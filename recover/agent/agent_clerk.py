@@ -11,17 +11,23 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recover.agent.meeting import HostPlan, Meeting
+from recover.agent.returns import Newcomer, Returns
 from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, declare, rank_of
 from recover.etcd.etcd_client import EtcdClient, EtcdError, absent, get, get_all, put
+from recover.etcd.etcd_entry import end_job
 from recover.launch.verdict import name_ranks
 from recover.launch.watched_job import say
+from recover.world.ending import End
 
 LOOK = 0.25  # seconds between two looks
 ENDS, ORDER = "ends/", "order"
+KEPT = 60.0  # seconds that the end of a lost rank is to be read, where replicas come and go
 GONE = 20  # looks in a row without a sign of its agent after which a host is gone
 
 
@@ -44,14 +50,23 @@ class Clerk:
         plan: HostPlan,
         caught: list[int],
         look_for_hung_ranks: Callable[[], object],
+        place: Callable[[Sequence[int]], object],
     ) -> None:
         self._client, self._meeting, self._plan, self._caught = client, meeting, plan, caught
-        self._look_for_hung_ranks = look_for_hung_ranks
+        self._look_for_hung_ranks, self._place = look_for_hung_ranks, place
+        self.returns: Returns | None = None  # set before the start, where lost replicas are started again
+        self.seats = dict(enumerate(plan.seats))
+        self.counted = set(self.seats)  # the ranks of the start, and those who have joined since
+        self.hosts: dict[str, Any] = dict(plan.hosts)
+        self._mine = set(plan.ranks_of(meeting.me.host))
+        self._newcomers: deque[Newcomer] = deque()
         self.order: Order | None = None
         self.over = False  # every rank has ended, as far as anybody can still tell
         self.silent_since: float | None = None  # nobody answers
         self.ends: dict[int, str] = {}  # what the agents say
-        self._outbox: dict[int, tuple[str, str]] = {}  # by rank: its marker, and why it is dead, if it is
+        self._outbox: dict[
+            int, tuple[str | None, str]
+        ] = {}  # by rank: its marker, and why it is dead, if it is
         self._ordered: Order | None = None
         self._dead: set[int] = set()
         self._missed: dict[str, int] = {}
@@ -66,11 +81,28 @@ class Clerk:
         self._wake.set()
         self._thread.join()
 
-    def tell_end(self, rank: int, marker: str, death: str) -> None:
-        """A process of this host has ended; `death`: why its rank is dead, "" if it has finished."""
+    def tell_end(self, rank: int, marker: str | None, death: str) -> None:
+        """A process of this host has ended; `death`: why its rank is dead, "" if it has finished. `marker`: None if it
+        was never part of the job."""
         with self._lock:
             self._outbox[rank] = marker, death
+            self._mine.discard(rank)
         self._wake.set()
+
+    def newcomer(self) -> Newcomer | None:
+        """The next one of which this host is to start a rank, or which should be written down."""
+        return self._newcomers.popleft() if self._newcomers else None
+
+    def hear(self, newcomer: Newcomer) -> None:
+        """A replica was placed. Its ranks are this host's before they are started. Raises EtcdError."""
+        if mine := newcomer.on(self._meeting.me.host):
+            with self._lock:
+                ranks = sorted(self._mine | mine.keys())
+            self._place(ranks)
+            with self._lock:
+                self._mine |= mine.keys()
+        self.seats |= dict(zip(newcomer.ranks, newcomer.seats, strict=True))
+        self._newcomers.append(newcomer)
 
     def give_order(self, order: Order) -> None:
         """The first one counts. `self.order` is it, as soon as etcd has it."""
@@ -85,6 +117,8 @@ class Clerk:
                 self._write()
                 self._read()
                 self._look_for_hung_ranks()
+                if self.returns is not None:
+                    self.returns.look()
                 self.silent_since = None
             except EtcdError:
                 if self.silent_since is None:
@@ -100,36 +134,52 @@ class Clerk:
         for rank, (marker, death) in letters.items():
             if death:
                 declare(self._client, rank, death)
-            self._client.put(f"{ENDS}{rank}", marker.encode())
+            if marker is not None:
+                # All agents read it within a moment; those of weeks would fill the store.
+                lease = self._client.grant(KEPT) if death and self.returns is not None else 0
+                self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
             with self._lock:
                 del self._outbox[rank]
 
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
         ends, dead, order, decision = self._client.read(*asked).found
-        seats = range(len(self._plan.seats))
-        there = set(self._meeting.others(self._plan)) | {self._meeting.me.host}
-        self.ends = {rank_of(found): found.value.decode() for found in ends}
+        plan, there = self._meeting.present(self._plan)
+        self.hosts = plan.hosts
+        self.ends = self.ends | {rank_of(found): found.value.decode() for found in ends}
         lost = {rank_of(found): found.value.decode() for found in dead}
         if decision:  # whose deaths all know of may be forgotten by now
-            lost = dict.fromkeys(set(seats) - Decision.of(decision[0]).participants, "") | lost
-        self._tell_losses({rank: why for rank, why in lost.items() if rank in seats})
+            participants = Decision.of(decision[0]).participants
+            lost = dict.fromkeys(self.counted - participants, "") | lost
+            self.counted |= participants
+        self.counted |= self.ends.keys()
+        self._tell_losses({rank: why for rank, why in lost.items() if rank in self.counted})
         if order:
             self.order = Order(**json.loads(order[0].value))
-        for host in self._plan.hosts:
+        for host in self.hosts:
             self._missed[host] = 0 if host in there else self._missed.get(host, 0) + 1
         with self._lock:
             self.over = not self._outbox and all(
-                rank in self.ends or rank in self._dead or self._missed[seat.host] >= GONE
-                for rank, seat in enumerate(self._plan.seats)
+                rank in self.ends or rank in self._dead or self._gone(rank) for rank in self.counted
             )
+        if self.returns is not None and not self.returns.ended and (self.over or self._has_finished()):
+            self.returns.ended = True
+            end_job(self._client, "the job has come to its end")
+
+    def _has_finished(self) -> bool:
+        """Nobody is done before all have come to the end."""
+        return any(marker and json.loads(marker)["end"] == End.DONE for marker in self.ends.values())
+
+    def _gone(self, rank: int) -> bool:
+        seat = self.seats.get(rank)
+        return seat is not None and self._missed.get(seat.host, 0) >= GONE
 
     def _tell_losses(self, dead: dict[int, str]) -> None:
         """Of other hosts: what is lost here is told by the ranks and the verdict."""
         mine, lost = self._meeting.me.host, dict[tuple[str, str], list[int]]()
         for rank in dead.keys() - self._dead:
-            seat = self._plan.seats[rank]
-            if seat.host != mine:
+            seat = self.seats.get(rank)
+            if seat is not None and seat.host != mine:
                 lost.setdefault((seat.host, dead[rank]), []).append(rank)
         for (host, why), ranks in lost.items():
             say(f"{name_ranks(ranks)} on {host} lost" + (f": {why}" if why else ""))

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from recover.agent.free_slots import HostSlots
+from recover.agent.returns import Newcomer
 from recover.job import process
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import preflight, rank_outputs
@@ -18,48 +21,89 @@ from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, write_marker
-from recover.launch.watched_job import WatchedJob
+from recover.launch.watched_job import WatchedJob, say
 from recover.liveness.board import Board
 from recover.world.ending import End
 
 _TICK = 0.05  # seconds between looks at orders and signals, when nothing happens
 _LOOK = 0.5  # seconds between looks at what the ranks do
+_LAST_LOOK = 5.0  # seconds for the witness to read what one that has ended was doing
 _ASLEEP = 2.0  # seconds without a look after which this agent has slept itself
 
 
 class HostRanks(WatchedJob):
-    """`tell_end` is called with each rank that has ended: its marker, and why it is dead, "" if it has finished."""
+    """`tell_end` is called with each rank that has ended: its marker, and why it is dead, "" if it has finished.
+
+    `mine`: the ranks that begin here, each with its slot. `slots`: the places of this host; `here`: how many.
+    """
 
     def __init__(
         self,
         spec: JobSpec,
-        mine: Sequence[int],
+        mine: Mapping[int, int],
+        slots: HostSlots,
+        here: int,
         session: Session,
         command: Sequence[str],
-        tell_end: Callable[[int, str, str], None],
+        tell_end: Callable[[int, str | None, str], None],
     ) -> None:
-        self.mine, self._tell_end = tuple(mine), tell_end
-        self._board = Board(session.directory / "board", spec.ranks)
-        environment = _environment(spec, session, len(mine))
-        outputs = rank_outputs.make(session.directory, mine) if spec.records else {}
-        copies = Path(str(spec.run_dir), "ranks")
-        # The ranks end with the thread that starts them, so this is done in one that stays.
-        self._processes = {
-            rank: subprocess.Popen(
-                [sys.executable, "-P", "-m", "recover.launch.bootstrap", *command],
-                env=environment | {process.RANK: str(rank), process.RANK_ON_HOST: str(number)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C comes to us, and we end the job
-            )
-            for number, rank in enumerate(self.mine)
-        }
-        super().__init__(spec, Relay(*self._processes.values(), outputs=outputs, copies=copies))
+        super().__init__(spec, Relay())
+        self._spec, self._slots, self._command, self._tell_end = spec, slots, command, tell_end
         self.teller = Teller(self.run_dir) if spec.records else None
-        for rank in self.mine:
-            self.relay.wake_on(os.pidfd_open(self._processes[rank].pid))
-        self.running = set(self.mine)
+        self._session = session.directory
+        self._board = Board(session.directory / "board", spec.board_size)
+        self._environment = _environment(spec, session, here)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._seats: dict[int, int] = {}
+        self.mine: set[int] = set()
+        self.running: set[int] = set()
+        self._left: deque[tuple[float, int]] = deque()  # rows of the board to be forgotten, and when
+        self.outside: set[int] = set()  # those of them who were started to join, and have not yet
+        job = str(spec.write())
+        for rank, slot in mine.items():
+            self._start(rank, slot, job)
+
+    def start_to_join(self, newcomer: Newcomer, across: bool) -> None:
+        """Those of its ranks that sit here."""
+        spec = replace(self._spec, joining=True)
+        if across:
+            spec = replace(spec, across=(*spec.across, newcomer.ranks[0] // spec.replica_size))
+        job = spec.write(f"join-{newcomer.ranks[0]}.json")
+        for rank, slot in newcomer.on(str(spec.host)).items():
+            self.outside.add(rank)
+            self._start(rank, slot, str(job))
+            self._say(f"rank {rank} is started on slot {slot}{_of(spec)}, to join")
+
+    def _start(self, rank: int, slot: int, job: str) -> None:
+        """A rank ends with the thread that starts it, so this is done in one that stays."""
+        outputs = rank_outputs.make(self._session, [rank]) if self._spec.records else {}
+        told = {VARIABLE: job, process.RANK: str(rank), process.RANK_ON_HOST: str(slot)}
+        started = subprocess.Popen(
+            [sys.executable, "-P", "-m", "recover.launch.bootstrap", *self._command],
+            env=self._environment | told,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C comes to us, and we end the job
+        )
+        self._slots.take(slot, time.monotonic())
+        self._processes[rank], self._seats[rank] = started, slot
+        self.mine.add(rank)
+        self.running.add(rank)
+        self.relay.add(started, outputs, self.run_dir / "ranks")
+        self.relay.wake_on(os.pidfd_open(started.pid))
+
+    def admitted(self, participants: Collection[int]) -> None:
+        """Who takes part counts from then on."""
+        self.outside -= self.outside.intersection(participants)
+        self.everyone.update(participants)
+
+    def dismiss(self, ranks: Iterable[int], why: str) -> None:
+        """End those who were to join, and are not needed any more."""
+        for rank in sorted(self.outside.intersection(ranks) & self.running):
+            write_marker(self.run_dir, rank, {"end": str(End.UNNEEDED), "detail": why, "time": ""})
+            self._processes[rank].kill()
+            self._say(f"rank {rank}, which was to join, is ended: {why}")
 
     def watch(self, timeout: float, must_end: Callable[[], bool], ends: Callable[[], dict[int, str]]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed. `ends`: of all hosts."""
@@ -68,7 +112,7 @@ class HostRanks(WatchedJob):
         while not must_end():
             if self.relay.pump(_TICK):
                 progress = time.monotonic()
-            self._reap()
+            self.reap()
             now = time.monotonic()
             if now < look:
                 continue
@@ -77,9 +121,10 @@ class HostRanks(WatchedJob):
             if state != seen or not self.running or slept:
                 seen, progress = state, now
             self.take_over(ends())
-            verdict = Verdict(self.run_dir, self.ranks)
-            self.show_crashes(verdict, set(self.mine) - self.running)
-            self.tell(verdict, [self._board.pid(rank) for rank in range(self.ranks)])
+            verdict = Verdict(self.run_dir, self.everyone)
+            self.show_crashes(verdict, self.mine - self.running)
+            here = range(self._board.size)
+            self.tell(verdict, [self._board.pid(rank) if rank in self.mine else 0 for rank in here])
             if repeated := verdict.repeated(self.replica_size):
                 return repeated
             if timeout and now - progress > timeout:
@@ -89,8 +134,8 @@ class HostRanks(WatchedJob):
 
     def wait(self) -> None:
         """Until all are gone: they were killed, or have ended."""
-        for rank_process in self._processes.values():
-            rank_process.wait()
+        for started in self._processes.values():
+            started.wait()
         self.relay.drain(1.0)
 
     def take_over(self, ends: dict[int, str]) -> None:
@@ -98,19 +143,47 @@ class HostRanks(WatchedJob):
         for rank, marker in ends.items():
             path = self.run_dir / "ranks" / f"{rank}.end"
             self.ended.add(rank)
+            self.everyone.add(rank)
             if marker and not path.exists():
                 write_marker(self.run_dir, rank, json.loads(marker))
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         for rank in sorted(self.running):
             code = self._processes[rank].poll()
             if code is None:
                 continue
             self.running.discard(rank)
-            self.ended.add(rank)
-            marker = self._marker(rank)
+            marker, slot = self._marker(rank), self._seats[rank]
             finished = bool(marker) and json.loads(marker)["end"] == End.DONE
-            self._tell_end(rank, marker, "" if finished else _death(code))
+            if self._board.votes(rank):  # it was let in, and lost before anybody could look
+                self.admitted([rank])
+            if rank in self.outside:
+                if finished or not marker or json.loads(marker)["end"] != End.UNNEEDED:
+                    self._say(
+                        f"rank {rank}, which was to join, has ended before it did: {_how(marker, code)}"
+                    )
+                finished = False
+            else:
+                self.ended.add(rank)
+            if aside := self._slots.leave(slot, marker, code, time.monotonic()):
+                self._say(f"slot {slot}{_of(self._spec)} is not tried again: {aside}")
+            told = None if rank in self.outside else marker
+            self._tell_end(rank, told, "" if finished else _death(code))
+            if rank >= self.ranks:
+                self._forget(rank)
+        while self._left and self._left[0][0] <= time.monotonic():
+            self._board.forget(self._left.popleft()[1])
+
+    def _forget(self, rank: int) -> None:
+        """Ids are not used again, and there may be many of them."""
+        self.outside.discard(rank)
+        del self._processes[rank], self._seats[rank]
+        self.mine.discard(rank)
+        self._left.append((time.monotonic() + _LAST_LOOK, rank))
+
+    def _say(self, text: str) -> None:
+        self.relay.end_line()
+        say(text)
 
     def _marker(self, rank: int) -> str:
         try:
@@ -124,11 +197,19 @@ def _environment(spec: JobSpec, session: Session, here: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // here)) if here else "1")
     return environment | {
-        VARIABLE: str(spec.write()),
         "RECOVER_RUN_DIR": str(spec.run_dir),  # for scripts; our own code reads the file
         process.RANKS_ON_HOST: str(here),
         "TMPDIR": str(session.scratch),
     }
+
+
+def _of(spec: JobSpec) -> str:
+    return f" of {spec.host}" if spec.host else ""
+
+
+def _how(marker: str, code: int) -> str:
+    told = json.loads(marker) if marker else None
+    return f"{told['end']}: {told['detail']}" if told else _death(code)
 
 
 def _death(code: int) -> str:

@@ -25,6 +25,8 @@ def facts_of(
         "--hang-limit": str(spec.hang_limit),
         "--kill": " ".join(spec.faults) or "none",
         "--lease": f"{lease:g}",
+        "--return": "yes" if part.returns else "no",
+        "--standby": str(part.standby),
         "the version of Python": platform.python_version(),
         "the version of torch": version_of("torch"),
         "the version of recover": f"{version_of('recover')} ({_digest(_sources())})",

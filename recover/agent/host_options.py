@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recover.etcd.etcd_host import MOST_RANKS, TTL
+from recover.etcd.etcd_server import NoEtcdError, free_port
 from recover.job.gpus import gpus_on_host
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
@@ -19,6 +21,12 @@ PATIENCE = 30.0  # seconds that etcd may be silent
 JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
 LEAST_LEASE = 2.0
 PREFIX = "/recover"
+RETURN_DELAY = (
+    1.0  # seconds that a place rests before it is used again: what a dead process held is free by then
+)
+FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
+LOOPBACK = "127.0.0.1"
+ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,11 @@ class HostOptions:
     etcd_cert: Path | None = None
     etcd_key: Path | None = None
     token_file: Path | None = None
+    token: str = ""  # in place of a file
+    returns: bool = False  # lost replicas are started again
+    return_delay: float = RETURN_DELAY
+    forgive: float = FORGIVE
+    standby: int = 0
 
     @property
     def asked(self) -> bool:
@@ -62,6 +75,8 @@ class HostPart:
     host: str
     order: int | None  # where this host stands among the others, if somebody says
     token: str  # "": to be made
+    returns: bool = False
+    standby: int = 0  # replicas that are ready, and wait for a loss
 
     @property
     def nnodes(self) -> str:
@@ -94,9 +109,13 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         ("--rdzv-patience", options.rdzv_patience, 1.0),
         ("--join-timeout", options.join_timeout, 1.0),
         ("--lease", options.lease, LEAST_LEASE),
+        ("--return-delay", options.return_delay, 0.0),
+        ("--forgive", options.forgive, 0.0),
+        ("--standby", options.standby, 0.0),
     ):
         if not low <= value < float("inf"):
-            raise Refusal(f"{name} is {value:g}; give seconds, {low:g} or more")
+            what = "a number" if name == "--standby" else "seconds"
+            raise Refusal(f"{name} is {value:g}; give {what}, {low:g} or more")
     host = options.host_name or socket.gethostname()
     if not re.fullmatch(r"[\w.:-]{1,200}", host):
         raise Refusal(f"--host-name is {host!r}; give letters, digits, and . : _ - only")
@@ -109,7 +128,26 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         job,
         host,
         int(order) if order and order.isdigit() else None,
-        _read_secret("--token-file", options.token_file),
+        options.token or _read_secret("--token-file", options.token_file),
+        options.returns or bool(options.standby),
+        options.standby,
+    )
+
+
+def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
+    """For a job on this host alone, with an etcd of its own: what `options` say of returns, for so many ranks."""
+    try:
+        port = free_port(LOOPBACK)
+    except NoEtcdError as error:
+        raise Refusal(str(error)) from None
+    return replace(
+        options,
+        nnodes="1",
+        nproc_per_node=str(ranks + options.standby * replica_size),
+        rdzv_endpoint=f"{LOOPBACK}:{port}",
+        rdzv_id=f"alone-{secrets.token_hex(4)}",
+        lease=ALONE_LEASE,
+        token=secrets.token_hex(16),  # others on this host may look into its etcd
     )
 
 

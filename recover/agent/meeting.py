@@ -7,8 +7,9 @@ Keys, under the prefix of the job's name:
     plan             who takes part, who sits where, the token, and the name of the run, under which all its keys lie
 
 A plan whose hosts have all gone is a thing of the past: the next job of that name replaces it. Whoever comes while they
-are there is refused. Who brings something else than the host that came first is refused, on the host where it is, and
-the others wait for it to come back mended.
+are there is refused, unless lost replicas are started again and there may be more hosts: then it comes late, without
+ranks, and brings free slots. Who brings something else than the host that came first is refused, on the host where it
+is, and the others wait for it to come back mended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recover.agent.host_options import HostPart
@@ -75,6 +76,7 @@ class HostPlan:
     hosts: dict[str, Any]  # name to id and address
     seats: tuple[Seat, ...]
     problem: str = ""
+    most: int = 0  # hosts that there may be; 0: those that are there now, and no more
 
     def to_bytes(self) -> bytes:
         seats = [[seat.host, seat.slot] for seat in self.seats]
@@ -101,6 +103,7 @@ class Meeting:
     ) -> None:
         self._client, self._part, self._replica_size = client, part, replica_size
         self.me = Attendance(part.host, secrets.token_hex(8), part.slots, address, part.order, dict(facts))
+        self.late = False  # the job was at work when this host came
         self._lease = 0
         self._left = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="recover-agent-attendance", daemon=True)
@@ -111,6 +114,9 @@ class Meeting:
         while not stopped():
             there, plan, _, _ = self._look()
             if plan is None or not (present := plan.present(there)):
+                break
+            if self.me.host not in present and len(present) < plan.most:
+                self.late = True
                 break
             if time.monotonic() > deadline:
                 raise Refusal(
@@ -138,7 +144,12 @@ class Meeting:
         while not stopped():
             there, plan, answer, version = self._look()
             if plan is not None and plan.present(there):
-                return self._mine(plan)
+                if not self.late or plan.hosts.get(self.me.host, {}).get("id") == self.me.id:
+                    return self._mine(plan)
+                self._compare({host: there[host] for host in plan.present(there)})
+                self._come_late(plan, version)
+                continue
+            self.late = False
             self._compare(there)
             if len(there) != count:
                 fresh, count = time.monotonic(), len(there)
@@ -158,6 +169,13 @@ class Meeting:
                 )
             time.sleep(LOOK)
         raise InterruptedError
+
+    def present(self, plan: HostPlan) -> tuple[HostPlan, set[str]]:
+        """The plan, with the hosts that have come since, and which of them are still there, this one included."""
+        there, now, _, _ = self._look()
+        if now is not None and now.run == plan.run:
+            plan = replace(plan, hosts=now.hosts)
+        return plan, {*plan.present(there), self.me.host}
 
     def be_brief(self, client: EtcdClient) -> None:
         """From here on nobody waits for etcd in this: what cannot be said now is said later, or not at all."""
@@ -236,7 +254,9 @@ class Meeting:
         slots = {attendance.host: attendance.slots for attendance in chosen}
         size, total = self._replica_size, sum(slots.values())
         problem = ""
-        if total < size or (self._part.least == self._part.most and total % size):
+        if total >= size and not self._seats(slots):
+            problem = f"--standby is {self._part.standby}, which leaves no replica at work; give fewer, or more hosts"
+        elif total < size or (self._part.least == self._part.most and total % size):
             each = ", ".join(f"{host} {count}" for host, count in slots.items())
             problem = (
                 f"{total} ranks ({each}) do not make whole replicas of {size}; choose --nproc-per-node and "
@@ -246,12 +266,25 @@ class Meeting:
             run=secrets.token_hex(6),
             token="" if self._part.token else secrets.token_hex(16),
             hosts={a.host: {"id": a.id, "address": a.address} for a in chosen},
-            seats=() if problem else place(slots, size),
+            seats=() if problem else self._seats(slots),
             problem=problem,
+            most=self._part.most if self._part.returns else 0,
         )
         guards = [version_is(PLAN, version), unchanged_since(MEET, answer.revision)]
         # (A host that has left since is found by the meeting of those who are ready.)
         self._client.txn(guards, [put(PLAN, plan.to_bytes())])
+
+    def _seats(self, slots: Mapping[str, int]) -> tuple[Seat, ...]:
+        """Of those who begin: standbys are placed later, on what they leave free."""
+        seats = place(slots, self._replica_size)
+        return seats[: max(0, len(seats) - self._part.standby * self._replica_size)]
+
+    def _come_late(self, plan: HostPlan, version: int) -> None:
+        """Into a job that is at work: its replicas are as they are, and new ones may be placed here."""
+        me = {self.me.host: {"id": self.me.id, "address": self.me.address}}
+        self._client.txn(
+            [version_is(PLAN, version)], [put(PLAN, replace(plan, hosts=plan.hosts | me).to_bytes())]
+        )
 
     def _keep(self) -> None:
         while not self._left.wait(KEEP):

@@ -24,6 +24,7 @@ from recover.launch.watched_job import say
 _AGAIN = 0.1  # seconds between two looks
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
+_TRIES = 20
 
 
 class OwnEtcd:
@@ -135,12 +136,18 @@ class OwnEtcd:
 
 def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
     """Whether the cluster expects a member at this place that was never there: one that has lost its data may not come
-    back under its name."""
-    try:
-        members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
-    except EtcdError:
+    back under its name. Each has a name from the start, and tells where its clients find it once it is there."""
+    for _ in range(_TRIES):  # one that answered just now may be busy; the next one is asked
+        try:
+            members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
+            break
+        except UnansweredError:
+            time.sleep(_AGAIN)
+        except EtcdError:
+            return False
+    else:
         return False
-    return any(peer in member.get("peerURLs", []) and not member.get("name") for member in members)
+    return any(peer in member.get("peerURLs", []) and not member.get("clientURLs") for member in members)
 
 
 def _listens(address: str, port: int) -> bool:

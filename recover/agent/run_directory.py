@@ -9,10 +9,12 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from recover.agent.meeting import HostPlan, Meeting
+from recover.agent.placement import Seat
 from recover.etcd.etcd_client import EtcdClient
 from recover.launch.preflight import Refusal, remove_markers
 
@@ -37,14 +39,16 @@ class SeenDirectories:
         self, client: EtcdClient, plan: HostPlan, stopped: Callable[[], object]
     ) -> tuple[tuple[int, ...], ...]:
         """The ranks by the directory that they see. Returns when all hosts have looked, so all are ready to begin."""
-        me = self._meeting.me.host
-        seen = [host for host, facts in plan.hosts.items() if self._file(facts["id"]).exists()]
-        client.put(f"{SEES}{me}", json.dumps(seen).encode())
+        me, first_ones = self._meeting.me.host, {seat.host for seat in plan.seats}
+        if not self._meeting.late:  # those that come late see what they see: it is settled who writes
+            first_ones = set(plan.hosts)
+            seen = [host for host, facts in plan.hosts.items() if self._file(facts["id"]).exists()]
+            client.put(f"{SEES}{me}", json.dumps(seen).encode())
         deadline = time.monotonic() + _PATIENCE
         while not stopped():
             found, _ = client.get_all(SEES)
             views = {one.key.removeprefix(SEES): set(json.loads(one.value)) for one in found}
-            if missing := sorted(plan.hosts.keys() - views.keys()):
+            if missing := sorted(first_ones - views.keys()):
                 gone = [host for host in missing if host not in (me, *self._meeting.others(plan))]
                 if gone or time.monotonic() > deadline:
                     raise Refusal(
@@ -55,9 +59,7 @@ class SeenDirectories:
             # Two hosts share a directory if each sees the other's file.
             groups: dict[str, list[int]] = {}
             for rank, seat in enumerate(plan.seats):
-                first = next(
-                    host for host in plan.hosts if seat.host in views[host] and host in views[seat.host]
-                )
+                first = next(host for host in views if seat.host in views[host] and host in views[seat.host])
                 groups.setdefault(first, []).append(rank)
             return tuple(map(tuple, groups.values()))
         raise InterruptedError
@@ -97,6 +99,19 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
     return run_dir, lock
 
 
+def is_at_work(run_dir: Path, job: str) -> bool:
+    """Whether a job of this name uses the directory just now, from this host or, where locks are shared, another."""
+    if _job_of(run_dir) != job:
+        return False
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        return not _lock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return True  # a file system without locks: the meeting will tell
+    finally:
+        os.close(descriptor)
+
+
 def _lock(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -112,13 +127,20 @@ def _job_of(run_dir: Path) -> str | None:
         return None
 
 
-def keep_placement(run_dir: Path, job: str, plan: HostPlan) -> None:
-    """The map from ranks to hosts and slots is one of the job's records."""
-    facts = {
+def keep_placement(
+    run_dir: Path, job: str, hosts: Mapping[str, Mapping[str, str]], seats: Mapping[int, Seat], later: bool
+) -> None:
+    """The map from ranks to hosts and slots is one of the job's records; it holds all that there ever were."""
+    facts: dict[str, Any] = {
         "job": job,
-        "hosts": {host: facts["address"] for host, facts in plan.hosts.items()},
-        "ranks": {str(rank): {"host": seat.host, "slot": seat.slot} for rank, seat in enumerate(plan.seats)},
+        "hosts": {host: facts["address"] for host, facts in hosts.items()},
+        "ranks": {str(rank): {"host": seat.host, "slot": seat.slot} for rank, seat in sorted(seats.items())},
     }
+    if (
+        later and _job_of(run_dir) == job
+    ):  # those who came and went before this host did are known from the file alone
+        known = json.loads((run_dir / PLACEMENT).read_text())
+        facts = {"job": job, **{name: known[name] | facts[name] for name in ("hosts", "ranks")}}
     draft = run_dir / f".{PLACEMENT}.{time.monotonic_ns()}"
     draft.write_text(json.dumps(facts, indent=2) + "\n")
     draft.replace(run_dir / PLACEMENT)

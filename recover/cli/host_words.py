@@ -44,3 +44,18 @@ EtcdPasswordFile = Annotated[Path | None, _option("Its password.", "FILE")]
 EtcdCa = Annotated[Path | None, _option("Who signed etcd's certificate; TLS is used.", "FILE")]
 EtcdCert = Annotated[Path | None, _option("What we show of ourselves.", "FILE")]
 EtcdKey = Annotated[Path | None, _option("Its key.", "FILE")]
+Return = Annotated[
+    bool,
+    typer.Option(
+        "--return", help="Start lost replicas again, and let hosts come later: the job stands on etcd."
+    ),
+]
+ReturnDelay = Annotated[float, _option("How long the place of a lost rank rests before.", "SECONDS")]
+Forgive = Annotated[
+    float,
+    _option(
+        "A place where ranks die twice is not tried again, unless one has worked there for so long.",
+        "SECONDS",
+    ),
+]
+Standby = Annotated[int, _option("Replicas that are ready, and wait for a loss; implies --return.", "K")]

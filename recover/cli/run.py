@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,6 +80,10 @@ def run(
     etcd_ca: host_words.EtcdCa = None,
     etcd_cert: host_words.EtcdCert = None,
     etcd_key: host_words.EtcdKey = None,
+    returns: host_words.Return = False,
+    return_delay: host_words.ReturnDelay = 1.0,
+    forgive: host_words.Forgive = 600.0,
+    standby: host_words.Standby = 0,
     otel: Otel = False,
 ) -> None:
     """Start SCRIPT on several ranks that survive each other: on this host (-n), or on several (--nnodes). Options go
@@ -106,6 +110,10 @@ def run(
         etcd_ca=etcd_ca,
         etcd_cert=etcd_cert,
         etcd_key=etcd_key,
+        returns=returns or standby > 0,
+        return_delay=return_delay,
+        forgive=forgive,
+        standby=standby,
     )
     if several.asked and ranks is not None:
         typer.echo("recover run: -n is for one host; with --nnodes give --nproc-per-node", err=True)
@@ -113,45 +121,31 @@ def run(
     if not several.asked and ranks is None:
         typer.echo(f"recover run: {MISSING}", err=True)
         raise typer.Exit(2)
+    if several.returns and hostfile is not None:
+        typer.echo("recover run: --return is not for Open MPI's --hostfile; give --nnodes", err=True)
+        raise typer.Exit(2)
     # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
         beside = onlookers(page, page_bind, on_incident, say, otel, tell)
-    if ranks is None:
-        from recover.agent.agent import launch_host
+    told: dict[str, Any] = {
+        "replica_size": replica_size,
+        "run_dir": run_dir,
+        "timeout": timeout,
+        "hang_limit": hang_limit,
+        "carrier": carrier,
+        "faults": kill,
+        "module": module,
+        "own": True,
+        "beside": beside,
+    }
+    if ranks is None or several.returns:
+        from recover.agent.agent import launch_alone, launch_host
 
-        code = launch_host(
-            several,
-            script,
-            args or [],
-            replica_size=replica_size,
-            run_dir=run_dir,
-            timeout=timeout,
-            hang_limit=hang_limit,
-            carrier=carrier,
-            faults=kill,
-            module=module,
-            own=True,
-            beside=beside,
-        )
-        raise typer.Exit(code)
+        if ranks is not None:
+            raise typer.Exit(launch_alone(ranks, several, script, args or [], **told))
+        raise typer.Exit(launch_host(several, script, args or [], **told))
     from recover.launch.launcher import launch
 
-    code = launch(
-        ranks,
-        script,
-        args or [],
-        replica_size=replica_size,
-        run_dir=run_dir,
-        timeout=timeout,
-        mpirun=mpirun,
-        hang_limit=hang_limit,
-        carrier=carrier,
-        faults=kill,
-        module=module,
-        own=True,
-        beside=beside,
-        hosts=hostfile,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(launch(ranks, script, args or [], mpirun=mpirun, hosts=hostfile, **told))

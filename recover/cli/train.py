@@ -76,6 +76,10 @@ def train(
     etcd_ca: host_words.EtcdCa = None,
     etcd_cert: host_words.EtcdCert = None,
     etcd_key: host_words.EtcdKey = None,
+    returns: host_words.Return = False,
+    return_delay: host_words.ReturnDelay = 1.0,
+    forgive: host_words.Forgive = 600.0,
+    standby: host_words.Standby = 0,
     otel: Otel = False,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
@@ -102,8 +106,13 @@ def train(
         etcd_ca=etcd_ca,
         etcd_cert=etcd_cert,
         etcd_key=etcd_key,
+        returns=returns or standby > 0,
+        return_delay=return_delay,
+        forgive=forgive,
+        standby=standby,
     )
     with refusals("recover train"):
         beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
     hosts_asked = several if several.asked else None
-    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run, beside, hosts_asked))
+    returning = several if several.returns else None
+    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run, beside, hosts_asked, returning))

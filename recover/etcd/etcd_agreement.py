@@ -140,7 +140,7 @@ def decided(
     if all(declared <= vote.acknowledged for vote in votes):
         counted = Vote.of_all(votes)
         word, admitted = counted.word, counted.admit & look.asking - look.glance.dead
-        joined = _first(whole(admitted, replica_size), replica_size, JOINED)
+        joined = first_of(whole(admitted, replica_size), replica_size * JOINED)
         participants = participants - dead | joined
     content = {
         "word": word,
@@ -200,8 +200,9 @@ def mates(rank: int, replica_size: int) -> range:
     return range(first, first + replica_size)
 
 
-def _first(ranks: frozenset[int], replica_size: int, replicas: int) -> frozenset[int]:
-    return frozenset(sorted(ranks)[: replicas * replica_size])
+def first_of(ranks: frozenset[int], most: int | None) -> frozenset[int]:
+    """The lowest of them, so many at the most; None: all."""
+    return ranks if most is None else frozenset(sorted(ranks)[: max(0, most)])
 
 
 def _to_runs(ranks: Iterable[int]) -> str:

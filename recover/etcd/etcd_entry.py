@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recover.etcd.etcd_agreement import ASKING, CLAIM, DEAD, DECISION, ENDED, key_of
-from recover.etcd.etcd_client import EtcdClient, absent, get, put, value_is, version_is
+from recover.etcd.etcd_client import EtcdClient, Operation, absent, get, put, value_is, version_is
 from recover.fabrics.base import NotAdmittedError
 
 JOB, IDS = "job", "ids"
@@ -22,6 +23,10 @@ UNCLAIMED, CLAIMED = 1, 2  # versions of the claim of one that joins
 
 class OtherJobError(RuntimeError):
     """What is there under this prefix belongs to another job, or another process is this rank."""
+
+
+class NotPlacedError(RuntimeError):
+    """What was to be true for a replica to be placed is not."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,19 @@ def place(client: EtcdClient) -> range:
 
     If they come to nothing, `declare` one of them: the next decision forgets them all.
     """
+    return place_replica(client)
+
+
+def place_replica(
+    client: EtcdClient,
+    most: int | None = None,
+    guards: Sequence[Operation] = (),
+    record: Callable[[range], list[Operation]] = lambda ranks: [],
+) -> range:
+    """The same, in one transaction with what else is to be written down about these ids.
+
+    Raises NotPlacedError if the guards do not hold, or there would be more than `most` ids.
+    """
     me = uuid.uuid4().hex.encode()
     while True:
         job, ids = (found[0] if found else None for found in client.read(get(JOB), get(IDS)).found)
@@ -52,13 +70,18 @@ def place(client: EtcdClient) -> range:
         known, placed = json.loads(job.value), ids.version if ids else 0
         first = known["size"] + placed * known["replica_size"]
         ranks = range(first, first + known["replica_size"])
+        if most is not None and ranks.stop > most:
+            raise NotPlacedError(f"there is no room for ids beyond {most}")
         claims = [put(key_of(CLAIM, rank), b"") for rank in ranks]
-        answer = client.txn([version_is(IDS, placed)], [put(IDS, me), *claims], [get(IDS)])
-        # The answer to a first try may have been lost.
-        if answer.succeeded or [(found.value, found.version) for found in answer.found[0]] == [
-            (me, placed + 1)
-        ]:
+        conditions = [version_is(IDS, placed), *guards]
+        answer = client.txn(conditions, [put(IDS, me), *claims, *record(ranks)], [get(IDS)])
+        if answer.succeeded:
             return ranks
+        ids_now = [(found.value, found.version) for found in answer.found[0]]
+        if ids_now == [(me, placed + 1)]:  # the answer to a first try was lost
+            return ranks
+        if guards and [version for _, version in ids_now] in ([], [placed]):
+            raise NotPlacedError("what was to be true is not any more")
 
 
 def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> bytes:

@@ -52,6 +52,7 @@ from recover.etcd.etcd_agreement import (
     Vote,
     decided,
     declare,
+    first_of,
     intact,
     key_of,
     mates,
@@ -96,7 +97,7 @@ class EtcdFabric:
     `grace`: seconds that a host may be without a lease before its ranks are declared dead.
     `end`: called with the reason, from any thread, when this rank was declared dead; it must not return. By default
     the next call raises DeclaredDeadError.
-    `address`: of this host, for its mates, if it speaks for its replica.
+    `address`: of this host, for its mates. `limit`: of ranks at work; who asks beyond it stands by until a loss.
     """
 
     # For a watcher that looks for agreements which have forgotten a rank: none can here, their results lie in etcd.
@@ -115,12 +116,13 @@ class EtcdFabric:
         end: Callable[[str], NoReturn] | None = None,
         replica_size: int = 1,
         address: str = "127.0.0.1",
+        limit: int | None = None,
     ) -> None:
         self.rank, self.size, self.replica_size, self.board = rank, size, replica_size, board
         self.lock = threading.RLock()
         self.agreed = Decision.before_all(size)  # the last agreement that this rank was in
         self._client, self._host, self._hang_limit, self._end = client, host, hang_limit, end
-        self._replica = mates(rank, replica_size)
+        self._replica, self._limit = mates(rank, replica_size), limit
         self._news = News(rank, self.agreed, takes_part=rank < size)
         self._acknowledged: frozenset[int] = frozenset()
         self._mailbox = Mailbox(client, rank)
@@ -172,9 +174,7 @@ class EtcdFabric:
             # Taken once: if the others take this rank for dead, they may go on at any moment.
             decision = self._news.decision
             if decision.number > number:
-                self._leave(
-                    f"agreement {decision.number} was decided without this rank, which is at {number}"
-                )
+                self._leave(f"agreement {decision.number} was decided without this rank, at {number}")
             if self.rank in decision.dead:
                 self._leave(f"agreement {number} counts this rank among the dead")
             self.agreed = decision
@@ -184,7 +184,9 @@ class EtcdFabric:
     def asking(self) -> frozenset[int]:
         there = self._news.asking - self.participants - self.failed()
         # One whose host is about to be given up need not be let in first.
-        return whole(there - self._hosts.missed(), self.replica_size)
+        ready = whole(there - self._hosts.missed(), self.replica_size)
+        at_work = intact(self.participants, self.failed(), self.replica_size)
+        return first_of(ready, None if self._limit is None else self._limit - len(at_work))
 
     def ask(self) -> Admission:
         with self.lock:

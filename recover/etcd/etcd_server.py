@@ -128,7 +128,7 @@ class EtcdServer:
 
     def begin(self) -> None:
         """Start it, and do not wait: the first of several members answers when there are more."""
-        self._port = self._told or _free_port(self._address)
+        self._port = self._told or free_port(self._address)
         self._process = self._started()
 
     def check(self) -> None:
@@ -179,7 +179,7 @@ class EtcdServer:
         peers = {member: peer_of(member) for member in self._members}
         listen = f"{self._address}:{self._port + 1}"
         if not peers:  # alone: nobody else must know where
-            listen = f"{self._address}:{_free_port(self._address)}"
+            listen = f"{self._address}:{free_port(self._address)}"
             peers = {me: listen}
         options = {
             "name": me,
@@ -230,7 +230,7 @@ def peer_of(endpoint: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
     """Not one of those that the kernel deals out: while etcd is down, another connection could get it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -64,16 +64,22 @@ class JobSpec:
     across: tuple[int, ...] = ()  # replicas that lie on several hosts
     directories: tuple[tuple[int, ...], ...] = ()  # the ranks that see the same run directory; (): all do
     joining: bool = False  # this process asks to be let into a world that is there already
+    room: int = 0  # ids beyond the first ones, for those who join
+    limit: int | None = None  # ranks at work at once, at the most; who asks beyond that waits for a loss
 
     @property
     def is_alone(self) -> bool:
         """A world of one, which our launcher has started: it needs no MPI."""
         return self.ranks == 1 and self.session is not None and self.etcd is None
 
-    def write(self) -> Path:
+    @property
+    def board_size(self) -> int:
+        return self.ranks + self.room
+
+    def write(self, name: str = FILE) -> Path:
         """Into the session, for this user's eyes only."""
         assert self.session is not None
-        path = Path(self.session, FILE)
+        path = Path(self.session, name)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w") as file:
             json.dump(asdict(self), file)
@@ -96,11 +102,13 @@ class JobSpec:
         return cls(**found | tuples | {"etcd": etcd, "directories": directories})
 
     def see_the_same(self, members: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """The members by the run directory that they see; one of each group writes there."""
+        """The members by the run directory that they see; one of each group writes there.
+
+        What those see who have joined later nobody knows: they count once nobody else is left.
+        """
         members = sorted(members)
         groups = [[rank for rank in group if rank in members] for group in self.directories]
-        elsewhere = [rank for rank in members if not any(rank in group for group in groups)]
-        return tuple(tuple(group) for group in (*groups, elsewhere) if group)
+        return tuple(tuple(group) for group in groups if group) or ((tuple(members),) if members else ())
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:

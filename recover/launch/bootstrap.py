@@ -143,7 +143,7 @@ def _join() -> None:
     rank, job = process.rank(), told()
     if rank is None or job is None:
         return
-    board = Board(Path(job.session, "board"), job.ranks) if job.session else None
+    board = Board(Path(job.session, "board"), job.board_size) if job.session else None
     if board is not None:
         board.claim(rank)
     if not job.is_alone and job.etcd is None:

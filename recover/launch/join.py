@@ -113,7 +113,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     assert me is not None
     assert job.session is not None
     grid = Grid.of(job.ranks, job.replica_size)
-    board = Board(Path(job.session, "board"), job.ranks)
+    board = Board(Path(job.session, "board"), job.board_size)
     board.claim(me)
     client = client_of(access)
     fabric = EtcdFabric(
@@ -127,6 +127,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         end=lambda why: ending.die(ending.End.FENCED, why),
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
+        limit=job.limit,
     )
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
     return World(job, grid, _parts(job, grid, fabric, board, notes))

@@ -158,14 +158,17 @@ def check_module(name: str) -> None:
         raise Refusal(f"-m {name}: there is no module {first} (looked from {Path.cwd()}); check the name")
 
 
+def default_run_dir(script: Path) -> Path:
+    return Path("runs", f"{script.stem}-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')}")
+
+
 def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
     """Make and lock the run directory; the lock goes when the descriptor is closed or this process ends.
 
     A directory that an earlier run has used may be used again: a run that goes on from a checkpoint does
     that. The old markers and stacks are removed; the old logs are kept, and are continued.
     """
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    run_dir = (given or Path("runs", f"{script.stem}-{stamp}")).absolute()
+    run_dir = (given or default_run_dir(script)).absolute()
     try:
         (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir, os.O_RDONLY)

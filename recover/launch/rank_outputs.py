@@ -22,7 +22,8 @@ def label(rank: int) -> bytes:
 def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
     """For the launcher, before ranks are started: what to read, with the rank that writes there and the stream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 256 + 4 * len(ranks)  # what is read of a rank, and where it is kept
+    # What is read of a rank, where it is kept, and its terminals; those who join later have higher numbers.
+    wanted = 256 + 6 * (max(ranks, default=0) + 1)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
     found = {}

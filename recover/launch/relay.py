@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from recover.launch.rank_outputs import label
 
@@ -54,13 +55,25 @@ class Relay:
         self._one_screen = os.isatty(1) and os.isatty(2)
         self._pipes, self._has_ours = 0, False
         for process in processes:
-            for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
-                if pipe is None:  # the process has ours
-                    self._has_ours = True
-                    continue
-                self._pipes += 1
-                self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
-        for end, (rank, stream) in (outputs or {}).items():
+            self.add(process)
+        self._read(outputs or {}, copies)
+
+    def add(
+        self,
+        process: subprocess.Popen[bytes],
+        outputs: Mapping[int, tuple[int, int]] | None = None,
+        copies: Path | None = None,
+    ) -> None:
+        for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
+            if pipe is None:  # the process has ours
+                self._has_ours = True
+                continue
+            self._pipes += 1
+            self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
+        self._read(outputs or {}, copies)
+
+    def _read(self, outputs: Mapping[int, tuple[int, int]], copies: Path | None) -> None:
+        for end, (rank, stream) in outputs.items():
             copy = None if copies is None else copies / f"{rank}.out"
             self._selector.register(end, selectors.EVENT_READ, (_Source(stream, label(rank), copy), None))
 
@@ -97,7 +110,7 @@ class Relay:
             if not data:
                 self._selector.unregister(key.fileobj)
                 self._pipes -= pipe is not None
-                _close(key.fd, source)
+                _close(key.fd if pipe is None else pipe, source)
         now = time.monotonic()
         for key in self._selector.get_map().values():  # a prompt, a progress bar
             source = key.data[0] if key.data else None
@@ -168,7 +181,10 @@ def _labelled(source: _Source, data: bytes) -> bytes:
     return data[: first.end()] + source.name + rest if first else rest
 
 
-def _close(descriptor: int, source: _Source) -> None:
-    os.close(descriptor)
+def _close(end: int | IO[bytes], source: _Source) -> None:
+    if isinstance(end, int):
+        os.close(end)
+    else:  # by its owner, or that one would close the number again when somebody else has it
+        end.close()
     if source.copy is not None:
         os.close(source.copy)

@@ -16,9 +16,10 @@ class Verdict:
     """Who is done and who was lost, and how. A rank without a marker crashed in native code or was killed,
     unless it is one of those that the launcher gave no time to end (`unfinished`)."""
 
-    def __init__(self, run_dir: Path, ranks: int, unfinished: Collection[int] = ()) -> None:
+    def __init__(self, run_dir: Path, ranks: int | Iterable[int], unfinished: Collection[int] = ()) -> None:
         self.directory = run_dir / "ranks"
-        markers = {rank: self._read(rank) for rank in range(ranks)}
+        everyone = range(ranks) if isinstance(ranks, int) else sorted(ranks)
+        markers = {rank: self._read(rank) for rank in everyone}
         ends = {rank: _in_words(marker) for rank, marker in markers.items()}
         # Those that raised outside of any step, and what: no other rank makes good what they left undone.
         self.raised = {

@@ -22,14 +22,15 @@ class WatchedJob:
         assert spec.run_dir is not None
         self.ranks, self.replica_size, self.run_dir = spec.ranks, spec.replica_size, Path(spec.run_dir)
         self.relay = relay
+        self.everyone = set(range(spec.ranks))  # and those who have joined
         self.ended: set[int] = set()  # ranks that ended by themselves
         self.crashed: set[int] = set()  # ranks whose crash was shown
         self.teller: Teller | None = None
 
     def judge(self, failure: str) -> int:
         """Say what became of the job; `failure` is what is known already to have gone wrong."""
-        unfinished = set(range(self.ranks)) - self.ended if failure else ()
-        verdict = Verdict(self.run_dir, self.ranks, unfinished)
+        unfinished = self.everyone - self.ended if failure else ()
+        verdict = Verdict(self.run_dir, self.everyone, unfinished)
         self.tell(verdict, (), at_end=True)
         self.show_crashes(verdict, verdict.silent)
         for path in verdict.directory.glob("*.stack"):

@@ -110,14 +110,13 @@ class Witness:
             self._log.flush()
 
     def _look_for_new_ranks(self) -> None:
-        for rank in range(self._board.size):
+        for rank in self._board.here():
             if rank in self._seen:
                 continue
             pid = self._board.pid(rank)
-            if not pid:
-                if self._board.is_here(rank):  # it came and went between two looks
-                    self._seen[rank] = (0, "", 0)
-                    self._end_of(rank, time.time(), {})
+            if not pid:  # it came and went between two looks
+                self._seen[rank] = (0, "", 0)
+                self._end_of(rank, time.time(), {})
                 continue
             try:
                 descriptor = os.pidfd_open(pid)

@@ -73,6 +73,10 @@ class Board:
         """Whether a process has ever written its pid there."""
         return bool(self._table[rank, PID])
 
+    def forget(self, rank: int) -> None:
+        """Its process has ended, and nobody of its number comes again: nobody need look it up any more."""
+        self._table[rank] = 0
+
     def pid(self, rank: int) -> int:
         """The pid of a rank on this host while it lives, otherwise 0."""
         pid = int(self._table[rank, PID])
@@ -120,6 +124,10 @@ class Board:
     def is_here(self, rank: int) -> bool:
         """Whether a rank writes to this board; those of other hosts have boards of their own."""
         return bool(self._table[rank, PID])
+
+    def here(self) -> list[int]:
+        """All those who do, or did until they died."""
+        return [int(rank) for rank in np.flatnonzero(self._table[:, PID])]
 
     def finish(self, rank: int, agreement: int) -> None:
         """This rank holds the result of agreement number `agreement`."""
@@ -191,7 +199,8 @@ class Board:
 
     def living(self) -> dict[int, tuple[list[int], str]]:
         """The rows of the ranks that live on this host, each with the kernel's letter for its process."""
-        rows = ((rank, row) for rank, row in enumerate(self._table.tolist()) if row[PID])
+        claimed = np.flatnonzero(self._table[:, PID])
+        rows = zip(claimed.tolist(), self._table[claimed].tolist(), strict=True)
         return {rank: (row, state) for rank, row in rows if (state := self._state(row))}
 
     def finished(self, rank: int) -> int:

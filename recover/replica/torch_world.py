@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # watcher, not by this clock.
 TIMEOUT = timedelta(hours=12)
 
+_kept: list[
+    dist.Store
+] = []  # torch keeps only half of a store that is written in Python, for groups made later
+
 
 def init_replica_world(world: World, device: torch.device | str = "cpu") -> None:
     """Make torch's default process group that of this replica. Does nothing if it is there already."""
@@ -44,6 +48,7 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
         and world.replica in job.across
     ):
         store = EtcdStore(client_of(job.etcd), f"replica/{world.replica}/", TIMEOUT)
+        _kept.append(store)
         if job.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     elif world.grid.replica_size > 1:

@@ -47,6 +47,7 @@ class PreparedRun:
     kills: tuple[Fault, ...]
     stream: Stream
     doubts: tuple[str, ...] = ()  # what would keep it from being run here
+    joins: bool = False  # its directory holds the run of the job that it is to join
 
 
 def prepare_run(
@@ -56,6 +57,7 @@ def prepare_run(
     resume: Path | None,
     elsewhere: bool = False,
     slots: int | None = None,
+    joins: bool = False,
 ) -> PreparedRun:
     """Raises ValueError, in a sentence, for whatever can be known now.
 
@@ -95,7 +97,7 @@ def prepare_run(
     if where.exists() and not where.is_dir():
         raise ConfigError(f"--run-dir {where} is a file; give a directory, or a name that is not taken")
     goes_on = resume is not None and where.resolve() == resume.resolve()
-    if not goes_on and (where / "steps.jsonl").exists():
+    if not goes_on and not joins and (where / "steps.jsonl").exists():
         raise ConfigError(
             f"{where} holds a run already; go on with it by --resume {where}, or give another --run-dir"
         )
@@ -110,7 +112,7 @@ def prepare_run(
             if not elsewhere:
                 raise
             doubts.append(str(error))
-    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts))
+    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts), joins)
 
 
 def _filling(slots: int, given: dict[str, Any]) -> Config:

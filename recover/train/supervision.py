@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from recover.agent.agent import launch_host
-from recover.agent.host_options import HostOptions, read_options
+from recover.agent.host_options import HostOptions, one_host, read_options
+from recover.agent.run_directory import is_at_work
 from recover.job.spec import JobSpec
 from recover.launch.launcher import Beside, launch
 from recover.launch.preflight import Refusal
@@ -35,16 +36,22 @@ def train(
     dry_run: bool = False,
     beside: Beside = nullcontext,
     hosts: HostOptions | None = None,
+    returns: HostOptions | None = None,
 ) -> int:
     """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
-    4 (a rank raised outside of any step). `hosts`: this is one of several hosts, each of which does the same."""
+    4 (a rank raised outside of any step). `hosts`: this is one of several hosts, each of which does the same.
+    `returns`: lost replicas are started again, as these say; on one host, too."""
     try:
-        slots = None
+        slots, joins = None, False
         if hosts is not None:
             part = read_options(hosts)
             slots = part.most * part.slots
             run_dir = run_dir or resume or Path("runs", part.job)
-        prepared = prepare_run(words, run_dir, kills, resume, elsewhere=dry_run, slots=slots)
+            joins = part.returns and is_at_work(run_dir, part.job)
+        prepared = prepare_run(words, run_dir, kills, resume, elsewhere=dry_run, slots=slots, joins=joins)
+        if hosts is None and returns is not None and not dry_run:
+            config = prepared.config
+            hosts = one_host(config.replicas * config.replica_size, config.replica_size, returns)
     except (ValueError, OSError, Refusal) as error:
         _say(str(error))
         return 2
@@ -59,8 +66,9 @@ def train(
 def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions | None = None) -> int:
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
     stop = prepared.run_dir / "stop"
-    stop.unlink(missing_ok=True)
-    (prepared.run_dir / "summary.json").unlink(missing_ok=True)
+    if not prepared.joins:
+        stop.unlink(missing_ok=True)
+        (prepared.run_dir / "summary.json").unlink(missing_ok=True)
     code: list[int] = []
     start = _launch if hosts is None else functools.partial(_launch_host, hosts)
     ranks = threading.Thread(target=lambda: code.append(start(prepared, beside)), daemon=True)
@@ -105,6 +113,10 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, beside: Beside) -> i
 
 def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
     """Where checkpoints go, now that it is known which hosts see the same run directory. Raises Refusal."""
+    if prepared.joins and not spec.joining:
+        raise Refusal(
+            f"{prepared.run_dir} holds a run whose job has ended meanwhile; go on with it by --resume"
+        )
     if len(spec.directories) < 2:
         return
     if spec.across and prepared.config.checkpoint.every:

@@ -123,8 +123,9 @@ class Trainer:
 
     def _begin(self) -> None:
         world = self.world
-        if world.outside:  # the others have begun long ago
+        if world.outside:  # the others are at work: it comes warm
             self.stop_requests.listen()
+            self.engine.rehearse(self.stream[0])
             return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
             self._lost(dead, world.last_census.seconds)

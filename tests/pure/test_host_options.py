@@ -98,4 +98,6 @@ def test_each_run_directory_has_one_writer_and_one_more_when_it_dies() -> None:
     assert spec.see_the_same(range(6)) == ((0, 1), (2, 3, 4, 5))
     assert spec.see_the_same([5, 1, 3]) == ((1,), (3, 5))
     assert spec.see_the_same([4]) == ((4,),)
+    assert spec.see_the_same([1, 5, 7]) == ((1,), (5,)), "one that has joined, while others are left"
+    assert spec.see_the_same([6, 7]) == ((6, 7),)
     assert JobSpec(3).see_the_same([1, 2]) == ((1, 2),), "all see the same, unless somebody says otherwise"

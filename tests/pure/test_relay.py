@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -94,3 +95,19 @@ def test_a_bar_is_drawn_over_itself_until_another_rank_speaks(capfd: pytest.Capt
     assert capfd.readouterr().out == (
         "\r[rank 0]  10%\r[rank 0]  20%\r[rank 0]  30%\n[rank 1] hello\n\r[rank 0]  40%\n"
     )
+
+
+def test_a_process_that_has_ended_takes_nobody_elses_descriptor_along() -> None:
+    (out, said), (err, told) = os.pipe(), os.pipe()
+    process: Any = SimpleNamespace(stdout=open(out, "rb"), stderr=open(err, "rb"))  # noqa: SIM115
+    relay = Relay()
+    relay.add(process)
+    os.close(said)
+    os.close(told)
+    relay.drain(30.0)
+    assert not relay.open
+    ends = [end for _ in range(4) for end in os.pipe()]  # numbers are dealt out again
+    del process
+    gc.collect()
+    for end in ends:
+        os.close(end)

@@ -1,0 +1,69 @@
+"""The places of one host: which are free, which rest, and which are not tried again.
+
+A slot is a place for one rank. A rank that was lost because of another one (its replica's, or the others went on
+without it) leaves a good place. One that was lost by itself strikes its place: a place that is struck twice is set
+aside, and so is at once one whose process died as of broken hardware. Where a rank has worked for long enough, earlier
+strikes are forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass, field
+
+from recover.world.ending import End
+
+INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
+STRIKES = 2  # after which a place is not tried again
+BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output error")  # in what it said
+
+
+@dataclass
+class Slot:
+    rests_until: float | None = None  # None: taken
+    began: float = 0.0
+    strikes: list[str] = field(default_factory=list)
+    aside: str = ""  # why it is not tried again
+
+
+class HostSlots:
+    """`delay`: seconds that a place rests. `forgive`: seconds of work after which earlier strikes do not count."""
+
+    def __init__(self, slots: int, delay: float, forgive: float) -> None:
+        self._delay, self._forgive = delay, forgive
+        self._slots = {slot: Slot(rests_until=float("-inf")) for slot in range(slots)}
+
+    def take(self, slot: int, now: float) -> None:
+        self._slots[slot].rests_until, self._slots[slot].began = None, now
+
+    def leave(self, slot: int, marker: str, code: int, now: float) -> str:
+        """Its process has ended. What is to be said about the place, if anything."""
+        place = self._slots[slot]
+        place.rests_until = now + self._delay
+        if now - place.began >= self._forgive:
+            place.strikes.clear()
+        told = json.loads(marker) if marker else {"end": "", "detail": ""}
+        if told["end"] in INNOCENT:
+            return ""
+        how = f"{told['end']}: {told['detail']}" if told["end"] else _killed(code)
+        place.strikes.append(how)
+        if code == -signal.SIGBUS or any(word in told["detail"] for word in BROKEN):
+            place.aside = f"its rank died as of broken hardware ({how})"
+        elif len(place.strikes) >= STRIKES:
+            place.aside = (
+                f"{len(place.strikes)} ranks have died there ({'; '.join(place.strikes)}): a bad device, or a sample "
+                "that kills"
+            )
+        return place.aside
+
+    def free(self, now: float) -> list[int]:
+        return [
+            slot
+            for slot, place in self._slots.items()
+            if not place.aside and place.rests_until is not None and place.rests_until <= now
+        ]
+
+
+def _killed(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"

@@ -1,0 +1,150 @@
+"""Replicas that are started while the job runs: on places that a loss has left free, or that came with a host.
+
+Keys, under the prefix of the run:
+
+    free/<host>     the free slots of a host; its agent adds to them, whoever places a replica takes from them
+    anew/<rank>     the seats of a replica that was placed later, by the id of its first rank
+
+Any agent may place a replica as soon as there are enough free slots of living hosts, anywhere: in one transaction its
+ids are taken, its seats written down, and its slots taken off the lists; so two agents never use a slot twice. Each
+agent starts those of its ranks that sit on its host. The slots of living ranks of broken replicas are as free as any
+others, and so whole replicas come of what was left of several.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from recover.agent.free_slots import HostSlots
+from recover.agent.placement import Seat, place
+from recover.etcd.etcd_agreement import CLAIM, ENDED, declare, key_of, rank_of
+from recover.etcd.etcd_client import (
+    Answer,
+    EtcdClient,
+    KeyValue,
+    Operation,
+    absent,
+    delete,
+    delete_all,
+    get,
+    get_all,
+    present,
+    put,
+    unchanged_since,
+    version_is,
+)
+from recover.etcd.etcd_entry import NotPlacedError, place_replica
+from recover.etcd.etcd_host import HOST
+from recover.fabrics.base import NotAdmittedError
+
+FREE, ANEW = "free/", "anew/"
+MISSED = 12  # looks in a row at a host without a lease: then it does not start what was placed there
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A replica that was placed later. `ranks` and `seats` belong together."""
+
+    ranks: tuple[int, ...]
+    seats: tuple[Seat, ...]
+
+    @classmethod
+    def of(cls, found: KeyValue) -> Newcomer:
+        first, seats = rank_of(found), tuple(Seat(*seat) for seat in json.loads(found.value))
+        return cls(tuple(range(first, first + len(seats))), seats)
+
+    def on(self, host: str) -> dict[int, int]:
+        """Its ranks on a host, each with its slot."""
+        pairs = zip(self.ranks, self.seats, strict=True)
+        return {rank: seat.slot for rank, seat in pairs if seat.host == host}
+
+
+class Returns:
+    """An agent's part in it. `most`: ids that there may be; when they are used up nobody is started any more.
+
+    `heard` is called with every replica that was placed, before any of its processes is started.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        host: str,
+        slots: HostSlots,
+        replica_size: int,
+        most: int,
+        heard: Callable[[Newcomer], object],
+    ) -> None:
+        self._client, self._host, self._slots, self._size = client, host, slots, replica_size
+        self._most, self._heard = most, heard
+        self.known: dict[int, Newcomer] = {}  # by the first rank: those that are there
+        self._missed: dict[str, int] = {}
+        self.ended = False  # nobody is started any more
+
+    def look(self) -> None:
+        """Publish what is free here, place what can be placed, and hear of what others have placed."""
+        firsts = sorted(self.known)
+        claims = [get(key_of(CLAIM, first)) for first in firsts]
+        answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), *claims)
+        free, anew, hosts = answer.found[:3]
+        there = {found.key.removeprefix(HOST) for found in hosts}
+        for found in anew:
+            if (first := rank_of(found)) not in self.known:
+                newcomer = Newcomer.of(found)
+                self._heard(newcomer)
+                for slot in newcomer.on(self._host).values():
+                    self._slots.take(slot, time.monotonic())
+                self.known[first] = newcomer
+        self._forget([first for first, claim in zip(firsts, answer.found[3:], strict=True) if not claim])
+        self._miss(there)
+        if not self.ended and not self._publish(free):
+            self._place(answer, {found.key.removeprefix(FREE): found for found in free}, there)
+
+    def _publish(self, lists: Sequence[KeyValue]) -> bool:
+        """Whether the list had to be written: then nothing is placed before the next look."""
+        key = f"{FREE}{self._host}"
+        mine = next((found for found in lists if found.key == key), None)
+        free = self._slots.free(time.monotonic())
+        if free == (json.loads(mine.value) if mine else []):
+            return False
+        # Not if somebody has taken from it since: what is free here is known again once we have heard of that.
+        writes = [put(key, json.dumps(free).encode())]
+        self._client.txn([version_is(key, mine.version if mine else 0)], writes)
+        return True
+
+    def _place(self, answer: Answer, lists: Mapping[str, KeyValue], there: set[str]) -> None:
+        free = {host: json.loads(found.value) for host, found in sorted(lists.items()) if host in there}
+        free = {host: slots for host, slots in free.items() if slots}
+        seats = place({host: len(slots) for host, slots in free.items()}, self._size)[: self._size]
+        if len(seats) < self._size:
+            return
+        taken = [Seat(seat.host, free[seat.host].pop(0)) for seat in seats]
+        hosts = sorted({seat.host for seat in taken})
+        guards = [unchanged_since(FREE, answer.revision), *(present(f"{HOST}{host}") for host in hosts)]
+        guards.append(absent(ENDED))
+        writes = [put(f"{FREE}{host}", json.dumps(free[host]).encode()) for host in hosts]
+        words = json.dumps([[seat.host, seat.slot] for seat in taken]).encode()
+
+        def record(ranks: range) -> list[Operation]:
+            return [*writes, put(key_of(ANEW, ranks[0]), words)]
+
+        try:
+            place_replica(self._client, self._most, guards, record)
+        except (NotPlacedError, NotAdmittedError):
+            pass  # somebody else has, or a host has gone; or there is no room for more; or the job has not begun
+
+    def _forget(self, firsts: list[int]) -> None:
+        """The others have forgotten them, so nobody will join under these ids any more."""
+        for first in firsts:
+            del self.known[first]
+            self._client.txn([], [delete(key_of(ANEW, first)), delete_all(f"replica/{first // self._size}/")])
+
+    def _miss(self, there: set[str]) -> None:
+        """One that was to be started on a host that has gone will never come; its mates need not wait for it."""
+        hosts = {seat.host for newcomer in self.known.values() for seat in newcomer.seats}
+        self._missed = {host: self._missed.get(host, 0) + 1 for host in hosts - there}
+        for host in (host for host, looks in self._missed.items() if looks >= MISSED):
+            for rank in (rank for newcomer in self.known.values() for rank in newcomer.on(host)):
+                declare(self._client, rank, f"host {host} has gone")

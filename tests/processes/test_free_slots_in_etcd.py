@@ -1,0 +1,96 @@
+"""Free slots in a real etcd: no slot is used twice, whoever places, and what is left of replicas is put together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from etcd_fabrics import Fabrics, at_once
+from launching import wait_until
+
+from recover.agent.free_slots import HostSlots
+from recover.agent.returns import ANEW, FREE, MISSED, Newcomer, Returns
+from recover.etcd.etcd_agreement import DEAD, declare, rank_of
+from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_entry import end_job
+from recover.etcd.etcd_host import HOST
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+def agents(fabrics: Fabrics, free: dict[str, int], size: int, most: int = 1000) -> dict[str, Returns]:
+    """One for each host, all of whose slots are free; each with a way to etcd of its own."""
+    found = {}
+    for host, slots in free.items():
+        fabrics.etcd.put(f"{HOST}{host}", b"")
+        client = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix)
+        found[host] = Returns(client, host, HostSlots(slots, 0, 600), size, most, lambda newcomer: None)
+    return found
+
+
+def placed(fabrics: Fabrics) -> list[Newcomer]:
+    return [Newcomer.of(found) for found in fabrics.etcd.get_all(ANEW)[0]]
+
+
+def look(*all_of: Returns, times: int = 8) -> None:
+    for _ in range(times):
+        assert at_once(*(one.look for one in all_of)) == [None] * len(all_of)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_agents_that_place_at_once_use_every_slot_once(fabrics: Fabrics, size: int) -> None:
+    fabrics.make(size, replica_size=size)
+    free = {"h1": 3, "h2": 1, "h3": 2, "h4": 4}
+    look(*agents(fabrics, free, size).values(), times=14)
+    replicas = placed(fabrics)
+    assert len(replicas) == 10 // size
+    ranks = sorted(rank for replica in replicas for rank in replica.ranks)
+    assert ranks == list(range(size, size + len(ranks)))
+    seats = [(seat.host, seat.slot) for replica in replicas for seat in replica.seats]
+    assert len(set(seats)) == len(seats)
+    left = {found.key: json.loads(found.value) for found in fabrics.etcd.get_all(FREE)[0]}
+    assert sum(map(len, left.values())) == 10 % size
+    assert not {(key.removeprefix(FREE), slot) for key, slots in left.items() for slot in slots} & set(seats)
+
+
+def test_nothing_is_placed_on_a_host_that_has_gone_beyond_the_room_or_after_the_end(fabrics: Fabrics) -> None:
+    fabrics.make(1)
+    there = agents(fabrics, {"h1": 1, "h2": 3}, 1, most=3)
+    fabrics.etcd.delete_all(f"{HOST}h1")
+    look(*there.values())
+    assert [seat.host for replica in placed(fabrics) for seat in replica.seats] == ["h2", "h2"]
+    end_job(fabrics.etcd, "it is over")
+    look(*agents(fabrics, {"h3": 1}, 1).values())
+    assert len(placed(fabrics)) == 2
+
+
+def test_a_replica_that_waits_for_a_rank_of_a_lost_host_is_given_up_and_its_places_are_free_again(
+    fabrics: Fabrics,
+) -> None:
+    ranks, _ = fabrics.make(2, replica_size=2)
+    there = agents(fabrics, {"h1": 1, "h2": 1}, 2)
+    look(*there.values())
+    (replica,) = placed(fabrics)
+    assert {seat.host for seat in replica.seats} == {"h1", "h2"}
+    fabrics.etcd.delete_all(f"{HOST}h2")
+    look(there["h1"], times=MISSED + 1)
+    assert [rank_of(found) for found in fabrics.etcd.get_all(DEAD)[0]] == list(replica.on("h2"))
+    assert wait_until(lambda: all(rank.failed() for rank in ranks))
+    assert at_once(*(lambda rank=rank: rank.agree(1) for rank in ranks)) == [1, 1], "nobody else is disturbed"
+    look(there["h1"], times=2)
+    assert not there["h1"].known
+    assert not placed(fabrics)
+
+
+def test_standbys_are_not_let_in_before_somebody_is_lost(fabrics: Fabrics, tmp_path: Path) -> None:
+    ranks, _ = fabrics.make(2, limit=2)
+    standbys = [fabrics.joiner(2) for _ in range(2)]
+    for standby in standbys:
+        threading.Thread(target=standby.ask, daemon=True).start()
+    assert wait_until(lambda: all(rank._news.asking == {2, 3} for rank in ranks))
+    assert [rank.asking() for rank in ranks] == [frozenset()] * 2
+    declare(fabrics.etcd, 1, "by decree")
+    assert wait_until(lambda: ranks[0].asking() == {2}), "one for one"
+    end_job(fabrics.etcd, "it is over")

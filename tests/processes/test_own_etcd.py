@@ -1,0 +1,35 @@
+"""Members of etcd that agents start: whoever comes last is started, too, and one that was lost is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from etcd_fabrics import EtcdCluster
+
+from recover.agent.own_etcd import OwnEtcd
+from recover.job.spec import EtcdAccess
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+def test_a_member_that_comes_after_the_others_is_started_and_one_that_was_lost_is_not(tmp_path: Path) -> None:
+    cluster = EtcdCluster(tmp_path / "cluster")
+    access = EtcdAccess(tuple(cluster.endpoints), "/job/")
+    first, second, late = cluster.members
+    try:
+        for member in (first, second):
+            member.begin()
+        for member in (first, second):
+            member.wait_until_ready()
+        with OwnEtcd(access, tmp_path / "late", alone=True) as own:
+            own.find_or_start(30, lambda: False)
+            assert own.server is not None
+            assert own.server.endpoint == late.endpoint
+            own.server.wait_until_ready()
+        with OwnEtcd(access, tmp_path / "again", alone=True) as own:
+            own.find_or_start(30, lambda: False)
+            assert own.server is None, "its data are lost"
+    finally:
+        for member in (first, second):
+            member.stop()

@@ -1,0 +1,216 @@
+"""Lost replicas come back, on their places or on what is left of others, and the bits are those of a calm run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lab_jobs import LabJob, strike
+from launching import Job
+from training import Trained, check_lines, finish, small_world, start, train
+
+from recover.lab.hosts import Lab
+from recover.records.job_log import job_lines
+from recover.records.lines import read
+
+LR = ["lr=1", "warmup_steps=1000"]  # does not depend on how many steps there will be
+HSDP = ["parallel=hsdp", "shard=2", "microbatch_size=2"]
+PATIENCE = 60.0  # seconds; far above what anything here takes
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """Of the process of a rank of this run, while it lives."""
+    told = {f"RECOVER_RANK={rank}".encode(), f"RECOVER_RUN_DIR={run_dir}".encode()}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if told <= set(Path(f"/proc/{name}/environ").read_bytes().split(b"\0")):
+                return int(name)
+        except OSError:
+            pass  # gone meanwhile
+    return 0
+
+
+def replicas(run_dir: Path) -> int:
+    path = run_dir / "steps.jsonl"
+    lines = read(path).whole if path.exists() else []
+    return lines[-1]["replicas"] if lines else 0
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def kill(run_dir: Path, rank: int) -> None:
+    os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+
+
+def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: int) -> None:
+    """A run of one replica with the same B and as many steps has the same samples, and the same bits."""
+    steps = len(run.steps)
+    calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}")
+    assert calm.code == 0, calm.output
+    check_lines(run, steps, batch)
+    for name in ("data_digest", "loss", "lr"):
+        assert [line[name] for line in run.steps] == [line[name] for line in calm.steps], name
+    assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("hsdp", marks=pytest.mark.soak)])
+def test_a_lost_replica_comes_back_with_the_bits_of_a_calm_run_and_a_place_that_kills_twice_is_named(
+    tmp_path: Path, kind: str
+) -> None:
+    size = {"ddp": 1, "hsdp": 2}[kind]
+    inside = [] if size == 1 else HSDP
+    words = [*small_world(tmp_path / "world"), *inside, *LR, "reduction=reproducible"]
+    run_dir = tmp_path / "run"
+    many = ["replicas=3", "accum=2", "steps=100000", "pace=0.05", "--return", "--return-delay=0"]
+    process = start(run_dir, *words, *many)
+    wait(lambda: replicas(run_dir) == 3, "no step")
+    kill(run_dir, size)
+    wait(lambda: replicas(run_dir) == 2, "nobody is missed")
+    wait(lambda: replicas(run_dir) == 3, "nobody comes back")
+    kill(run_dir, 3 * size)
+    wait(lambda: replicas(run_dir) == 2, "the one that came back is not missed")
+    time.sleep(1.0)  # for what must not be: a third try
+    process.send_signal(signal.SIGTERM)
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output
+    assert [line.get("kind", "lost") for line in run.incidents] == ["lost", "joined", "lost"]
+    joined = run.incidents[1]
+    assert joined["joined_ranks"] == list(range(3 * size, 4 * size))
+    assert joined["transfer_bytes"] > 0
+    slot = 1 if size == 1 else 2
+    assert f"slot {slot} of " in run.output
+    assert "2 ranks have died there (killed by SIGKILL; killed by SIGKILL)" in run.output
+    assert not (run_dir / "ranks" / f"{4 * size}.log").exists()
+    seats = json.loads((run_dir / "hosts.json").read_text())["ranks"]
+    assert seats[str(3 * size)]["slot"] == slot
+    check_against_calm(run, tmp_path / "calm", words, 6)
+
+
+WARMING_UP = """
+import os, sys, time, recover
+from pathlib import Path
+world = recover.init()
+here = Path(os.environ["RECOVER_RUN_DIR"])
+if world.outside:
+    if world.rank == 3:
+        raise ValueError("not the right GPU")
+    (here / "warm").touch()
+    time.sleep(1000)
+if world.rank == 1:
+    os.kill(os.getpid(), 9)
+while world.agree(1) is None:
+    world.repair()
+while world.agree((here / "warm").exists()) != 1:
+    time.sleep(0.01)
+"""
+
+
+def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> None:
+    """The first that is to join raises, the second one is not ready when the job ends."""
+    job = Job(tmp_path, WARMING_UP, "-n", "3", "--return", "--return-delay", "0", "--forgive", "0")
+    job.stdout, job.stderr = job.process.communicate(timeout=PATIENCE)
+    assert job.process.returncode == 0, job.stderr
+    assert (
+        "rank 3, which was to join, has ended before it did: raised: ValueError: not the right GPU"
+        in job.stderr
+    )
+    assert "rank 4, which was to join, is ended: the job has come to its end" in job.stderr
+    assert "done on ranks 0, 2; lost: rank 1 killed (logs" in job.stderr
+    assert pid_of(job.run_dir, 4) == 0
+
+
+OWN = """
+import os, time
+import torch
+import recover
+
+class Data:
+    def __len__(self): return 10**6
+    def __getitem__(self, i): return torch.ones(1, 2) * (i % 5)
+
+world = recover.init()
+model = torch.nn.Linear(2, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.001), global_batch=6)
+while 3 not in world.members or world.outside:
+    for batch in step.microbatches(Data()):
+        if world.rank == 1 and step.index == 1:
+            os.kill(os.getpid(), 9)
+        step.backward(model(batch).sum())
+    time.sleep(0.02)
+print("step", step.index, "of", world.members)
+"""
+
+
+def test_a_script_of_ones_own_has_its_replica_back_labelled_written_down_and_witnessed(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path, OWN, "-n", "3", "--return", "--return-delay", "0")
+    assert job.finish() == 0, job.stderr
+    steps, incidents = (read(job.run_dir / f"{name}.jsonl").whole for name in ("steps", "incidents"))
+    last = len(steps)
+    assert [line["step"] for line in steps] == list(range(1, last + 1))
+    assert {line["microbatches"] for line in steps} == {6}
+    assert sorted(job.stdout.splitlines()) == [f"step {last} of (0, 2, 3)"] * 3
+    assert job.rank_file("3.out").read_text() == f"step {last} of (0, 2, 3)\n"
+    assert [line.get("kind", "lost") for line in incidents] == ["lost", "joined"]
+    for words in ("lost rank 1: killed", "step 2: lost replica 1", "rank 3 is started on slot 1 of "):
+        assert f"recover: {words}" in job.stderr
+    ends = {line["rank"]: line for line in job_lines(job.run_dir) if line["what"] == "exit"}
+    assert ends.keys() == {0, 1, 2, 3}
+    assert ends[1]["step"] == 2, "what it was doing"
+    assert ends[3]["words"]["end"] == "done"
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+def test_what_is_left_of_two_replicas_becomes_one_and_a_host_that_comes_later_one_more(
+    tmp_path: Path,
+) -> None:
+    """Three replicas of two ranks on three hosts. One rank of each of two dies as of broken hardware; then a fourth
+    host comes; and one that has lost its power comes back."""
+    words = [*small_world(tmp_path / "world"), *LR, *HSDP, "reduction=reproducible"]
+    with Lab(hosts=4, shared=[tmp_path]) as lab:
+        hosts = ["--nnodes", "3:4", "--nproc-per-node", "2", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "j"]
+        more = ["--lease", "3", "--return", "--return-delay", "0"]
+        batch = ["accum=2", "steps=100000", "pace=0.05"]
+        job = LabJob(lab, tmp_path, ["train", *hosts, *more, *words, *batch], shared=True)
+        run_dir = job.run_dir("h1")
+        job.start("h1", "h2", "h3")
+        job.wait(lambda: replicas(run_dir) == 3, "no step")
+        for host, rank in (("h2", 2), ("h3", 4)):
+            strike(job.ranks(host)[rank], signal.SIGBUS)
+        job.wait(lambda: replicas(run_dir) == 1, "nobody is missed")
+        job.wait(lambda: replicas(run_dir) == 2, "what is left does not become a replica")
+        assert job.ranks("h2").keys() == {6}
+        assert job.ranks("h3").keys() == {7}
+        job.start("h4")
+        job.wait(lambda: replicas(run_dir) == 3, "the job does not grow")
+        assert job.ranks("h4").keys() == {8, 9}
+        lab["h4"].power_cut()
+        job.wait(lambda: replicas(run_dir) == 2, "h4 is not missed")
+        lab["h4"].power_on()
+        job.start("h4")
+        job.wait(lambda: replicas(run_dir) == 3, "h4 does not come back")
+        job.agents["h1"].send_signal(signal.SIGTERM)
+        assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
+        assert job.leftovers() == {}
+    assert "slot 0 of h2 is not tried again: its rank died as of broken hardware" in job.said("h2")
+    run = Trained(0, job.picture(), run_dir)
+    assert [line["joined_ranks"] for line in run.incidents if line.get("kind") == "joined"] == [
+        [6, 7],
+        [8, 9],
+        [10, 11],
+    ]
+    seats = json.loads((run_dir / "hosts.json").read_text())["ranks"]
+    assert [seats[str(rank)]["host"] for rank in range(6, 12)] == ["h2", "h3", "h4", "h4", "h4", "h4"]
+    check_against_calm(run, tmp_path / "calm", words, 8)

@@ -1,0 +1,86 @@
+"""Places of a host: which are used again after a loss, and which are not."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from recover.agent.free_slots import HostSlots
+from recover.agent.host_options import HostOptions, HostPart, read_options
+from recover.launch.preflight import Refusal
+from recover.world.ending import End
+
+KILLED = -signal.SIGKILL
+
+
+def marker(end: End, detail: str = "") -> str:
+    return json.dumps({"end": str(end), "detail": detail})
+
+
+def lose(slots: HostSlots, at: float, left: str = "", code: int = KILLED, slot: int = 0) -> str:
+    slots.take(slot, at)
+    return slots.leave(slot, left, code, at + 1)
+
+
+def test_a_place_rests_and_is_free_again() -> None:
+    slots = HostSlots(2, delay=5, forgive=600)
+    assert slots.free(0) == [0, 1]
+    slots.take(0, 0)
+    assert slots.free(0) == [1]
+    assert slots.leave(0, "", KILLED, 10) == ""
+    assert slots.free(14.9) == [1]
+    assert slots.free(15) == [0, 1]
+
+
+def test_a_place_that_kills_twice_is_not_tried_a_third_time_and_is_named() -> None:
+    slots = HostSlots(1, delay=0, forgive=600)
+    assert lose(slots, 0) == ""
+    why = lose(slots, 10, marker(End.RAISED, "ValueError: no"))
+    assert why.startswith("2 ranks have died there (killed by SIGKILL; raised: ValueError: no)")
+    assert slots.free(1e9) == []
+
+
+@pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED])
+def test_one_that_was_lost_because_of_others_leaves_a_good_place(end: End) -> None:
+    slots = HostSlots(1, delay=0, forgive=600)
+    for number in range(10):
+        assert lose(slots, 10 * number, marker(end)) == ""
+    assert slots.free(1e9) == [0]
+
+
+def test_deaths_on_a_place_are_forgotten_once_a_rank_has_worked_there_for_long() -> None:
+    slots = HostSlots(1, delay=0, forgive=600)
+    for number in range(5):
+        slots.take(0, 1000 * number)
+        assert slots.leave(0, "", KILLED, 1000 * number + 600) == ""
+    assert lose(slots, 10_000) != "", "the last one has not worked for long"
+
+
+@pytest.mark.parametrize(
+    ("left", "code"),
+    [
+        ("", -signal.SIGBUS),
+        (marker(End.RAISED, "RuntimeError: CUDA error: uncorrectable ECC error encountered"), KILLED),
+        (marker(End.RAISED, "OSError: [Errno 5] Input/output error"), KILLED),
+    ],
+)
+def test_a_place_where_hardware_seems_broken_is_set_aside_at_once(left: str, code: int) -> None:
+    slots = HostSlots(2, delay=0, forgive=0)
+    assert "broken hardware" in lose(slots, 0, left, code, slot=1)
+    assert slots.free(1e9) == [0]
+
+
+def part(**more: object) -> HostPart:
+    options = {"nnodes": "2:3", "nproc_per_node": "4", "rdzv_endpoint": "h", "rdzv_id": "j"}
+    return read_options(HostOptions(**options | more), {})  # type: ignore[arg-type]
+
+
+def test_standbys_imply_returns_and_numbers_that_make_no_sense_are_refused() -> None:
+    assert part(standby=1).returns
+    assert part(returns=True).returns
+    assert not part().returns
+    for name, value in (("standby", -1), ("return_delay", -1.0), ("forgive", float("nan"))):
+        with pytest.raises(Refusal, match=f"--{name.replace('_', '-')} is"):
+            part(**{name: value})
