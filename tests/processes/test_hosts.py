@@ -371,5 +371,5 @@ def test_gloo_sums_across_two_hosts_and_open_mpi_runs_inside_a_third(lab: Lab, t
         assert int(sent) >= 4 * 100_000 / 2, "the sum did not go over the wire"
     output, _ = job.communicate(timeout=2 * PATIENCE)
     assert job.returncode == 0, output
-    assert sorted(output.splitlines()) == ["h3 0 2", "h3 1 2"]
+    assert sorted(output.splitlines()) == ["[rank 0] h3 0 2", "[rank 1] h3 1 2"]
     assert lab["h3"].processes() == {}, "the launcher leaves nothing on its host"
