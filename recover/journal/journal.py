@@ -61,7 +61,10 @@ class Journal:
 
     def write(self) -> None:
         """Write what is not written yet, if it is this rank that writes."""
-        if self.writing:
-            self.incidents.write()
-            self.steps.write()
-            self._also(self.steps.kept)
+        if not self.writing:  # one with a lower number may have joined since, and die again
+            self.incidents.leave_to_another()
+            self.steps.leave_to_another()
+            return
+        self.incidents.write()
+        self.steps.write()
+        self._also(self.steps.kept)

@@ -89,6 +89,10 @@ class LineFile(Generic[R]):
         finally:
             os.close(file)
 
+    def leave_to_another(self) -> None:
+        """Another one writes; should it fall to this one again, it looks how far the file goes."""
+        self._written = None
+
     def cut_after(self, step: int) -> None:
         """Drop the lines of later steps: a run that goes on from a checkpoint does them again."""
         lines = [line for line in read_lines(self._path) if line["step"] <= step]

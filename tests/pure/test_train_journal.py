@@ -113,6 +113,23 @@ def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
     assert numbers(tmp_path / "steps.jsonl") == [1, 2]
 
 
+def test_one_that_writes_again_after_another_writes_no_line_twice(tmp_path: Path) -> None:
+    """One with a lower number may join later, write for a while, and die."""
+    members: Any = SimpleNamespace(job=JobSpec(4), rank=6, members=(6,))
+    newcomer: Any = SimpleNamespace(job=JobSpec(4), rank=5, members=(5, 6))
+    first, later = Journal(tmp_path, members), Journal(tmp_path, newcomer)
+    first.commit(line(1), [line(1, epoch=2)])
+    later.load_state_dict(first.state_dict())
+    members.members = (5, 6)
+    for step in (2, 3):
+        for journal in (later, first):
+            journal.commit(line(step), [line(step, epoch=step + 1)])
+    members.members = (6,)
+    first.commit(line(4), [])
+    assert numbers(tmp_path / "steps.jsonl") == [1, 2, 3, 4]
+    assert numbers(tmp_path / "incidents.jsonl") == [1, 2, 3]
+
+
 def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 8)).write()
