@@ -15,7 +15,8 @@ from typing import Any
 
 from recover.etcd.etcd_agreement import Decision
 from recover.etcd.etcd_client import KeyValue
-from recover.etcd.etcd_host import GRACE, TTL
+from recover.etcd.etcd_host import GRACE
+from recover.job.hosts_asked import LEASE
 
 PROGRAM = Path(__file__).parent / "programs" / "etcd_host.py"
 PATIENCE = 90.0  # seconds; far above what anything here takes
@@ -31,7 +32,7 @@ class EtcdRanks:
         directory: Path,
         hosts: Sequence[Sequence[int]],
         carrier: str = "",
-        ttl: float = TTL,
+        ttl: float = LEASE,
         grace: float = GRACE,
         replica_size: int = 1,
         patience: float = 30.0,

@@ -24,7 +24,7 @@ from recover.agent.agent_pulse import Pulse, fence
 from recover.agent.agent_ranks import HostRanks
 from recover.agent.free_slots import HostSlots
 from recover.agent.host_facts import facts_of, words_of
-from recover.agent.host_options import HostOptions, HostPart, access_to, one_host, read_options
+from recover.agent.host_options import HostPart, access_to, one_host, read_options
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.own_etcd import OwnEtcd
 from recover.agent.placement import across
@@ -33,6 +33,7 @@ from recover.agent.run_directory import SeenDirectories, keep_placement, open_sh
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease
 from recover.job.grid import Grid
+from recover.job.hosts_asked import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch import preflight
 from recover.launch.etcd_access import client_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from recover.agent.agent import launch_host
-from recover.agent.host_options import HostOptions
 from recover.agent.hosts_probe import RESULT
+from recover.job.hosts_asked import HostOptions
 from recover.launch.doctor import Finding, show
 
 _APART = 0.5  # seconds between two clocks: logs and incidents would be in the wrong order

@@ -10,57 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recover.etcd.etcd_host import MOST_RANKS, TTL
+from recover.etcd.etcd_host import MOST_RANKS
 from recover.etcd.etcd_server import NoEtcdError, free_port
 from recover.job.gpus import gpus_on_host
+from recover.job.hosts_asked import HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
 
 PORT = 2379  # etcd's own
-PATIENCE = 30.0  # seconds that etcd may be silent
-JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
 LEAST_LEASE = 2.0
-PREFIX = "/recover"
-RETURN_DELAY = (
-    1.0  # seconds that a place rests before it is used again: what a dead process held is free by then
-)
-FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
 LOOPBACK = "127.0.0.1"
 ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
-
-
-@dataclass(frozen=True)
-class HostOptions:
-    """As given on the command line; None: not given."""
-
-    nnodes: str | None = None
-    nproc_per_node: str | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_patience: float = PATIENCE
-    join_timeout: float = JOIN_TIMEOUT
-    lease: float = TTL
-    interface: str | None = None
-    host_name: str | None = None
-    etcd_dir: Path | None = None
-    etcd_prefix: str = PREFIX
-    etcd_user: str | None = None
-    etcd_password_file: Path | None = None
-    etcd_ca: Path | None = None
-    etcd_cert: Path | None = None
-    etcd_key: Path | None = None
-    token_file: Path | None = None
-    token: str = ""  # in place of a file
-    returns: bool = False  # lost replicas are started again
-    return_delay: float = RETURN_DELAY
-    forgive: float = FORGIVE
-    standby: int = 0
-
-    @property
-    def asked(self) -> bool:
-        """Whether a job on several hosts is meant at all."""
-        return any(value is not None for value in (self.nnodes, self.rdzv_endpoint, self.rdzv_id))
 
 
 @dataclass(frozen=True)
@@ -129,7 +89,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         host,
         int(order) if order and order.isdigit() else None,
         options.token or _read_secret("--token-file", options.token_file),
-        options.returns or bool(options.standby),
+        options.restarts,
         options.standby,
     )
 

@@ -25,9 +25,9 @@ from recover.etcd.etcd_client import (
     put,
     version_is,
 )
+from recover.job.hosts_asked import LEASE
 
 HOST, PLACED = "seen/host/", "seen/placed/"
-TTL = 2.0  # seconds; etcd grants no shorter ones
 GRACE = 1.0  # seconds between the end of a lease and what follows from it
 KEEP = 0.25  # seconds between two looks at one's own lease: one that was revoked must be renewed within the grace
 KEEPERS = 3  # ways to etcd on which the lease is kept: on a bad cable, or a busy machine, one alone may take seconds
@@ -43,7 +43,7 @@ class HostLease:
         client: EtcdClient,
         name: str,
         ranks: Sequence[int],
-        ttl: float = TTL,
+        ttl: float = LEASE,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
         if "/" in name or not name:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from recover.agent.agent import launch_host
-from recover.agent.host_options import HostOptions, one_host, read_options
+from recover.agent.host_options import one_host, read_options
 from recover.agent.run_directory import is_at_work
+from recover.job.hosts_asked import HostOptions
 from recover.job.spec import JobSpec
 from recover.launch.launcher import Beside, launch
 from recover.launch.preflight import Refusal

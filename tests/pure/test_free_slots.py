@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from recover.agent.free_slots import HostSlots
-from recover.agent.host_options import HostOptions, HostPart, read_options
+from recover.agent.host_options import HostPart, read_options
+from recover.job.hosts_asked import HostOptions
 from recover.launch.preflight import Refusal
 from recover.world.ending import End
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from recover.agent.host_options import HostOptions, access_to, read_options, slurm_hosts
+from recover.agent.host_options import access_to, read_options, slurm_hosts
 from recover.agent.placement import across, place
+from recover.job.hosts_asked import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch.preflight import Refusal
 

@@ -1,0 +1,52 @@
+"""What may be asked of a job about hosts, and about replicas that come back. Whoever is to do it reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 30.0  # seconds that etcd may be silent
+JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
+LEASE = 2.0  # seconds; etcd grants no shorter ones
+PREFIX = "/recover"
+RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
+FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """As given on the command line; None: not given."""
+
+    nnodes: str | None = None
+    nproc_per_node: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_patience: float = PATIENCE
+    join_timeout: float = JOIN_TIMEOUT
+    lease: float = LEASE
+    interface: str | None = None
+    host_name: str | None = None
+    etcd_dir: Path | None = None
+    etcd_prefix: str = PREFIX
+    etcd_user: str | None = None
+    etcd_password_file: Path | None = None
+    etcd_ca: Path | None = None
+    etcd_cert: Path | None = None
+    etcd_key: Path | None = None
+    token_file: Path | None = None
+    token: str = ""  # in place of a file
+    returns: bool = False  # lost replicas are started again; see `restarts`
+    return_delay: float = RETURN_DELAY
+    forgive: float = FORGIVE
+    standby: int = 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether a job on several hosts is meant at all."""
+        return any(value is not None for value in (self.nnodes, self.rdzv_endpoint, self.rdzv_id))
+
+    @property
+    def restarts(self) -> bool:
+        """Whether lost replicas are started again: standbys are of no use without."""
+        return self.returns or self.standby > 0
