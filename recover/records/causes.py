@@ -259,13 +259,19 @@ def _killed(line: Line, *_: object) -> Cause | None:
 
 
 def _left(line: Line, *_: object) -> Cause | None:
-    code = line.get("code")
-    if code is None or line.get("words"):
+    words, code = line.get("words", {}), line.get("code")
+    if words.get("kind") == "os._exit":
+        how = "left by os._exit"
+        text = f"{_detail(line)}: its log has the stack"
+    elif code is not None and not words:
+        how = f"left with exit code {code}"
+        text = f"it {how} and without last words: a library's own exit"
+    else:
         return None
     return Cause(
         "left",
-        f"left with exit code {code}",
-        f"it left with exit code {code} and without last words: something called os._exit, or a library's own exit",
+        how,
+        text,
         "look for who ends the process in its code and its libraries",
     )
 
@@ -293,11 +299,11 @@ _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
     _poisoned,
     _scheduled,
     _fenced,
+    _left,
     _raised,
     _excluded,
     _crashed,
     _killed,
-    _left,
 )
 
 

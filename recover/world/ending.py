@@ -60,6 +60,7 @@ _exit_code: object = None  # what the script gave to sys.exit
 _inside = False  # a step, or one that was left before it was complete
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_leave = os._exit
 
 
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
@@ -217,7 +218,7 @@ def succeed() -> NoReturn:
     except OSError as error:
         _write_stderr(f"cannot write the done marker: {error}")
         _kill_self()
-    os._exit(0)
+    _leave(0)
 
 
 def install_hooks(standalone: bool = False) -> None:
@@ -233,6 +234,7 @@ def install_hooks(standalone: bool = False) -> None:
         return
     _installed, _owner = True, os.getpid()
     threading.excepthook = _thread_raised
+    os._exit = _exit_now
     atexit.register(_at_exit)
     stack = rank_file("stack")
     if stack is not None:
@@ -293,6 +295,15 @@ def _thread_raised(args: threading.ExceptHookArgs) -> None:
     die_of(args.exc_value or args.exc_type(), args.exc_traceback, f"In thread {thread}:\n")
 
 
+def _exit_now(status: int) -> NoReturn:
+    """In place of `os._exit`: mpirun answers a process that leaves with a code by ending all others."""
+    if status and is_rank():
+        text = "".join(traceback.format_stack(sys._getframe(1)))
+        more = {"kind": "os._exit", "place": "", "ordinary": _inside}
+        die(End.RAISED, f"{text}the script called os._exit({status})", more=more)
+    _leave(status)
+
+
 def _noting(leave: Callable[[Any], NoReturn]) -> Callable[[Any], NoReturn]:
     def exit(code: Any = None, /) -> NoReturn:
         global _exit_code
@@ -311,7 +322,7 @@ def _take_last_word() -> None:
 
 def _kill_self() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(137)  # never reached
+    _leave(137)  # never reached
 
 
 def _write_stderr(text: str) -> None:

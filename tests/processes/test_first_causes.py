@@ -74,7 +74,8 @@ def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_pat
     assert "script.py" in causes[2]["text"]
     assert "SIGSEGV" in causes[3]["short"]
     assert "script.py" in causes[3]["text"], "the stack of the crash is there"
-    assert "exit code 7" in causes[4]["text"]
+    assert "called os._exit(7)" in causes[4]["text"]
+    assert "script.py" in (job.run_dir / "ranks" / "4.log").read_text(), "the stack of who called it is there"
     told = subprocess.run(
         [sys.executable, "-m", "recover.cli", "why", str(job.run_dir), "4"], capture_output=True, text=True
     )
