@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code's
+settings.load_profile("untimed")
 HERE = Path(__file__).parent
 KINDS = ("pure", "simulated", "processes")
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")

@@ -6,6 +6,8 @@ etcd, now and then, reads those of the others, and holds its own ranks against w
 while its agent runs was stopped alone, whoever waits for it.
 
     pulse/<host>   the rows of its living ranks
+
+What it hears of the others, it leaves in its session for whoever looks on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from recover.etcd.etcd_client import EtcdClient
 from recover.job.grid import Grid
 from recover.launch.verdict import write_marker
 from recover.launch.watched_job import say
+from recover.liveness import elsewhere
 from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, furthest, signs_of
 from recover.liveness.signs import Sign
 from recover.world.ending import End
@@ -39,8 +42,10 @@ class Pulse:
         mine: Sequence[int],
         grid: Grid,
         limit: float | None,
+        session: Path | None = None,
     ) -> None:
         self._client, self._host, self._board, self._mine = client, host, board, frozenset(mine)
+        self._session = session
         self._hangs = HangWatchdog(grid, limit, asleep=ASLEEP)
         self._looks = 0
         self._looked = float("-inf")
@@ -52,15 +57,15 @@ class Pulse:
             return {}
         self._looked, self._looks = now, self._looks + 1
         living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
-        rows = {str(rank): row for rank, (row, _) in living.items()}
-        self._client.put(f"{PULSE}{self._host}", json.dumps(rows).encode())
+        self._client.put(f"{PULSE}{self._host}", json.dumps(elsewhere.told(living)).encode())
+        others = [found for found in self._client.get_all(PULSE)[0] if found.key != f"{PULSE}{self._host}"]
+        heard = {rank: told for found in others for rank, told in json.loads(found.value).items()}
+        if self._session is not None and heard:
+            elsewhere.leave(self._session, heard)
         everywhere = dict(living)
-        for found in self._client.get_all(PULSE)[0]:
-            if found.key != f"{PULSE}{self._host}":
-                # That they live is for their own agents to say.
-                for rank, row in json.loads(found.value).items():
-                    row[HEARTBEAT] = self._looks
-                    everywhere[int(rank)] = row, "S"
+        for rank, (row, _) in heard.items():
+            row[HEARTBEAT] = self._looks  # that they live is for their own agents to say
+            everywhere[int(rank)] = row, "S"
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
         signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
         hung = self._hangs.look(True, signs, now)

@@ -16,10 +16,10 @@ from typing import Any
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.placement import Seat
 from recover.etcd.etcd_client import EtcdClient
-from recover.launch.preflight import Refusal, remove_markers
+from recover.launch.preflight import Refusal, make_run_dir, remove_markers
+from recover.records.job_log import PLACEMENT
 
 SEES = "sees/"
-PLACEMENT = "hosts.json"
 _AGAIN, _PATIENCE, _TIDYING = 0.05, 60.0, 2.0  # seconds
 
 
@@ -70,16 +70,7 @@ class SeenDirectories:
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
     """As `preflight.open_run_dir`, but agents of the same job may share it. The first of them tidies it up."""
-    run_dir = run_dir.absolute()
-    try:
-        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        lock = os.open(run_dir, os.O_RDONLY)
-        if not os.access(run_dir / "ranks", os.W_OK | os.X_OK):
-            raise PermissionError("not writable")
-    except OSError as error:
-        raise Refusal(
-            f"run directory {run_dir} cannot be written ({error}); give another --run-dir"
-        ) from error
+    run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
         if first:

@@ -18,6 +18,7 @@ from recover.records.lines import read_lines
 
 SCRAPE = 5.0  # seconds between two questions for the metrics; Prometheus's own default is a minute
 WARM = 10  # steps before anything counts
+_STEPS = 8  # in a turn, at least: it lasts longer where they take long
 _START = 120.0  # seconds that the run may take to get there
 
 
@@ -80,8 +81,6 @@ def bench_watch(model: str, replicas: int, seconds: float, turns: int, output: P
     spans: dict[bool, list[list[float]]] = {True: [], False: []}
     for watched, begun, ended in windows:
         within = [s["seconds"] * 1e3 for s in lines if begun < s["at"] - s["seconds"] and s["at"] < ended]
-        if len(within) < 3:
-            raise BenchmarkError(f"a turn of {seconds:g} s has {len(within)} steps; give --seconds more")
         spans[watched].append(within)
     alone, seen = ([statistics.median(turn) for turn in spans[watched]] for watched in (False, True))
     ratio, low, high = paired_ratio(seen, alone)
@@ -118,10 +117,20 @@ def _take_turns(
         begun = time.time()
         if watched:
             with _Onlookers(port) as onlookers:
-                time.sleep(seconds)
+                _wait(run_dir, job, begun, seconds)
             if not onlookers.heard:
                 raise BenchmarkError("the page was told nothing")
         else:
-            time.sleep(seconds)
+            _wait(run_dir, job, begun, seconds)
         windows.append((watched, begun, time.time()))
     return windows
+
+
+def _wait(run_dir: Path, job: subprocess.Popen[bytes], begun: float, seconds: float) -> None:
+    """Until a turn has lasted for so long, and has its steps."""
+    deadline = time.monotonic() + _START
+    time.sleep(seconds)
+    while sum(begun < s["at"] - s["seconds"] for s in read_lines(run_dir / "steps.jsonl")) < _STEPS:
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise BenchmarkError(f"a turn has not come to {_STEPS} steps")
+        time.sleep(0.1)

@@ -59,13 +59,13 @@ def bench_overhead(
 
 @app.command("data")
 def bench_data(
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
-    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 2,
+    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 4,
     accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
     workers: Annotated[int, typer.Option(help="Processes that read, per replica.", min=1)] = 2,
-    turns: Annotated[int, typer.Option(help="Turns of each, of four steps.", min=3)] = 6,
+    turns: Annotated[int, typer.Option(help="Turns of each, of five steps.", min=3)] = 10,
     slow_ms: Annotated[float, typer.Option(help="What an item of the slow dataset takes.", min=0)] = 10.0,
     json: Json = None,
 ) -> None:
@@ -79,8 +79,8 @@ def bench_data(
 def bench_watch(
     model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
-    seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 10,
-    turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 6,
+    seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 5,
+    turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 12,
     json: Json = None,
 ) -> None:
     """What a page that is open and Prometheus cost a step: with them and without, turn by turn, in one run."""
@@ -116,7 +116,7 @@ def bench_hosts(
     """One agreement in etcd, by the number of replicas."""
     from recover.bench.several_hosts import bench_hosts as measure
 
-    with refusals("recover.bench.several_hosts"):
+    with refusals("recover bench hosts"):
         numbers = [int(count) for count in replicas.split(",")]
     _measure(measure, numbers, agreements, json)
 

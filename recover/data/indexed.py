@@ -6,6 +6,7 @@ it is read follows from them, too, and the user's own generators are left as the
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -67,7 +68,7 @@ class ReadAhead:
 
     def __init__(self, seed: int, workers: int) -> None:
         self._randomness = Randomness(seed, shard=0)
-        self._readers = Readers(self._read, workers)
+        self._readers = Readers(self._read, self._read_here, workers)
 
     def __getitem__(self, index: int) -> Any:
         if index < 0:
@@ -77,6 +78,11 @@ class ReadAhead:
     def expect(self, coming: Sequence[int], kept: range) -> None:
         """Called by a step: this replica will be asked for `coming`, and after deaths perhaps for any of `kept`."""
         self._readers.announce(coming)
+
+    def _read_here(self, index: int) -> Any:
+        """In the rank, whose own draws go on afterwards as if nothing had been read. A worker has none."""
+        with self._randomness.apart():
+            return self._read(index)
 
     def _read(self, index: int) -> Any:
         raise NotImplementedError
@@ -128,11 +134,10 @@ class MapStream(ReadAhead):
 
     def _read(self, index: int) -> Any:
         items = self.items(index)
-        with self._randomness.apart():
-            self._randomness.sample(index)
-            if hasattr(self._dataset, "__getitems__"):  # all at once, as DataLoader asks for them
-                return self._collate(self._dataset.__getitems__(items))
-            return self._collate([self._dataset[item] for item in items])
+        self._randomness.sample(index)
+        if hasattr(self._dataset, "__getitems__"):  # all at once, as DataLoader asks for them
+            return self._collate(self._dataset.__getitems__(items))
+        return self._collate([self._dataset[item] for item in items])
 
 
 class IterableStream(ReadAhead):
@@ -161,6 +166,7 @@ class IterableStream(ReadAhead):
         # The items of the last microbatches. A worker is a step ahead, and holds on to the one under way, too.
         self._held: deque[list[Any]] = deque(maxlen=2 * window if workers else window)
         self._next = 0  # the microbatch that is read next
+        self._begun = False
 
     def expect(self, coming: Sequence[int], kept: range) -> None:
         if len(kept) > self._window:
@@ -168,6 +174,14 @@ class IterableStream(ReadAhead):
                 f"a step has {len(kept)} microbatches, and window={self._window}: what a death leaves could not be "
                 f"read again; give recover.stream window={len(kept)} or more"
             )
+        if not self._begun and kept.start:
+            warnings.warn(
+                f"the run goes on at microbatch {kept.start}, and an iterable is read from its beginning: "
+                f"{kept.start * self._batch_size:,} items are read and passed over first; a dataset with __len__ and "
+                "__getitem__ needs none of that",
+                stacklevel=2,
+            )
+        self._begun = True
         # In order: what is read at all is read up to the last of them, whoever needs it.
         super().expect(sorted(coming), kept)
 
@@ -177,12 +191,11 @@ class IterableStream(ReadAhead):
                 f"microbatch {index} of an iterable has been left behind: {self._next} were read and window="
                 f"{self._window} of them are kept; give recover.stream a larger window="
             )
-        with self._randomness.apart():
-            while self._next <= index:
-                self._held.append(self._next_items())
-                self._next += 1
-            self._randomness.sample(index)
-            return self._collate(list(self._held[index - self._next]))
+        while self._next <= index:
+            self._held.append(self._next_items())
+            self._next += 1
+        self._randomness.sample(index)
+        return self._collate(list(self._held[index - self._next]))
 
     def _next_items(self) -> list[Any]:
         if self._iterator is None:

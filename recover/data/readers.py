@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from recover.data.sending import pack
+
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 REPLACED = 8  # workers that are replaced when they have died; then this process reads by itself
@@ -36,10 +38,13 @@ class _Worker:
 
 
 class Readers:
-    """`workers` processes, each a copy of this one when it first reads ahead, that call `read(index)`."""
+    """`workers` processes, each a copy of this one when it first reads ahead, that call `read(index)`.
 
-    def __init__(self, read: Callable[[int], Any], workers: int) -> None:
-        self._read, self._count = read, workers
+    `read_here`: the same in this process, which has draws of its own to go on with.
+    """
+
+    def __init__(self, read: Callable[[int], Any], read_here: Callable[[int], Any], workers: int) -> None:
+        self._read, self._read_here, self._count = read, read_here, workers
         self._workers: list[_Worker] = []
         self._coming: deque[int] = deque()  # announced, and not given to a worker yet
         self._arrived: dict[int, Any] = {}
@@ -64,9 +69,10 @@ class Readers:
             if worker is None:
                 if index in self._coming:
                     self._coming.remove(index)
-                return self._read(index)
+                return self._read_here(index)
             self._take(wait_for=worker)
         value = self._arrived.pop(index)
+        self._take_what_is_there()
         self._ask()
         if isinstance(value, _Raised):
             value.again()
@@ -185,7 +191,7 @@ def _serve(line: Connection, other_end: Connection, read: Callable[[int], Any], 
         except Exception:
             answer = _Raised(index)
         try:
-            line.send(answer)
+            line.send_bytes(pack(answer))
         except (EOFError, OSError):
             os._exit(0)
         except Exception:  # it cannot be pickled

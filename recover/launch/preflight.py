@@ -168,16 +168,7 @@ def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
     A directory that an earlier run has used may be used again: a run that goes on from a checkpoint does
     that. The old markers and stacks are removed; the old logs are kept, and are continued.
     """
-    run_dir = (given or default_run_dir(script)).absolute()
-    try:
-        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
-        lock = os.open(run_dir, os.O_RDONLY)
-        if not os.access(run_dir / "ranks", os.W_OK | os.X_OK):
-            raise PermissionError("not writable")
-    except OSError as error:
-        raise Refusal(
-            f"run directory {run_dir} cannot be written ({error}); give another --run-dir"
-        ) from error
+    run_dir, lock = make_run_dir(given or default_run_dir(script))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -188,6 +179,22 @@ def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
     except OSError:
         pass  # a file system without locks
     remove_markers(run_dir)
+    return run_dir, lock
+
+
+def make_run_dir(given: Path) -> tuple[Path, int]:
+    """A directory that can be written, and a descriptor to lock it by; it is not locked yet."""
+    run_dir = given.absolute()
+    try:
+        (run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        lock = os.open(run_dir, os.O_RDONLY)
+        if not os.access(run_dir / "ranks", os.W_OK | os.X_OK):
+            os.close(lock)
+            raise PermissionError("not writable")
+    except OSError as error:
+        raise Refusal(
+            f"run directory {run_dir} cannot be written ({error}); give another --run-dir"
+        ) from error
     return run_dir, lock
 
 

@@ -208,13 +208,7 @@ class Board:
 
     def now(self, rank: int) -> Now:
         """What a rank does, or did when it died, and for how long."""
-        row = self._table[rank].tolist()
-        return Now(
-            DOING[row[DOES]],
-            max(0.0, (time.monotonic_ns() - row[SINCE]) / 1e9) if row[SINCE] else 0.0,
-            max(0, row[STEP]),
-            tuple(slot for slot, _ in _suspects(row)) if row[DOES] == COMPUTING else (),
-        )
+        return now_of(self._table[rank].tolist(), time.monotonic_ns())
 
     def state(self, rank: int) -> str:
         """The kernel's letter for the process of a rank while it lives, otherwise nothing."""
@@ -259,6 +253,16 @@ def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
     """The row of one that is as far as anybody is, inside a step; if nobody is inside one, a row of zeros."""
     inside = [row for row in rows if row[STEP] > 0]
     return max(inside, key=lambda row: (row[STEP], row[VOTES], row[ENTERED]), default=[0] * COLUMNS)
+
+
+def now_of(row: Sequence[int], clock: int) -> Now:
+    """What a row shows; `clock`: the one that its column `SINCE` goes by, in nanoseconds."""
+    return Now(
+        DOING[row[DOES]],
+        max(0.0, (clock - row[SINCE]) / 1e9) if row[SINCE] else 0.0,
+        max(0, row[STEP]),
+        tuple(slot for slot, _ in _suspects(row)) if row[DOES] == COMPUTING else (),
+    )
 
 
 def _suspects(row: Sequence[int]) -> Suspects:

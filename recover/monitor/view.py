@@ -16,7 +16,7 @@ import yaml
 from recover.monitor.ranks import ranks_now, session_of
 from recover.records.curves import curves
 from recover.records.goodput import TimeAccount
-from recover.records.job_log import job_files, job_lines, launches
+from recover.records.job_log import PLACEMENT, job_files, job_lines, launches
 from recover.records.kinds import Line
 from recover.records.stories import Story, stories
 from recover.records.tail import Tail
@@ -168,7 +168,10 @@ class RunView:
                 "replicas": self._last.get("replicas"),
                 "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
                 "replica_size": size,
-                "hosts": sorted({line["host"] for line in self._job if line.get("host")}),
+                "hosts": sorted(
+                    {line["host"] for line in self._job if line.get("host")}
+                    | (self._placement().get("hosts") or {}).keys()
+                ),
                 "epoch": self._last.get("epoch"),
                 "goodput": self._account.told(until),
                 "incidents": len(stories),
@@ -266,7 +269,8 @@ class RunView:
                 if story.incident is None or story.incident.get("at", 0.0) >= self._start().get("at", 0.0)
             }
             joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
-            return ranks_now(self._start(), self._job, gone, joined, self._last)
+            seats = self._placement().get("ranks") or {}
+            return ranks_now(self._start(), self._job, gone, joined, self._last, seats)
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
         """The end of a rank's log; None if there is none, or if it lies elsewhere."""
@@ -285,6 +289,10 @@ class RunView:
 
     def _start(self) -> Line:
         return next((line for line in reversed(self._job) if line["what"] == "start"), {})
+
+    def _placement(self) -> Line:
+        """Of a job on several hosts; the directory may hold that of an earlier one."""
+        return self._mapping(PLACEMENT) if "run" in self._start() else {}
 
     def _first(self, name: str) -> int | None:
         return int(self._columns[name][0]) if self.count else None

@@ -14,6 +14,7 @@ from recover.records.kinds import Line
 from recover.records.lines import read
 
 NAME, OTHERS = "job.jsonl", "job-*.jsonl"
+PLACEMENT = "hosts.json"  # of a job on several hosts: who sits where
 
 
 class JobLog:
@@ -65,13 +66,15 @@ def job_lines(run_dir: Path) -> list[Line]:
 def _one_launch_each(lines: list[Line]) -> list[Line]:
     """A job on several hosts (`run`) was begun by the first of their agents, and ended by the last."""
     last = {line["run"]: line for line in lines if "run" in line and line["what"] == "end"}
-    told: set[tuple[str, str]] = set()
+    told: dict[tuple[str, str], Line] = {}
     found = []
     for line in lines:
         if "run" in line and line["what"] != "end":
-            if (line["what"], line["run"]) in told:
+            first = told.setdefault((line["what"], line["run"]), line)
+            if line["what"] == "start":  # each host has a session of its own
+                first.setdefault("sessions", {})[line.get("host")] = line.get("session")
+            if first is not line:
                 continue
-            told.add((line["what"], line["run"]))
         if "run" not in line or line["what"] != "end" or line is last[line["run"]]:
             found.append(line)
     return found

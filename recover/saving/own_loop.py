@@ -39,6 +39,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
+    step.refuse_inside_step("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
     found = checkpoint.latest(Path(path))

@@ -50,6 +50,8 @@ class TimeSpent:
     def take_back(self, seconds: float, *parts: str) -> None:
         """A pause was booked as a whole and ended early: its rest, from these parts in turn."""
         for part in parts:
+            if seconds <= 0.0:
+                return  # mostly
             less = min(seconds, max(self.parts[part], 0.0))
             self.parts[part] -= less
             seconds -= less

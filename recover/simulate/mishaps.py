@@ -61,8 +61,7 @@ def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
             draws[4] < failures.silent,
             times * failures.repair_hours * HOUR,
         )
-        for row in zip(*(column.tolist() for column in columns), strict=True):
-            yield Mishap._make(row)
+        yield from map(Mishap._make, zip(*(column.tolist() for column in columns), strict=True))
 
 
 def slow_spells(scenario: Scenario, seed: int, horizon: float) -> list[float]:

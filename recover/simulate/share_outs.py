@@ -106,9 +106,13 @@ class ShareOuts:
 
     def _band(self, replicas: int) -> int:
         """The smallest number of replicas above `LISTED` with the same plan."""
+        known = self._bands.get(replicas)
+        if known is not None:
+            return known
         place = bisect_left(self._listed, replicas)
-        if place < len(self._listed) and self._bands.get(self._listed[place], replicas + 1) <= replicas:
-            return self._bands[self._listed[place]]
+        if place < len(self._listed) and self._bands[self._listed[place]] <= replicas:
+            self._bands[replicas] = self._bands[self._listed[place]]
+            return self._bands[replicas]
         plan, low, high = self._ask(replicas), LISTED, replicas
         while high - low > 1:
             middle = (low + high) // 2

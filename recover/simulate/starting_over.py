@@ -33,6 +33,7 @@ class StartingOver:
         self.whole = scenario.full_step
         self.every = every
         self.slow = 1.0
+        self._plains: dict[int, float] = {}
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
         self.now = self.resume = self.started = (
             0.0  # it works from `resume` on; a restart is over at `started`
@@ -64,8 +65,12 @@ class StartingOver:
 
     def _plain(self, replicas: int) -> float:
         """Seconds of a step."""
-        computing = self.shares.plan(replicas).accum * self.microbatch
-        return computing + self.scenario.reduce(replicas) + self.scenario.job.overhead_s
+        found = self._plains.get(replicas)
+        if found is None:
+            computing = self.shares.plan(replicas).accum * self.microbatch
+            found = computing + self.scenario.reduce(replicas) + self.scenario.job.overhead_s
+            self._plains[replicas] = found
+        return found
 
     def _place(self) -> None:
         """On all healthy nodes, as many whole replicas as there were at the start or fewer."""

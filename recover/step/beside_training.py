@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class BesideTraining(TellsOfLastStep):
     _gradients: Gradients
     _exact_sum: bool
     _on_first: OnFirst
+    _attempt: Generator[list[Any], None, None] | None
 
     @property
     def index(self) -> int:
@@ -56,8 +58,17 @@ class BesideTraining(TellsOfLastStep):
         goes on; it may then neither draw nor touch the model. In a sharded replica `act` runs on one rank alone, and
         may not compute with the model.
         """
+        self.refuse_inside_step("step.on_first")
         name = getattr(act, "__qualname__", repr(act))
         self._on_first.call(self.index, partial(act, *arguments, **named), name, background)
+
+    def refuse_inside_step(self, what: str) -> None:
+        """Replicas are at different microbatches there, some have none at all, and after a death others have more."""
+        if self._attempt is not None and getgeneratorstate(self._attempt) != GEN_CLOSED:
+            raise RuntimeError(
+                f"{what} was called inside the loop over microbatches, which no two replicas go through alike; call it "
+                "after the loop: the step is committed when it ends"
+            )
 
     def state(self, extra: Mapping[str, Any] | None = None) -> StepState:
         """The state after the last committed step as a whole; `extra` are the user's own parts of it, by name, beside

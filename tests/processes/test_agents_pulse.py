@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from recorded import start_line
 
 from recover.agent.agent_pulse import EVERY, Pulse, fence
+from recover.agent.placement import Seat
+from recover.agent.run_directory import keep_placement
 from recover.etcd.etcd_client import EtcdClient
 from recover.etcd.etcd_server import EtcdServer
 from recover.job.grid import Grid
 from recover.launch.etcd_notes import EtcdNotes
 from recover.liveness.board import Board
+from recover.monitor.view import RunView
+from recover.records.job_log import JobLog
 from recover.world.notes import RunNotes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
@@ -82,3 +89,57 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
     assert marker["end"] == "fenced"
     assert "in step 4, slot 7 (sample 43)" in marker["detail"]
     assert [(note.rank, note.suspects) for note in notes[0].read(4)] == [(2, ((7, 43),))]
+
+
+def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """Two hosts with a run directory in common, each with a session and clocks of its own."""
+    run_dir, grid = tmp_path / "run", Grid.of(4, 2)
+    run_dir.mkdir()
+    sessions = {host: tmp_path / host for host in ("h0", "h1")}
+    pulses = []
+    for number, (host, session) in enumerate(sessions.items()):
+        session.mkdir()
+        board, mine = Board(session / "board", 4), (2 * number, 2 * number + 1)
+        for rank in mine:
+            board.claim(rank)
+            board.in_step(rank, 7)
+        board.compute(mine[0], [(5 + number, 40)])
+        board.come_to_vote(mine[1])
+        etcd = EtcdClient(server.endpoint, prefix=prefix)
+        pulses.append(Pulse(etcd, host, board, mine, grid, None, session))
+        JobLog(run_dir, host).write(
+            start_line(4, replica_size=2, host=host, session=str(session), run=prefix)
+        )
+    keep_placement(
+        run_dir, "job", {h: {"address": ""} for h in sessions}, {r: Seat(f"h{r // 2}", r % 2) for r in range(4)}, False
+    )  # fmt: skip
+    for pulse in (*pulses, pulses[0]):  # the first one has heard nothing of the second before
+        pulse.look(time.monotonic() + 10 * len(pulses))
+        pulse._looked = float("-inf")
+    expected = [
+        {"rank": 0, "replica": 0, "host": "h0", "doing": "computing", "step": 7, "slots": [5]},
+        {"rank": 1, "replica": 0, "host": "h0", "doing": "reducing", "step": 7, "slots": []},
+        {"rank": 2, "replica": 1, "host": "h1", "doing": "computing", "step": 7, "slots": [6]},
+        {"rank": 3, "replica": 1, "host": "h1", "doing": "reducing", "step": 7, "slots": []},
+    ]
+
+    def shown() -> list[dict[str, Any]]:
+        view = RunView(run_dir)
+        view.refresh()
+        assert view.state()["hosts"] == ["h0", "h1"]
+        ranks = view.ranks()
+        for entry in ranks:
+            since = entry.pop("since")
+            assert since is None or abs(time.time() - since) < 60
+        return ranks
+
+    for gone, here in (("h1", "h0"), ("h0", "h1")):  # as each host sees it, which has its own session alone
+        away = sessions[gone].rename(tmp_path / "away")
+        assert shown() == expected, here
+        away.rename(sessions[gone])
+    for session in sessions.values():  # as any other machine sees it, or when they are gone
+        session.rename(session.with_suffix(".gone"))
+    assert {entry["doing"] for entry in shown()} == {"not known"}
+    assert [entry["host"] for entry in shown()] == ["h0", "h0", "h1", "h1"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from causes_told import first_causes, why
 from launching import ULFM, Job, wait_until
+from left_out import leave_out
 
 GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # of the first and of the second kind
 
@@ -86,6 +87,7 @@ def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_pat
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A control group with little memory. Making one needs root, and a machine that has them."""
+    reasons = []
     for parent in GROUPS:
         group = parent / f"recover-test-{os.getpid()}"
         limit = group / ("memory.limit_in_bytes" if parent.name == "memory" else "memory.max")
@@ -95,13 +97,13 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
         except OSError as error:
             if group.exists():
                 group.rmdir()
-            reason = f"no control group can be made here: {error}"
+            reasons.append(str(error))
             continue
         yield group
         assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 5)
         group.rmdir()
         return
-    pytest.skip(reason)
+    leave_out("memory", f"no control group with a limit can be made (by root alone): {'; '.join(reasons)}")
 
 
 def test_the_oom_killer_is_named_where_a_control_group_has_no_memory_left(
@@ -157,7 +159,7 @@ def test_a_full_disk_is_named_though_the_dead_could_not_write_its_last_words(tmp
         ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=60
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
-        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+        leave_out("mounts", f"no file system can be mounted (by root alone): {done.stderr}")
     kept = tmp_path / "kept"
     assert not (kept / "ranks" / "1.end").exists(), "there was room: the test shows nothing"
     assert first_causes(kept) == {1: "disk-full"}, done.stderr

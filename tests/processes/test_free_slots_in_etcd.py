@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, at_once
@@ -16,6 +17,7 @@ from recover.etcd.etcd_agreement import DEAD, declare, rank_of
 from recover.etcd.etcd_client import EtcdClient
 from recover.etcd.etcd_entry import end_job
 from recover.etcd.etcd_host import HOST
+from recover.fabrics.base import NotAdmittedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -87,10 +89,17 @@ def test_a_replica_that_waits_for_a_rank_of_a_lost_host_is_given_up_and_its_plac
 def test_standbys_are_not_let_in_before_somebody_is_lost(fabrics: Fabrics, tmp_path: Path) -> None:
     ranks, _ = fabrics.make(2, limit=2)
     standbys = [fabrics.joiner(2) for _ in range(2)]
-    for standby in standbys:
-        threading.Thread(target=standby.ask, daemon=True).start()
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.extend(at_once(*(standby.ask for standby in standbys))), daemon=True
+    )
+    asking.start()
     assert wait_until(lambda: all(rank._news.asking == {2, 3} for rank in ranks))
     assert [rank.asking() for rank in ranks] == [frozenset()] * 2
     declare(fabrics.etcd, 1, "by decree")
     assert wait_until(lambda: ranks[0].asking() == {2}), "one for one"
     end_job(fabrics.etcd, "it is over")
+    asking.join(60)
+    assert [type(answer) for answer in answers] == [NotAdmittedError] * 2, (
+        "whoever still asks is told of the end"
+    )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import recover
 from recover.data.indexed import IterableStream, MapStream
+from recover.data.sending import SMALL
 from recover.step.handed_out import refuse_what_is_no_stream
 from recover.step.samples import ExactSamples, PartitionedSamples
 
@@ -179,6 +181,48 @@ def test_what_a_worker_raises_is_raised_where_the_microbatch_is_asked_for() -> N
         stream[3]
 
 
+def test_tensors_of_every_kind_come_from_a_worker_as_they_were_made_and_small_ones_hold_no_file() -> None:
+    kinds = (
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    )
+
+    def make(index: int) -> dict[str, Any]:
+        rows = torch.arange(60).reshape(6, 10) + index
+        return {
+            "kinds": [(rows % 3).to(kind) for kind in kinds],
+            "shared": (rows, rows[:, 1:], rows.t()[2], rows[1, 4]),
+            "empty": torch.empty(0, 3),
+            "conjugate": [(rows + 2j * rows).conj(), torch.full((SMALL,), 1j).conj()],
+            "large": torch.full((SMALL,), index),
+            "trained": torch.nn.Parameter(torch.full((3,), float(index))),
+        }
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    stream = recover.stream(range(200), workers=1, collate_fn=lambda items: make(items[0]))
+    stream.expect(range(8), range(8))
+    for index in range(8):
+        got, made = stream[index], make(index)
+        for name in made:
+            torch.testing.assert_close(got[name], made[name], rtol=0, atol=0)
+        assert isinstance(got["trained"], torch.nn.Parameter)
+        got["shared"][0].fill_(-1)
+        assert all((part == -1).all() for part in got["shared"]), "views of one tensor are so no longer"
+    small = recover.stream(range(200), batch_size=4, workers=1)
+    small.expect(range(50), range(50))
+    first, before = small[0], open_files()
+    held = [first, *(small[index] for index in range(1, 50))]
+    assert open_files() == before
+    assert [batch.tolist() for batch in held] == [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(50)]
+
+
 def test_no_worker_outlives_its_rank_however_it_ends(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -229,6 +273,19 @@ def test_an_iterable_goes_back_a_window_and_no_further() -> None:
         stream.expect([], range(10, 15))
     with pytest.raises(IndexError, match="there is no microbatch 50: the iterable has ended after 100 items"):
         stream[50]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_who_resumes_an_iterable_is_told_once_that_it_is_read_from_its_beginning(workers: int) -> None:
+    fresh, resumed = (recover.stream(iter(range(100)), batch_size=2, workers=workers) for _ in range(2))
+    with pytest.warns(UserWarning, match="goes on at microbatch 20, .* 40 items are read and passed over"):
+        resumed.expect(range(20, 24), range(20, 24))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.expect(range(20, 28), range(20, 24))
+        fresh.expect(range(4), range(4))
+        fresh.expect(range(4, 8), range(4, 8))
+    assert resumed[20].tolist() == [40, 41]
 
 
 def test_a_worker_that_is_a_step_ahead_still_holds_what_a_death_leaves_over() -> None:

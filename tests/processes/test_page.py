@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from launching import wait_until
+from left_out import leave_out
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from training import small_world
 
@@ -30,9 +31,7 @@ PICTURES = os.environ.get("PAGE_PICTURES")  # a folder: screenshots of the live 
 def browser() -> Iterator[Any]:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip(
-            f"no browser is found here (looked for {', '.join(BROWSERS)}); `apt-get install chromium`"
-        )
+        leave_out("browser", f"none of {', '.join(BROWSERS)} is found; `apt-get install chromium`")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,26 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0
     assert step._transaction.totals.paces[0] > 0, "the device's own time was not read"
+
+
+def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbatches(tmp_path: Path) -> None:
+    model = Model().eval()
+    step, did = begin(World(), model), list[int]()
+    for number, (inputs, target, index) in enumerate(step.microbatches(Stream())):
+        for name, act in (("step.on_first", step.on_first), ("recover.save", recover.save)):
+            arguments = (did.append, 1) if name == "step.on_first" else (step, tmp_path)
+            with pytest.raises(
+                RuntimeError, match=rf"{name} was called inside the loop .* call it after the loop"
+            ):
+                act(*arguments)
+        step.backward(loss_of(model, (inputs, target, index)))
+        with pytest.raises(RuntimeError, match="inside the loop"):
+            step.on_first(did.append, number)
+    assert (step.index, did) == (1, [])
+    step.refuse_inside_step("anything")
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        next(iter(step.microbatches(Stream())))
+    step.refuse_inside_step("anything")
 
 
 class Equals:

@@ -3,7 +3,8 @@
 Arguments: model size, sequence length, sequences in a microbatch, accumulation, workers, turns, and the milliseconds
 that an item of the slow dataset takes. Each turn is a few optimizer steps in a row: what was read ahead while others
 had their turn does not last for all of them. Four ways take turns, both sides on a dataset that is in memory and both
-on the slow one; and a fifth, ours with batches that are never read.
+on the slow one; and a fifth, ours with batches that are never read. What a side reads in its first step of a turn, it
+may have read ahead while others had theirs; so the clock starts after that step.
 """
 
 from __future__ import annotations
@@ -61,9 +62,15 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
+# Both sides train one model each, whatever they read: the next way finds it as the last one has left it.
+plain, plain_optimizer = make()
+theirs = DistributedDataParallel(plain)
+model, optimizer = make()
+step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0)
+
+
 def stock(pause: float) -> Callable[[], None]:
-    plain, optimizer = make()
-    model, dataset = DistributedDataParallel(plain), Tokens(pause)
+    dataset = Tokens(pause)
     sampler: Any = DistributedSampler(dataset, seed=0)
     loader = DataLoader(dataset, sequences, sampler=sampler, num_workers=workers, drop_last=True)
     loaders.append(batches := endless(loader))
@@ -71,11 +78,11 @@ def stock(pause: float) -> Callable[[], None]:
     def turn() -> None:
         for microbatch in range(accum):
             tokens, targets = next(batches)
-            with nullcontext() if microbatch == accum - 1 else model.no_sync():
-                (model(tokens, targets) / accum).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+            with nullcontext() if microbatch == accum - 1 else theirs.no_sync():
+                (theirs(tokens, targets) / accum).backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
 
     return turn
 
@@ -86,9 +93,6 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def ours(stream: Any) -> Callable[[], None]:
-    model, optimizer = make()
-    step = recover.Step(world, model, optimizer, global_batch=replicas * accum, clip=1.0)
-
     def turn() -> None:
         for tokens, targets in step.microbatches(stream):
             step.backward(model(tokens, targets))
@@ -123,6 +127,7 @@ for number in range(turns + 1):
     for name in list(ways) if number % 2 else reversed(ways):
         # Our watcher rests while stock DDP has its turn.
         with world._fabric.lock if name.startswith("stock") else nullcontext():
+            ways[name]()
             world.cross.barrier().wait()
             start = time.perf_counter()
             for _ in range(STEPS):
