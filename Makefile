@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: help setup demo test test-fast check bench soak mutants dist clean
 help:
-	@echo "make demo      train a small LLaMA twice, with and without deaths, and draw both"
+	@echo "make demo      train a small LLaMA twice, with and without deaths and returns, and draw both"
 	@echo "make test      all tests (minus the soaks)"
 	@echo "make test-fast those that start no process: under a minute"
 	@echo "make check     ruff (format, lint) and mypy"

@@ -35,10 +35,14 @@ class JoiningRanks:
         pace: float = 0.02,
         policy: str = "balanced",
         faults: Sequence[str] = (),
+        hang_limit: float | None = None,
+        stuck: bool = False,
+        own_count: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.replica_size = directory, replica_size
         self._etcd = EtcdClient(endpoint, prefix=prefix)
+        self._read: dict[int, tuple[int, list[dict[str, Any]]]] = {}  # of each diary: how far, and its lines
         scenario = {
             "endpoint": endpoint,
             "prefix": prefix,
@@ -51,6 +55,9 @@ class JoiningRanks:
             "pace": pace,
             "policy": policy,
             "faults": list(faults),
+            "hang_limit": hang_limit,
+            "stuck": stuck,
+            "own_count": own_count,
         }
         self._agent = subprocess.Popen(
             [sys.executable, "-P", str(PROGRAM), json.dumps(scenario)], stdin=subprocess.PIPE
@@ -78,9 +85,14 @@ class JoiningRanks:
         return ranks
 
     def diary(self, rank: int, kind: str = "commit") -> list[dict[str, Any]]:
-        path = self.directory / f"diary-{rank}.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+        path, (at, lines) = self.directory / f"diary-{rank}.jsonl", self._read.get(rank, (0, []))
+        if path.exists():
+            with open(path, "rb") as file:  # what is new in it: some tests look again and again
+                file.seek(at)
+                whole = file.read().rpartition(b"\n")[0]
+            lines += map(json.loads, whole.splitlines())
+            self._read[rank] = at + len(whole) + bool(whole), lines
+        return [line for line in lines if line["kind"] == kind]
 
     def kill(self, rank: int) -> None:
         os.kill(self.diary(rank, "started")[0]["pid"], signal.SIGKILL)

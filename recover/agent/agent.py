@@ -33,7 +33,7 @@ from recover.agent.run_directory import SeenDirectories, keep_placement, open_sh
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease
 from recover.job.grid import Grid
-from recover.job.hosts_asked import HostOptions
+from recover.job.hosts_asked import ROOM, HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch import preflight
 from recover.launch.etcd_access import client_of
@@ -51,7 +51,6 @@ _LINGER = 15.0  # seconds that an agent with etcd in its house waits for the oth
 _LAST_WORDS = 3.0  # seconds that ranks get to end by themselves when etcd was silent for too long
 _IMPATIENT = 1.0  # seconds for one request of the agent's own
 _GIVEN_UP = 30.0  # seconds for the others to give up a host that comes back under its name
-ROOM = 1000  # replicas that may be started after the first ones, for which there is room on the board
 
 
 def launch_host(
@@ -94,8 +93,9 @@ def launch_host(
         )
         if part.returns:
             spec = replace(spec, room=ROOM * replica_size)
-        most = part.most * part.slots + spec.room
-        spec = replace(spec, faults=preflight.check_faults(faults, most, replica_size))
+        first = part.least * part.slots - part.standby * replica_size
+        later = part.most * part.slots + spec.room - first
+        spec = replace(spec, faults=preflight.check_faults(faults, first, replica_size, later))
         preflight.check_module(str(script)) if module else preflight.check_script(script)
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address))
@@ -306,6 +306,7 @@ class Agent:
                 ranks.start_to_join(newcomer, len({seat.host for seat in newcomer.seats}) > 1)
         known = {rank for newcomer in list(clerk.returns.known.values()) for rank in newcomer.ranks}
         ranks.dismiss(ranks.outside - known, "its replica has lost a rank, and can never be whole")
+        ranks.end_those_not_ready(clerk.returns.asked, self._part.warm_up)
 
     def _must_end(self, clerk: Clerk, ranks: HostRanks) -> bool:
         self._look_for_newcomers(clerk, ranks)

@@ -59,6 +59,7 @@ class HostRanks(WatchedJob):
         self.running: set[int] = set()
         self._left: deque[tuple[float, int]] = deque()  # rows of the board to be forgotten, and when
         self.outside: set[int] = set()  # those of them who were started to join, and have not yet
+        self._began: dict[int, float] = {}  # when each of these was started
         job = str(spec.write())
         for rank, slot in mine.items():
             self._start(rank, slot, job)
@@ -68,9 +69,10 @@ class HostRanks(WatchedJob):
         spec = replace(self._spec, joining=True)
         if across:
             spec = replace(spec, across=(*spec.across, newcomer.ranks[0] // spec.replica_size))
-        job = spec.write(f"join-{newcomer.ranks[0]}.json")
+        job = spec.write(_told_in(newcomer.ranks[0]))
         for rank, slot in newcomer.on(str(spec.host)).items():
             self.outside.add(rank)
+            self._began[rank] = time.monotonic()
             self._start(rank, slot, str(job))
             self._say(f"rank {rank} is started on slot {slot}{_of(spec)}, to join")
 
@@ -104,6 +106,15 @@ class HostRanks(WatchedJob):
             write_marker(self.run_dir, rank, {"end": str(End.UNNEEDED), "detail": why, "time": ""})
             self._processes[rank].kill()
             self._say(f"rank {rank}, which was to join, is ended: {why}")
+
+    def end_those_not_ready(self, asked: Collection[int], limit: float) -> None:
+        """Those who were to join and have never `asked` for it hold their places for so many seconds at the most."""
+        for rank in sorted((self.outside & self.running).difference(asked)):
+            if time.monotonic() - self._began[rank] > limit and not self._board.votes(rank):
+                why = f"it was not ready to join after {limit:g} s (--warm-up)"
+                write_marker(self.run_dir, rank, {"end": str(End.FENCED), "detail": why, "time": ""})
+                self._processes[rank].kill()
+                self._began[rank] = float("inf")
 
     def watch(self, timeout: float, must_end: Callable[[], bool], ends: Callable[[], dict[int, str]]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed. `ends`: of all hosts."""
@@ -172,11 +183,18 @@ class HostRanks(WatchedJob):
             if rank >= self.ranks:
                 self._forget(rank)
         while self._left and self._left[0][0] <= time.monotonic():
-            self._board.forget(self._left.popleft()[1])
+            _, rank = self._left.popleft()
+            self._board.forget(rank)
+            self.relay.forget(rank_outputs.label(rank))
+            rank_outputs.remove(self._session, rank)
+            first = rank - rank % self.replica_size
+            if self.mine.isdisjoint(range(first, first + self.replica_size)):
+                (self._session / _told_in(first)).unlink(missing_ok=True)
 
     def _forget(self, rank: int) -> None:
         """Ids are not used again, and there may be many of them."""
         self.outside.discard(rank)
+        self._began.pop(rank, None)
         del self._processes[rank], self._seats[rank]
         self.mine.discard(rank)
         self._left.append((time.monotonic() + _LAST_LOOK, rank))
@@ -201,6 +219,11 @@ def _environment(spec: JobSpec, session: Session, here: int) -> dict[str, str]:
         process.RANKS_ON_HOST: str(here),
         "TMPDIR": str(session.scratch),
     }
+
+
+def _told_in(first: int) -> str:
+    """The file for a replica that joins, by its first rank."""
+    return f"join-{first}.json"
 
 
 def _of(spec: JobSpec) -> str:

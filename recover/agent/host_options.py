@@ -13,7 +13,7 @@ from pathlib import Path
 from recover.etcd.etcd_host import MOST_RANKS
 from recover.etcd.etcd_server import NoEtcdError, free_port
 from recover.job.gpus import gpus_on_host
-from recover.job.hosts_asked import HostOptions
+from recover.job.hosts_asked import WARM_UP, HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
 
@@ -37,6 +37,7 @@ class HostPart:
     token: str  # "": to be made
     returns: bool = False
     standby: int = 0  # replicas that are ready, and wait for a loss
+    warm_up: float = WARM_UP
 
     @property
     def nnodes(self) -> str:
@@ -72,6 +73,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         ("--return-delay", options.return_delay, 0.0),
         ("--forgive", options.forgive, 0.0),
         ("--standby", options.standby, 0.0),
+        ("--warm-up", options.warm_up, 1.0),
     ):
         if not low <= value < float("inf"):
             what = "a number" if name == "--standby" else "seconds"
@@ -91,6 +93,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         options.token or _read_secret("--token-file", options.token_file),
         options.restarts,
         options.standby,
+        options.warm_up,
     )
 
 

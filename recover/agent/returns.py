@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from recover.agent.free_slots import HostSlots
 from recover.agent.placement import Seat, place
-from recover.etcd.etcd_agreement import CLAIM, ENDED, declare, key_of, rank_of
+from recover.etcd.etcd_agreement import ASKING, CLAIM, ENDED, declare, key_of, rank_of
 from recover.etcd.etcd_client import (
     Answer,
     EtcdClient,
@@ -80,6 +80,7 @@ class Returns:
         self._client, self._host, self._slots, self._size = client, host, slots, replica_size
         self._most, self._heard = most, heard
         self.known: dict[int, Newcomer] = {}  # by the first rank: those that are there
+        self.asked: set[int] = set()  # ranks of theirs that have been ready
         self._missed: dict[str, int] = {}
         self.ended = False  # nobody is started any more
 
@@ -87,8 +88,9 @@ class Returns:
         """Publish what is free here, place what can be placed, and hear of what others have placed."""
         firsts = sorted(self.known)
         claims = [get(key_of(CLAIM, first)) for first in firsts]
-        answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), *claims)
-        free, anew, hosts = answer.found[:3]
+        answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), get_all(ASKING), *claims)
+        free, anew, hosts, asking = answer.found[:4]
+        self.asked |= set(map(rank_of, asking))
         there = {found.key.removeprefix(HOST) for found in hosts}
         for found in anew:
             if (first := rank_of(found)) not in self.known:
@@ -97,7 +99,7 @@ class Returns:
                 for slot in newcomer.on(self._host).values():
                     self._slots.take(slot, time.monotonic())
                 self.known[first] = newcomer
-        self._forget([first for first, claim in zip(firsts, answer.found[3:], strict=True) if not claim])
+        self._forget([first for first, claim in zip(firsts, answer.found[4:], strict=True) if not claim])
         self._miss(there)
         if not self.ended and not self._publish(free):
             self._place(answer, {found.key.removeprefix(FREE): found for found in free}, there)
@@ -138,7 +140,7 @@ class Returns:
     def _forget(self, firsts: list[int]) -> None:
         """The others have forgotten them, so nobody will join under these ids any more."""
         for first in firsts:
-            del self.known[first]
+            self.asked -= set(self.known.pop(first).ranks)
             self._client.txn([], [delete(key_of(ANEW, first)), delete_all(f"replica/{first // self._size}/")])
 
     def _miss(self, there: set[str]) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recover.chaos.invariants import Left, violations
-from recover.faults import LOCATIONS, Fault
-from recover.faults.draw import EVEN, draw_by_clock, draw_schedule
+from recover.chaos.invariants import Left, joined_in, violations
+from recover.faults import Fault
+from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
+from recover.faults.locations import ANYTIME, IN_RECOVERY, JOIN_PHASES, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
@@ -36,6 +37,9 @@ BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
 HANG_LIMIT = 5.0  # seconds: short, so that many stopped ranks can be waited for
 STALLED = 1.6  # times the hang limit: so long all replicas but one wait for their data in some runs
 SLOW_SAMPLE = 1.5  # the same, for a sample that takes so long on every replica
+TO_NEWCOMERS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
+NEWCOMERS = 12  # so many of those who come may be struck
+RETURN = ("--return", "--return-delay=0", "--forgive=0")
 PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
 TIMES = 10.0
 
@@ -46,6 +50,7 @@ class Tally:
 
     runs: int = 0
     faults: int = 0
+    joined: int = 0
     bad_seeds: list[int] = field(default_factory=list)
     calm_is_broken: bool = False
 
@@ -57,8 +62,12 @@ def chaos(
     runs: int | None,
     replicas: tuple[int, int] | None = None,
     output: Path | None = None,
+    returns: bool = False,
 ) -> int:
-    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
+    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
+
+    `returns`: lost replicas are started again, and struck again.
+    """
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
@@ -86,14 +95,15 @@ def chaos(
             number = seed + tally.runs
             count = random.Random(f"chaos/{number}").randint(low, high)
             tally.runs += 1
-            tally.faults += _one(jobs[count], number, place, calm, limit, tally)
+            _one(jobs[count], number, place, calm, limit, tally, returns)
     finally:
         if not tally.calm_is_broken:
             shutil.rmtree(place / "calm", ignore_errors=True)
         if output is None and not (tally.calm_is_broken or tally.bad_seeds):
             shutil.rmtree(place, ignore_errors=True)
+    came = f"{tally.joined} replicas joined, " if returns else ""
     print(
-        f"chaos: {tally.runs} runs, {tally.faults} faults, {len(tally.bad_seeds)} with a violation "
+        f"chaos: {tally.runs} runs, {tally.faults} faults, {came}{len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
         flush=True,
     )
@@ -104,18 +114,26 @@ def _share_out(global_batch: int, replicas: int) -> list[str]:
     return [f"replicas={replicas}", f"global_batch={global_batch}", f"accum={-(-global_batch // replicas)}"]
 
 
-def _one(words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally) -> int:
-    """One run; how many faults were scheduled. A violation is told, and the run directory kept."""
+def _one(
+    words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally, returns: bool
+) -> None:
+    """One run. A violation is told, and the run directory kept."""
     run_dir = place / f"seed-{seed}"
     config = prepare_run(words, run_dir, (), None).config
     faults = schedule_for(config, seed)
+    if returns:
+        faults += strike_newcomers(config, seed)
     began = time.monotonic()
-    run = run_job(words, run_dir, limit, faults)
+    run = run_job(words, run_dir, limit, faults, options=RETURN if returns else ())
     broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
     broken += violations(run, config, faults, calm)
     told = "ok" if not broken else "VIOLATION"
+    came = len(joined_in(run)) if returns else 0
+    tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came
+    joined = f" {came} joined," if returns else ""
     print(
-        f"seed {seed}: {config.replicas} replicas, {len(faults)} faults, {time.monotonic() - began:.1f} s: {told}",
+        f"seed {seed}: {config.replicas} replicas, {len(faults)} faults,{joined} {time.monotonic() - began:.1f} s: "
+        f"{told}",
         flush=True,
     )
     if broken:
@@ -125,7 +143,6 @@ def _one(words: list[str], seed: int, place: Path, calm: Left, limit: float, tal
         print(f"  schedule: {' '.join(map(str, faults))}\n  evidence: {run_dir}", flush=True)
     else:
         shutil.rmtree(run_dir)
-    return len(faults)
 
 
 def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
@@ -140,6 +157,29 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
     faults = _draw(config, seed, count)
     late = _hold_up(config, rng, faults)
     return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
+
+
+def strike_newcomers(config: Config, seed: int) -> tuple[Fault, ...]:
+    """What becomes of those who come: some die while they ask, are let in or are given the state, some in their first
+    step, some later. How many come, and when, nobody knows, so not all of it happens."""
+    rng = random.Random(f"newcomers/{seed}")
+    found = []
+    for replica in range(config.replicas, config.replicas + NEWCOMERS):
+        local, what = rng.randrange(config.replica_size), rng.random()
+        action = rng.choices(list(TO_NEWCOMERS), list(TO_NEWCOMERS.values()))[0]
+        if what < 0.2:
+            place = rng.choice(OUTSIDE)
+            found.append(Fault(0, replica, place, local, asks=replica))
+        elif what < 0.5:
+            phase = rng.choice((*REPAIR_PHASES, *JOIN_PHASES))
+            found.append(Fault(0, replica, "repair", local, phase, action, asks=replica))
+        elif what < 0.7:
+            place = rng.choice([place for place in EVEN if place not in IN_RECOVERY])
+            found.append(Fault(0, replica, place, local, action=action, joined=replica))
+        elif what < 0.85:
+            after = round(rng.expovariate(1.0) + MOMENT, 2)
+            found.append(Fault(0, replica, ANYTIME, local, after=after))
+    return tuple(found)
 
 
 def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> Iterator[Fault]:
@@ -158,7 +198,7 @@ def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> I
 
 
 def _draw(config: Config, seed: int, count: int) -> tuple[Fault, ...]:
-    locations = dict.fromkeys(LOCATIONS, 1.0) if config.checkpoint.every == 1 else EVEN
+    locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
     return draw_schedule(
         config.replicas,
         config.replica_size,
@@ -176,6 +216,7 @@ def run_job(
     limit: float | None,
     faults: Sequence[Fault] = (),
     running: set[subprocess.Popen[bytes]] | None = None,
+    options: Sequence[str] = (),
 ) -> Left:
     """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`.
 
@@ -188,7 +229,7 @@ def run_job(
     run_dir.mkdir(parents=True)
     schedule = run_dir / "faults.yaml"
     schedule.write_text(write_schedule(faults))
-    command = [sys.executable, "-m", "recover.cli", "train", *words, f"faults={schedule}"]
+    command = [sys.executable, "-m", "recover.cli", "train", *options, *words, f"faults={schedule}"]
     command += ["--run-dir", str(run_dir)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     with open(run_dir / "output.txt", "w") as said:

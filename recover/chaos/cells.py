@@ -12,13 +12,13 @@ from functools import cache
 from itertools import product
 
 from recover.faults import Fault
-from recover.faults.locations import AFTER_VERDICT, LOCATIONS, REPAIR_PHASES
+from recover.faults.locations import AFTER_VERDICT, LOCATIONS, OUTSIDE, REPAIR_PHASES
 from recover.policy import FailureEvent, Role, get_policy
 
 ROLES = ("major", "minor", "spare", "rank 0", "writer")  # writer: the lowest living rank once rank 0 is dead
 MODES = ("one", "two", "then")
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
-PLACES = tuple(location for location in LOCATIONS if location not in ("repair", "extra"))
+PLACES = tuple(location for location in LOCATIONS if location not in ("repair", "extra", *OUTSIDE))
 SETTLED = 2  # steps between two events, so that each is repaired before the next
 
 

@@ -93,19 +93,28 @@ def _whole(run: Left, config: Config) -> Iterator[str]:
         yield f"incidents.jsonl is out of order: {keys}"
 
 
+def joined_in(run: Left) -> set[int]:
+    """The replicas that have come."""
+    lines = run.lines("incidents.jsonl")
+    return {replica for line in lines for replica in line.get("joined_replicas") or ()}
+
+
 def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
     """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
     lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
     mortal = {fault.replica for fault in faults if fault.lethal}
     mortal |= set(_lost_over_a_slow_sample(run, config, faults))
-    doomed = {fault.replica for fault in faults if must_strike(fault, config.steps)}
+    doomed = {fault.replica for fault in faults if must_strike(fault, config.steps)} & {
+        *range(config.replicas)
+    }
     if innocent := {rank // config.replica_size for rank in run.ranks_that("fenced")} & lost - mortal:
         yield f"replicas {sorted(innocent)} were killed by their peers, and nothing was wrong with them"
     if bystanders := lost - mortal:
         yield f"replicas {sorted(bystanders)} were lost, and nothing was scheduled to happen to them"
     if unharmed := doomed - lost:
         yield f"replicas {sorted(unharmed)} were not lost as scheduled"
-    done, left = len(run.ranks_that("done")), (config.replicas - len(lost)) * config.replica_size
+    left = len({*range(config.replicas), *joined_in(run)} - lost) * config.replica_size
+    done = len(run.ranks_that("done"))
     # What strikes by the clock may strike a rank on its way out, when nothing waits for it any more.
     on_the_way_out = sum(
         fault.lethal and fault.after is not None and fault.replica not in lost for fault in faults
@@ -126,9 +135,10 @@ def _lost_over_a_slow_sample(run: Left, config: Config, faults: Sequence[Fault])
 
 
 def must_strike(fault: Fault, steps: int) -> bool:
-    """Whether the run cannot end without it. Not so by the clock, in a recovery, or after the last comparison."""
+    """Whether the run cannot end without it. Not so by the clock, in a recovery, over a join, or after the last
+    comparison."""
     in_time = fault.step < steps or fault.action != "corrupt:weights"
-    return fault.lethal and fault.after is None and fault.location not in IN_RECOVERY and in_time
+    return fault.lethal and fault.step > 0 and fault.location not in IN_RECOVERY and in_time
 
 
 def leftovers(run: Left) -> Iterator[str]:

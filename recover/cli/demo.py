@@ -1,10 +1,10 @@
-"""`recover demo`: the same training twice, undisturbed and losing half of its replicas, and both on one page."""
+"""`recover demo`: the same training twice, undisturbed and losing half of its replicas, which come back; one page."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,8 @@ from recover.cli.refusals import refusals
 if TYPE_CHECKING:
     from recover.launch.launcher import Beside
 
-STEPS = 24
+STEPS, STEPS_BACK = 24, 36  # those who come back take as long as some steps to get ready
 WORDS = (
-    f"steps={STEPS}",
     "replicas=4",
     "accum=4",
     "warmup_steps=6",
@@ -24,6 +23,7 @@ WORDS = (
     "log.tensorboard=false",
 )
 KILLS = (f"{STEPS // 3}:1:in-reduce", f"{STEPS * 2 // 3}:0:update")  # 0 is the one that writes the log
+KILLS_BACK = ("5:1:in-reduce", "9:0:update")
 
 
 def demo(
@@ -37,21 +37,38 @@ def demo(
             help="On so many emulated hosts (3 or more; needs root), of which the first loses its power."
         ),
     ] = 0,
+    returns: Annotated[
+        bool | None,
+        typer.Option(
+            "--return/--no-return", help="Start the lost replicas again.  [default: where there is an etcd]"
+        ),
+    ] = None,
 ) -> None:
-    """Train twice, undisturbed and losing half of the replicas, and show both curves: a minute or two."""
+    """Train twice, undisturbed and losing half of the replicas, which come back, and show both curves: a minute or
+    two."""
     if hosts:
         raise typer.Exit(_on_hosts(hosts, output or Path("runs", f"demo-{datetime.now():%Y%m%d-%H%M%S}")))
+    from recover.etcd.etcd_server import NoEtcdError, find_binary
+    from recover.job.hosts_asked import HostOptions
     from recover.records.lines import read_lines
     from recover.report import build
     from recover.train.supervision import train
 
+    if returns is None:
+        try:
+            returns = bool(find_binary())
+        except NoEtcdError:
+            returns = False
     place = output or Path("runs", f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
-    calm, rough = place / "failure-free", place / "two-replicas-lost"
+    calm, rough = place / "failure-free", place / ("lost-and-back" if returns else "two-replicas-lost")
+    kills, words = KILLS_BACK if returns else KILLS, [*WORDS, f"steps={STEPS_BACK if returns else STEPS}"]
     print("A run in which nothing fails:", flush=True)
-    if code := train(WORDS, calm, beside=_page(page)):
+    if code := train(words, calm, beside=_page(page)):
         raise typer.Exit(code)
-    print(f"\nThe same run, in which two of four replicas are killed ({', '.join(KILLS)}):", flush=True)
-    if code := train(WORDS, rough, KILLS, beside=_page(page)):
+    back = " and started again" if returns else ""
+    print(f"\nThe same run, in which two of four replicas are killed{back} ({', '.join(kills)}):", flush=True)
+    again = HostOptions(returns=True, return_delay=0.0) if returns else None
+    if code := train(words, rough, kills, beside=_page(page), returns=again):
         raise typer.Exit(code)
     picture = build([calm, rough], place / "report")
     undisturbed, survived = (list(read_lines(run / "steps.jsonl")) for run in (calm, rough))
@@ -61,11 +78,22 @@ def demo(
     print(
         f"\nShown: {len(survived)} steps went on through the loss of 2 of 4 replicas, one of them inside a gradient "
         f"reduction and one the writer of the log, between verdict and update.\n"
+        f"{_came_back(list(read_lines(rough / 'incidents.jsonl'))) if returns else ''}"
         f"Every step of both runs was committed on {' or '.join(map(str, sorted(batches)))} microbatches, "
         f"{'on the same samples' if same else 'BUT NOT ON THE SAME SAMPLES'}; the losses are never more than "
         f"{apart:.2g} apart.\n"
         f"Both curves: {picture}"
     )
+
+
+def _came_back(incidents: list[dict[str, Any]]) -> str:
+    came = [
+        f"{len(line['joined_replicas'])} before step {line['step']}"
+        for line in incidents
+        if line.get("joined_replicas")
+    ]
+    told = " and ".join(came) if came else "none: the run was over before they were ready"
+    return f"Replicas that came back, and were given the state of the others: {told}.\n"
 
 
 def _page(page: str) -> Beside:
@@ -106,7 +134,7 @@ def _on_hosts(count: int, place: Path) -> int:
         "--rdzv-id",
         "demo",
     ]
-    keys = [word for word in WORDS if not word.startswith("replicas")]
+    keys = [f"steps={STEPS}", *(word for word in WORDS if not word.startswith("replicas"))]
     steps = place / "h2" / "steps.jsonl"
     with Lab(hosts=count, shared=[place]) as lab:
         print(

@@ -68,6 +68,9 @@ def chaos(
     output: Annotated[
         Path | None, typer.Option(help="Where violations are kept.  [default: a temporary directory]")
     ] = None,
+    returns: Annotated[
+        bool, typer.Option("--return", help="Lost replicas are started again, and struck again.")
+    ] = False,
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.bench.measure import tidy_on_sigterm
@@ -78,7 +81,7 @@ def chaos(
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
-        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output))
+        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, returns))
 
 
 @app.command("matrix", context_settings={"allow_interspersed_args": False})

@@ -73,6 +73,9 @@ WORDS: dict[str, Any] = {
     "standby": Annotated[
         int, _option("Replicas that are ready, and wait for a loss; implies --return.", "K")
     ],
+    "warm_up": Annotated[
+        float, _option("One that is started again is ended if it is not ready after so long.", "SECONDS")
+    ],
 }
 
 

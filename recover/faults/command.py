@@ -59,7 +59,10 @@ def check(
 ) -> tuple[tuple[Fault, ...], list[str]]:
     """The faults of a file, and everything that is wrong with them. Raises ScheduleError if it cannot be read."""
     faults = read_schedule(path)
-    problems = list(impossible(faults, replicas, replica_size, steps))
+    # One that names a replica that joins is for a job whose replicas come back, with as many as it takes.
+    named = [(fault.newcomer, fault.replica) for fault in faults if fault.newcomer is not None]
+    later = max((max(pair) + 1 for pair in named), default=0)
+    problems = list(impossible(faults, replicas, replica_size, steps, later=later))
     if replicas is not None and not survivors(faults, replicas):
         problems.append(f"no replica would be left of {replicas}: the run would be lost; spare one of them")
     return faults, problems

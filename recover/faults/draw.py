@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from recover.faults.fault import BY_CLOCK, IN_GRADIENT, Fault
-from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, REPAIR_PHASES
+from recover.faults.locations import ANYTIME, IN_RECOVERY, LOCATIONS, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import ScheduleError
 
-EVEN: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location != "checkpoint"}
+EVERYWHERE: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location not in OUTSIDE}
+EVEN: Mapping[str, float] = {name: weight for name, weight in EVERYWHERE.items() if name != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
 BETWEEN_STEPS = ("hold",)  # inside a step, one that takes longer than the hang limit is rightly fenced
 MOMENT = 0.01  # seconds: what the times of a schedule are written in

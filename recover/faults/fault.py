@@ -1,7 +1,8 @@
 """One scheduled fault: when, whom, where, and what happens to it.
 
 As text: `STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]`; or, for one that strikes by the clock,
-`SECONDSs:REPLICA[.LOCAL][=ACTION]`.
+`SECONDSs:REPLICA[.LOCAL][=ACTION]`. Where replicas come back nobody knows in which step; so in place of STEP `4asks`
+stands for the time in which replica 4 asks and is let in, `4joined` for the first step that it is in.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recover.faults.locations import ANYTIME, JOIN_PHASES, LOCATIONS, NUMBERED, REPAIR_PHASES
+from recover.faults.locations import ANYTIME, JOIN_PHASES, LOCATIONS, NUMBERED, OUTSIDE, REPAIR_PHASES
 
 ACTIONS: dict[str, str] = {
     "kill": "SIGKILL",
@@ -38,8 +39,8 @@ WITH_AMOUNT = {  # what the number of an action is
 }
 
 _SHAPE = re.compile(
-    r"(?P<when>\d+|\d+(\.\d+)?s):(?P<replica>\d+)(\.(?P<local>\d+))?"
-    r"(:(?P<location>[a-z-]+)(:(?P<detail>\w+))?)?(=(?P<action>.+))?"
+    r"(?P<when>\d+|\d+(\.\d+)?s|\d+asks|\d+joined):(?P<replica>\d+)(\.(?P<local>\d+))?"
+    r"(:(?P<location>[a-z-]+)(:(?P<detail>[\w-]+))?)?(=(?P<action>.+))?"
 )
 
 
@@ -47,7 +48,8 @@ _SHAPE = re.compile(
 class Fault:
     """`local` is the rank's position inside its replica, `detail` narrows the location.
 
-    `after` is set instead of `step` (then 0) if it strikes by the clock: seconds from the rank's first step.
+    `after` is set instead of `step` (then 0) if it strikes by the clock: seconds from the rank's first step. `asks` or
+    `joined` if it strikes while the replica of this number asks and is let in, or in the first step with it.
     """
 
     step: int
@@ -57,6 +59,22 @@ class Fault:
     detail: str | None = None
     action: str = "kill"
     after: float | None = None
+    asks: int | None = None
+    joined: int | None = None
+
+    @property
+    def moment(self) -> tuple[int, int | None, int | None]:
+        """When it strikes, if not by the clock."""
+        return self.step, self.asks, self.joined
+
+    @property
+    def newcomer(self) -> int | None:
+        """The replica over whose coming it strikes, if so."""
+        return self.asks if self.asks is not None else self.joined
+
+    @property
+    def over_a_join(self) -> bool:
+        return self.newcomer is not None
 
     @property
     def kind(self) -> str:
@@ -78,13 +96,17 @@ class Fault:
         if self.after is not None:
             return f"{self.after:g}s:{self.replica}.{self.local}{action}"
         detail = f":{self.detail}" if self.detail is not None else ""
-        return f"{self.step}:{self.replica}.{self.local}:{self.location}{detail}{action}"
+        when = str(self.step)
+        if self.over_a_join:
+            when = f"{self.newcomer}{'joined' if self.asks is None else 'asks'}"
+        return f"{when}:{self.replica}.{self.local}:{self.location}{detail}{action}"
 
 
 def parse_fault(text: str) -> Fault:
     """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or `30s:1=stop`."""
     match = _SHAPE.fullmatch(text.strip())
-    if match is None or (match["location"] is None) != match["when"].endswith("s"):
+    by_clock = match is not None and re.fullmatch(r"[\d.]+s", match["when"]) is not None
+    if match is None or (match["location"] is None) != by_clock:
         raise ValueError(
             f"fault {text!r} is not of the form STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]; for example "
             "3:1:in-reduce, or 30s:1 for one that strikes 30 s after the first step began"
@@ -100,8 +122,17 @@ def parse_fault(text: str) -> Fault:
             )
         return fault
     _check_location(text, match["location"], match["detail"])
-    if int(match["when"]) < 1:
+    number, over = re.fullmatch(r"(\d+)(asks|joined)?", match["when"]).groups()  # type: ignore[union-attr]
+    if not over and int(number) < 1:
         raise ValueError(f"fault {text!r}: steps count from 1; write 1:{replica}:{match['location']}")
+    if match["location"] in OUTSIDE and (over, int(number)) != ("asks", replica):
+        raise ValueError(
+            f"fault {text!r}: only one that is to join is ever there; write {replica}asks:{replica}:{match['location']}"
+        )
+    if match["location"] == "ask" and action.partition(":")[0] not in BY_CLOCK:
+        raise ValueError(
+            f"fault {text!r}: who asks waits, so only a signal strikes it; use {', '.join(BY_CLOCK)}"
+        )
     if action in IN_GRADIENT and match["location"] != "bucket":
         raise ValueError(
             f"fault {text!r}: {action!r} strikes a gradient that is about to be reduced; "
@@ -111,7 +142,9 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(
             f"fault {text!r}: a sample is slow where it is handed out; write {match['when']}:{replica}:forward={action}"
         )
-    return Fault(int(match["when"]), replica, match["location"], local, match["detail"], action)
+    asks, joined = (int(number) if over == word else None for word in ("asks", "joined"))
+    step = 0 if over else int(number)
+    return Fault(step, replica, match["location"], local, match["detail"], action, None, asks, joined)
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:

@@ -12,16 +12,19 @@ LOCATIONS: dict[str, str] = {
     "in-totals": "while the last, small reduction is in flight: loss, weights, samples and the hash of the state",
     "vote": "after the last reduction, before the vote on the step",
     "repair": "inside the repair (repair:members, repair:census, repair:carrier, repair:closing; where a replica joins "
-    "also repair:state, before the state is passed on)",
+    "also repair:state, before the state is passed on, repair:in-state, while it is under way, and repair:arrived)",
     "extra": "before an extra microbatch that replaces lost work",
     "update": "after the verdict, before the optimizer changes the parameters",
     "after-update": "after the parameters have changed, before the step is counted",
     "advance": "between two steps, while the next layout is installed",
     "checkpoint": "while a checkpoint is being written",
+    "warm-up": "one that is to join, before the microbatch that it runs to get ready",
+    "ask": "one that is to join, while it asks for it",
 }
 ANYTIME = "anytime"  # not a place: so many seconds after the first step began, wherever the rank is then
 REPAIR_PHASES = ("members", "census", "carrier", "closing")
-JOIN_PHASES = ("state",)  # of a repair in which a replica joins
+JOIN_PHASES = ("state", "in-state", "arrived")  # of a repair in which a replica joins
+OUTSIDE = ("warm-up", "ask")  # reached only by one that is to join
 NUMBERED = ("bucket", "in-reduce")
 IN_RECOVERY = ("repair", "extra")  # reached only in a step in which somebody else is lost
 AFTER_VERDICT = ("update", "after-update", "advance", "checkpoint")  # missed in the next step

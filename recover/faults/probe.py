@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from recover.faults.fault import IN_GRADIENT, Fault
@@ -44,6 +44,8 @@ class Probe:
         ]
         self._fire = fire
         self._handlers: dict[str, Handler] = {}
+        self.coming: Callable[[], Collection[int]] = lambda: ()
+        self.came: Collection[int] = ()
         self._step = 0
         self._slowness = 1.0  # how many times longer than it took should a microbatch take
         self._slow: dict[
@@ -83,6 +85,13 @@ class Probe:
             time.sleep(IN_FLIGHT)
             self(location, detail)
 
+    def beside(self, location: str) -> None:
+        """Strike a moment later, from beside: this rank is about to wait here for as long as it takes."""
+        if any(self._matches(fault, location, None) for fault in self._mine):
+            clock = threading.Timer(IN_FLIGHT, self, (location,))
+            clock.daemon = True
+            clock.start()
+
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
         """A step begins, with these slots for each replica: a slow sample is the first one of its replica."""
         self._slow = {
@@ -104,10 +113,15 @@ class Probe:
     def _matches(self, fault: Fault, location: str, detail: object) -> bool:
         assert location in LOCATIONS, location
         return (
-            fault.step == self.step
-            and fault.location == location
+            fault.location == location
             and (fault.detail is None or fault.detail == str(detail))
+            and self._is_time(fault)
         )
+
+    def _is_time(self, fault: Fault) -> bool:
+        if fault.asks is not None:
+            return fault.asks in self.coming()
+        return fault.joined in self.came if fault.joined is not None else fault.step == self.step
 
     def _start_clocks(self) -> None:
         for fault in self._mine:

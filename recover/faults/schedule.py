@@ -3,6 +3,7 @@
 - {step: 3, replica: 1, location: in-reduce}
 - {step: 6, replica: 2, local: 1, location: repair:census, action: exit}
 - {after: 30, replica: 0, action: stop}
+- {joined: 4, replica: 0, location: vote}
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import yaml
 from recover.faults.fault import Fault, parse_fault
 from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS
 
-KEYS = ("step", "after", "replica", "local", "location", "action")
+MOMENTS = ("step", "after", "asks", "joined")
+KEYS = (*MOMENTS, "replica", "local", "location", "action")
 EXAMPLE = "- {step: 3, replica: 1, location: in-reduce}"
 _ORDER = {location: number for number, location in enumerate(LOCATIONS)}
 
@@ -47,9 +49,13 @@ def _read(entry: object, where: str) -> Fault:
         raise ScheduleError(f"{where} must be a YAML list like `{EXAMPLE}`; found {entry!r}")
     if unknown := [key for key in entry if key not in KEYS]:
         raise ScheduleError(f"{where}: there is no key {unknown[0]!r}; use {', '.join(KEYS)}")
-    if ("after" in entry) == ("step" in entry) or ("after" in entry and "location" in entry):
-        raise ScheduleError(f"{where}: give `step` and `location`, or `after` (seconds) and neither of them")
-    when = f"{entry['after'].removesuffix('s')}s" if "after" in entry else entry["step"]
+    given = [key for key in MOMENTS if key in entry]
+    if len(given) != 1 or ("after" in entry and "location" in entry):
+        raise ScheduleError(
+            f"{where}: give `step` (or `asks`, or `joined`) and `location`, or `after` (seconds) and neither of them"
+        )
+    unit = {"step": "", "after": "s"}.get(given[0], given[0])
+    when = f"{entry[given[0]].removesuffix('s')}{unit}"
     place = f":{entry['location']}" if "location" in entry else ""
     text = f"{when}:{entry.get('replica')}.{entry.get('local', '0')}{place}={entry.get('action', 'kill')}"
     try:
@@ -64,8 +70,9 @@ def write_schedule(faults: Sequence[Fault]) -> str:
 
 
 def _entry(fault: Fault) -> dict[str, object]:
-    entry: dict[str, object] = {"step": fault.step} if fault.after is None else {"after": fault.after}
-    entry |= {"replica": fault.replica}
+    moments = (("after", fault.after), ("asks", fault.asks), ("joined", fault.joined), ("step", fault.step))
+    name, when = next((name, when) for name, when in moments if when is not None)
+    entry: dict[str, object] = {name: when, "replica": fault.replica}
     if fault.local:
         entry |= {"local": fault.local}
     if fault.after is None:
@@ -84,9 +91,10 @@ def check_schedule(
     replica_size: int | None = None,
     steps: int | None = None,
     checkpoint_every: int | None = None,
+    later: int = 0,
 ) -> None:
     """Raises ScheduleError for a fault that can never strike, as far as the numbers given can tell."""
-    for problem in impossible(faults, replicas, replica_size, steps, checkpoint_every):
+    for problem in impossible(faults, replicas, replica_size, steps, checkpoint_every, later):
         raise ScheduleError(problem)
 
 
@@ -96,11 +104,19 @@ def impossible(
     replica_size: int | None = None,
     steps: int | None = None,
     checkpoint_every: int | None = None,
+    later: int = 0,
 ) -> Iterator[str]:
-    """Every fault that can never strike, in a sentence with its mend."""
+    """Every fault that can never strike, in a sentence with its mend. `later`: so many replicas more may join."""
     for fault in faults:
-        if replicas is not None and fault.replica >= replicas:
-            yield f"fault {fault}: there are replicas 0 to {replicas - 1}, and no {fault.replica}"
+        if replicas is not None and (came := fault.newcomer) is not None and not later:
+            yield f"fault {fault}: replica {came} can join only a job whose replicas come back; give --return"
+        elif replicas is not None and came is not None and not replicas <= came < replicas + later:
+            yield (
+                f"fault {fault}: replica {came} never joins; those who do are numbered from {replicas} on, "
+                f"{replicas + later - 1} at the most"
+            )
+        elif replicas is not None and fault.replica >= replicas + later:
+            yield f"fault {fault}: there are replicas 0 to {replicas + later - 1}, and no {fault.replica}"
         elif replica_size is not None and fault.local >= replica_size:
             number = "one process" if replica_size == 1 else f"{replica_size} ranks, numbered from 0"
             yield f"fault {fault}: a replica is {number}; there is no {fault.replica}.{fault.local}"
@@ -115,10 +131,11 @@ def impossible(
                 f"after every {checkpoint_every} steps" if checkpoint_every else "never (checkpoint.every=0)"
             )
             yield f"fault {fault}: checkpoints are written {when}; choose such a step"
-        elif fault.location in IN_RECOVERY and not any(_causes_repair(other, fault) for other in faults):
+        elif _needs_a_repair(fault) and not any(_causes_repair(other, fault) for other in faults):
+            when = str(fault).partition(":")[0]
             yield (
-                f"fault {fault}: there is no {fault.location} unless somebody else is lost in step {fault.step}; "
-                f"add such a fault, for example {fault.step}:{_another(fault, replicas)}:in-reduce"
+                f"fault {fault}: there is no {fault.location} unless somebody else is lost in step {when}; "
+                f"add such a fault, for example {when}:{_another(fault, replicas)}:in-reduce"
             )
         elif earlier := next((other for other in faults if _comes_too_late(fault, other)), None):
             yield f"fault {fault}: replica {fault.replica} is lost already by {earlier}; leave one of them out"
@@ -133,18 +150,26 @@ def _divides(every: int, fault: Fault) -> bool:
     return every > 0 and fault.step % every == 0
 
 
+def _needs_a_repair(fault: Fault) -> bool:
+    """A replica is let in by a repair, and there is none of its own in the step after that."""
+    return fault.location in IN_RECOVERY and fault.asks is None
+
+
 def _causes_repair(other: Fault, fault: Fault) -> bool:
     """Whether the loss of `other` is repaired in the step of `fault`. One by the clock may be."""
     if other.replica == fault.replica or not other.lethal or other.location in IN_RECOVERY:
         return False
     late = other.location in AFTER_VERDICT or other.action == "corrupt:weights"
-    return other.after is not None or other.step == fault.step or (late and other.step + 1 == fault.step)
+    in_time = other.moment == fault.moment or (late and other.step + 1 == fault.step)
+    return other.after is not None or in_time or (fault.over_a_join and other.step > 0)
 
 
 def _comes_too_late(fault: Fault, other: Fault) -> bool:
     """Whether the rank, or the replica in an earlier step, is gone by the time of `fault`."""
     if other is fault or other.replica != fault.replica or not other.lethal:
         return False
+    if (fault.over_a_join or other.over_a_join) and fault.moment != other.moment:
+        return False  # nobody knows which comes first
     if fault.after is not None or other.after is not None:
         return fault.after is not None and other.after is not None and other.after <= fault.after
     if other.step == fault.step:

@@ -92,6 +92,12 @@ class Parcel:
         self._late = [(mine, row) for mine, row in zip(self._tensors, rows, strict=True) if mine is not row]
         return [_bytes(tensor) for tensor in (*rows, *self._found)]
 
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, as soon as it is open; what of it are tensors comes with the parts."""
+        position: dict[str, Any] = self._rest["position"]
+        return position
+
     def install(self) -> dict[str, Any]:
         """All parts are filled: make it this rank's state. Returns the position."""
         for mine, row in self._late:

@@ -23,7 +23,7 @@ Span = tuple[int, int]  # from which word to which
 class Stripes:
     """One passing on of state over a cross group. `givers`, `takers`: ranks of this group.
 
-    `buffer(words)` makes one of int64, `as_bytes` is the same memory byte by byte.
+    `buffer(words)` makes one of int64, `as_bytes` is the same memory byte by byte. `under_way` is told of each piece.
     """
 
     def __init__(
@@ -33,8 +33,9 @@ class Stripes:
         takers: Sequence[int],
         buffer: Callable[[int], Any] = lambda words: np.zeros(words, np.int64),
         as_bytes: Callable[[Any], Any] = lambda words: words.view(np.uint8),
+        under_way: Callable[[Work], object] = lambda work: None,
     ) -> None:
-        self._cross, self._buffer, self._as_bytes = cross, buffer, as_bytes
+        self._cross, self._buffer, self._as_bytes, self._under_way = cross, buffer, as_bytes, under_way
         self._givers = [cross.peers.index(rank) for rank in givers if rank in cross.peers]
         self._takers = [cross.peers.index(rank) for rank in takers if rank in cross.peers]
 
@@ -72,7 +73,8 @@ class Stripes:
             room = buffers[turn % 2][: stop - start]
             for here, there in _overlaps(parts, start, stop):
                 self._as_bytes(room)[there] = parts[here[0]][here[1]]
-            works[turn % 2] = self._cross.exchange(dict.fromkeys(self._takers, room), {})
+            works[turn % 2] = work = self._cross.exchange(dict.fromkeys(self._takers, room), {})
+            self._under_way(work)
         ended = [work.wait() for work in works if work is not None]  # each one: no buffer is in use any more
         return all(ended)
 
@@ -90,7 +92,8 @@ class Stripes:
                 for giver in now.keys() - rooms.keys():
                     rooms[giver] = self._buffer(PIECE)
                 into = {giver: rooms[giver][: stop - start] for giver, (start, stop) in now.items()}
-                works[turn % 2] = self._cross.exchange({}, into)
+                works[turn % 2] = work = self._cross.exchange({}, into)
+                self._under_way(work)
             last = works[(turn - 1) % 2]
             if turn and last is not None:
                 complete &= last.wait()

@@ -10,7 +10,9 @@ JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
 LEASE = 2.0  # seconds; etcd grants no shorter ones
 PREFIX = "/recover"
 RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
+ROOM = 1000  # replicas that may be started after the first ones, for which there is room on the board
 FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
+WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class HostOptions:
     return_delay: float = RETURN_DELAY
     forgive: float = FORGIVE
     standby: int = 0
+    warm_up: float = WARM_UP
 
     @property
     def asked(self) -> bool:

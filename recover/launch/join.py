@@ -142,7 +142,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         from recover.faults.schedule import check_schedule
 
         faults = parse_faults(job.faults)
-        check_schedule(faults, grid.replicas, grid.replica_size)
+        check_schedule(faults, grid.replicas, grid.replica_size, later=job.room // job.replica_size)
         hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
     if alone := grid.ranks == 1 and job.etcd is None:
         from recover.carriers.lone_carriers import LoneCarriers

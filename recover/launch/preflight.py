@@ -120,8 +120,13 @@ def check_gpus(carrier: str, ranks: int) -> None:
         raise Refusal(f"--carrier is nccl: {why}, or --carrier mpi (or gloo)")
 
 
-def check_faults(given: Sequence[str] | None, ranks: int, replica_size: int) -> tuple[str, ...]:
-    """As options, or by whoever has set the variable. One that could never strike is a mistake."""
+def check_faults(
+    given: Sequence[str] | None, ranks: int, replica_size: int, room: int = 0
+) -> tuple[str, ...]:
+    """As options, or by whoever has set the variable. One that could never strike is a mistake.
+
+    `room`: ranks that may join later.
+    """
     texts = os.environ.get("RECOVER_KILL", "").split() if given is None else given
     source = "RECOVER_KILL" if given is None else "--kill"
     try:
@@ -129,12 +134,12 @@ def check_faults(given: Sequence[str] | None, ranks: int, replica_size: int) -> 
     except ValueError as error:
         raise Refusal(f"{source}: {error}") from None
     for fault in faults:
-        if fault.replica >= ranks // replica_size or fault.local >= replica_size:
+        if fault.replica >= (ranks + room) // replica_size or fault.local >= replica_size:
             raise Refusal(
                 f"{source}: {fault} can never strike: there are {ranks // replica_size} replicas of {replica_size} "
                 "rank(s), numbered from 0; name one of them"
             )
-    for problem in impossible(faults, ranks // replica_size, replica_size):
+    for problem in impossible(faults, ranks // replica_size, replica_size, later=room // replica_size):
         raise Refusal(f"{source}: {problem}")
     return tuple(map(str, faults))
 

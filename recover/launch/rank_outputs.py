@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 STREAMS = (1, 2)
+_slaves: dict[int, int] = {}  # of the terminals, by the end that is read
 
 
 def label(rank: int) -> bytes:
@@ -36,11 +37,25 @@ def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
                 )  # the slave stays open: a terminal that nobody has is an error to read from
                 _imitate(stream, slave, len(label(rank)))
                 path.symlink_to(os.ttyname(slave))
+                _slaves[end] = slave
             else:
                 os.mkfifo(path, 0o600)
                 end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             found[end] = rank, stream
     return found
+
+
+def close(end: int) -> None:
+    """Nobody reads there any more."""
+    os.close(end)
+    if (slave := _slaves.pop(end, None)) is not None:
+        os.close(slave)
+
+
+def remove(session: Path, rank: int) -> None:
+    """The places that were made for a rank whose number is not used again."""
+    for stream in STREAMS:
+        (session / f"{rank}.{stream}").unlink(missing_ok=True)
 
 
 def take(session: Path, rank: int) -> bool:

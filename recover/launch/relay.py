@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from recover.launch import rank_outputs
 from recover.launch.rank_outputs import label
 
 PATIENCE = (
@@ -118,6 +119,15 @@ class Relay:
                 self._flush(source)
         return said
 
+    def forget(self, name: bytes) -> None:
+        """Who was labelled so has ended, and what it said has been read. A place that it never came to, and a terminal,
+        do not tell."""
+        for key in list(self._selector.get_map().values()):
+            if key.data and key.data[0].name == name:
+                self._flush(key.data[0])
+                self._selector.unregister(key.fileobj)
+                _close(key.fd, key.data[0])
+
     def drain(self, limit: float) -> None:
         """Pass on what is left, until the pipes are closed or `limit` seconds are over."""
         deadline = time.monotonic() + limit
@@ -183,7 +193,7 @@ def _labelled(source: _Source, data: bytes) -> bytes:
 
 def _close(end: int | IO[bytes], source: _Source) -> None:
     if isinstance(end, int):
-        os.close(end)
+        rank_outputs.close(end)
     else:  # by its owner, or that one would close the number again when somebody else has it
         end.close()
     if source.copy is not None:

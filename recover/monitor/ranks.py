@@ -14,7 +14,7 @@ from recover.liveness.signs import Now
 from recover.records.kinds import Line
 from recover.records.stories import Death
 
-GONE, UNKNOWN, STOPPED, DONE = "gone", "not known", "stopped", "done"
+GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", "joining"
 
 
 def session_of(start: Line) -> Path | None:
@@ -47,7 +47,10 @@ def ranks_now(
     session = session_of(start)
     board, others = (_board(session), elsewhere.found(session)) if session else (None, {})
     found = []
-    for rank in [*range(count), *sorted(rank for rank in joined if rank >= count)]:
+    # Those who are on their way in are known to the boards alone.
+    there = {*(board.living() if board else ()), *others}
+    coming = {rank for rank in there if rank >= count} - {*joined, *gone, *exits}
+    for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]:
         host = (seats.get(str(rank)) or start).get("host", "")
         entry: dict[str, Any] = {"rank": rank, "replica": rank // size, "host": host}
         if rank in gone or rank in exits:
@@ -57,17 +60,18 @@ def ranks_now(
             entry |= {"doing": DONE if well else GONE, "since": line.get("at"), "why": why}
             entry |= {"step": line.get("step", 0), "slots": []}
         elif board is not None and rank < board.size and board.is_here(rank):
-            entry |= _shown(board.now(rank), board.state(rank))
+            entry |= _shown(board.now(rank), board.state(rank), rank in coming)
         elif rank in others:
-            entry |= _shown(*others[rank])
+            entry |= _shown(*others[rank], rank in coming)
         else:
             entry |= {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
         found.append(entry)
     return found
 
 
-def _shown(now: Now, state: str) -> dict[str, Any]:
-    doing = STOPPED if state in ("T", "t") else now.doing if state else GONE
+def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:
+    does = JOINING if coming else now.doing
+    doing = STOPPED if state in ("T", "t") else does if state else GONE
     since = round(time.time() - now.seconds, 1)
     return {"doing": doing, "since": since, "step": now.step, "slots": list(now.slots)}
 

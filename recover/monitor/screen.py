@@ -20,7 +20,7 @@ _SHOWN = 8  # incidents: the last ones
 _LETTERS = {
     "starting": "S", "warming up": "W", "preparing": "P", "computing": "C", "reducing": "R", "voting": "V",
     "repairing": "!", "updating": "U", "between steps": "B", "ending": "E", "stopped": "Z", "gone": "x",
-    "done": ".", "not known": "?",
+    "done": ".", "not known": "?", "joining": "J",
 }  # fmt: skip
 _GRID = 256  # ranks; more are only counted
 

@@ -66,10 +66,13 @@ def _settle(transaction: Transaction, begin: Callable[[bytes], Census], pass_on:
         if not lost and (unlucky := frozenset(r for r, a in arrivals.items() if a.failures >= TRIES)):
             census, lost, evicted = transaction.repair(lambda record: world.repair(record, evict=unlucky))
             continue
+        world.arrivals = world.grid.replicas_of(arrivals)
         world.hooks("repair", "state")
         began = time.perf_counter()
         nbytes = pass_on(givers, tuple(sorted(arrivals)))
-        if world.agree(nbytes is not None) == 1:
+        world.hooks("repair", "arrived")
+        agreed, world.arrivals = world.agree(nbytes is not None), ()
+        if agreed == 1:
             incident.joined_ranks = tuple(sorted(arrivals))
             incident.joined_replicas = world.grid.replicas_of(arrivals)
             incident.hosts = tuple(sorted({arrival.host for arrival in arrivals.values()}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from recover.world.world import World
 
 
 class Newcomers:
-    """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added."""
+    """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added.
+
+    `take_over`: does what one that is gone had to do once (`recover.step.on_first`).
+    """
 
     def __init__(
         self,
@@ -30,8 +33,9 @@ class Newcomers:
         transaction: Transaction,
         position: Position,
         state: tuple[torch.nn.Module, Any, Any, Mapping[str, Stateful]],
+        take_over: Callable[[], object],
     ) -> None:
-        self._world, self._transaction = world, transaction
+        self._world, self._transaction, self._take_over = world, transaction, take_over
         self._position, self._state = position, state
 
     def take_in(self) -> list[Incident]:
@@ -43,6 +47,8 @@ class Newcomers:
         return enter(self._transaction, Arrival(socket.gethostname(), _age()), self._take)
 
     def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
+        # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.
+        self._take_over()
         board, rank = self._world.board, self._world.rank
         head, parts = Parcel(*self._state).pack(self._position.give() | {"votes": board.votes(rank)})
         stripes = self._stripes(givers, takers, parts)
@@ -54,12 +60,14 @@ class Newcomers:
         if head is None:
             return None
         parts = parcel.open(head)
+        # From here on it is where the others are: if it does nothing for too long, it is fenced as any of them.
+        self._world.board.catch_up(
+            self._world.rank, parcel.position["votes"], parcel.position["step"]["index"] + 1
+        )
         if not self._stripes(givers, takers, parts).take(parts):
             return None
-        position = parcel.install()
-        self._position.take(position)
-        step = self._transaction.index = self._position.index + 1
-        self._world.board.catch_up(self._world.rank, position["votes"], step)
+        self._position.take(parcel.install())
+        self._transaction.index = self._position.index + 1
         return _size(parts)
 
     def _stripes(
@@ -68,7 +76,12 @@ class Newcomers:
         if not parts:
             return Stripes(self._world.cross, givers, takers)
         return Stripes(
-            self._world.cross, givers, takers, buffers_like(parts), lambda words: words.view(torch.uint8)
+            self._world.cross,
+            givers,
+            takers,
+            buffers_like(parts),
+            lambda words: words.view(torch.uint8),
+            lambda work: self._world.hooks.under_way("repair", work, "in-state"),
         )
 
 

@@ -92,6 +92,7 @@ class Step(BesideTraining):
         replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
         refuse_other_size(world, model)
+        world.steps_made += 1
         self.result = StepResult()  # of the last committed step
         self._world, self._model, self._optimizer = world, model, optimizer
         self._scheduler = scheduler
@@ -128,13 +129,9 @@ class Step(BesideTraining):
         self._compares_optimizers = False  # whether the next vote does
         self._records = records_of(world, self, model, optimizer, samples == "exact")
         self.extra = dict(extra or {})
-        state = (
-            model,
-            optimizer,
-            scheduler,
-            ChainMap[str, Stateful](self.extra, {"recover.records": self._records}),
-        )
-        self._newcomers = Newcomers(world, self._transaction, self._position, state)
+        extras = ChainMap[str, Stateful](self.extra, {"recover.records": self._records})
+        state, take_over = (model, optimizer, scheduler, extras), self._on_first.take_over
+        self._newcomers = Newcomers(world, self._transaction, self._position, state, take_over)
         if not world.outside:
             copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
@@ -300,10 +297,11 @@ class Step(BesideTraining):
     def _begin(self, number: int, arrived: list[Incident]) -> None:
         """The step begins; before that, whoever has asked to join is taken in."""
         transaction = self._transaction
-        if transaction.asked:
+        if transaction.asked and self._world.steps_made == 1:
             transaction.begin(number, self._fingerprint(number))
             arrived = self._newcomers.take_in()
-        if any(incident.joined_ranks for incident in arrived):
+        self._world.hooks.came = {replica for incident in arrived for replica in incident.joined_replicas}
+        if self._world.hooks.came:
             self._samples.seat(self._world.replicas)
             self._compares_optimizers = True  # the first vote of a newcomer shows all that it was given
         transaction.begin(number, self._fingerprint(number))
@@ -318,7 +316,7 @@ class Step(BesideTraining):
         self._belonging.refuse_left_over_gradients(0)
         with self._randomness.apart():
             self._transaction.begin(0, 0)
-            yield self._hand_out(stream, cut([0])[0], "forward", post=False)
+            yield self._hand_out(stream, cut([0])[0], "warm-up", post=False)
         self._put_back()
 
     def _end(self) -> None:

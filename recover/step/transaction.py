@@ -25,7 +25,7 @@ from recover.step.record import Arrival, Record
 from recover.step.totals import Totals
 from recover.sums import ledger
 from recover.sums.later import Later, fetch, now
-from recover.world.roll_call import Census
+from recover.world.roll_call import Census, left_behind
 from recover.world.world import World
 
 if TYPE_CHECKING:  # tensors are the sums' own business
@@ -365,10 +365,8 @@ class Transaction:
         return records
 
     def _ended(self, census: Census) -> frozenset[int]:
-        """The replicas whose script has ended while this one is inside a step: they send empty records."""
-        return frozenset(
-            self.world.grid.replica(rank) for rank, record in census.records.items() if not record
-        )
+        """The replicas that are left behind where the scripts of some have ended."""
+        return frozenset(self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks)))
 
     def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
         since, newcomers = self.newcomers

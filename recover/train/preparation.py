@@ -58,11 +58,13 @@ def prepare_run(
     elsewhere: bool = False,
     slots: int | None = None,
     joins: bool = False,
+    later: int = 0,
 ) -> PreparedRun:
     """Raises ValueError, in a sentence, for whatever can be known now.
 
     A run that is only looked at may be for a machine `elsewhere`, with another corpus and another disk. `slots`: so
-    many ranks there will be on several hosts, from which the number of replicas follows.
+    many ranks there will be on several hosts, from which the number of replicas follows. `later`: replicas that may be
+    started after the first ones.
     """
     found = _find(resume) if resume else None
     given = read(words)
@@ -76,7 +78,8 @@ def prepare_run(
         given = {**before, **given}
     config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
-    check_schedule(schedule, config.replicas, config.replica_size, config.steps, config.checkpoint.every)
+    every = config.checkpoint.every
+    check_schedule(schedule, config.replicas, config.replica_size, config.steps, every, later)
     _check_extras(config)
     doubts: list[str] = []
     try:

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 
 class Hooks(Protocol):
     step: int  # set by whoever counts steps (from 1)
+    coming: Callable[[], Collection[int]]  # the replicas that ask to join or are being let in
+    came: Collection[int]  # those for which this step is the first
 
     def __call__(self, location: str, detail: object = None) -> None:
         """The rank is at this place now."""
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
         """Something has been started here (`work`, of the communication thread) and is not waited for yet."""
+
+    def beside(self, location: str) -> None:
+        """The rank is about to wait here, for as long as it takes."""
 
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
         """A step begins, with these slots for each replica."""
@@ -35,11 +40,16 @@ class NoHooks:
     """Nothing strikes."""
 
     step = 0
+    coming: Callable[[], Collection[int]] = tuple
+    came: Collection[int] = ()
 
     def __call__(self, location: str, detail: object = None) -> None:
         pass
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
+        pass
+
+    def beside(self, location: str) -> None:
         pass
 
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:

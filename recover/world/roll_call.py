@@ -46,6 +46,19 @@ class Census:
     joined: tuple[int, ...] = ()  # the members that were none in the epoch before
 
 
+def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
+    """Whom the others go on without where some scripts have ended (they send empty records) and some are in a step.
+
+    Those who have ended. But where only ranks are inside that came later (from number `began` on), those: they have
+    counted their steps by themselves, and all that was to be done is done.
+    """
+    ended = frozenset(rank for rank, record in records.items() if not record)
+    inside = frozenset(records) - ended
+    if not ended or not inside:
+        return frozenset()
+    return inside if min(inside) >= began > min(ended) else ended
+
+
 def pack(parts: Sequence[bytes]) -> bytes:
     return b"".join(struct.pack("<q", len(part)) + part for part in parts)
 

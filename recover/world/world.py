@@ -17,7 +17,7 @@ from recover.world.cross import CrossGroup
 from recover.world.ending import End
 from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.notes import blamed
-from recover.world.roll_call import Census
+from recover.world.roll_call import Census, left_behind
 from recover.world.seams import Parts
 from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
@@ -51,6 +51,11 @@ class World:
             job.joining,
         )
         self._cross: CrossGroup | None = None
+        self.arrivals: tuple[int, ...] = ()  # replicas that were let in, and do not hold the state yet
+        self.steps_made = (
+            0  # every `recover.Step` of the script: only the state of a single one can be passed on
+        )
+        self.hooks.coming = self._coming
         # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
         # and what was in transit then has come in once all have been through the next agreement.
         self._given_up: list[Work] = []
@@ -95,7 +100,12 @@ class World:
     @property
     def cross(self) -> CrossGroup:
         """This rank's cross-replica group in this epoch: the same shard in every living replica."""
-        assert self._cross is not None
+        if self._cross is None:
+            raise RuntimeError(
+                f"rank {self.rank} was started to join a job at work, and is no member before its first step: it has "
+                "no group with other replicas yet; build with recover.Step (see world.outside), or run without "
+                "--return: a DistributedDataParallel of your own, on backend 'ulfm', cannot be joined"
+            )
         return self._cross
 
     def agree(self, word: int = 1, phase: Phase = Phase.VOTE) -> int | None:
@@ -119,13 +129,14 @@ class World:
     @property
     def asking(self) -> tuple[int, ...]:
         """The replicas that this rank sees asking to join. Others may see them later, or earlier."""
-        return self.grid.replicas_of(self._fabric.asking())
+        return self.grid.replicas_of(self._fabric.asking()) if self.steps_made < 2 else ()
 
     def join(self, record: bytes) -> Census:
         """Ask the members to take this rank in, wait until they do, and be one of them. It may take for ever.
 
         They admit whole replicas, in a repair of which this is the end; `record` is this rank's part of its census.
         """
+        self.hooks.beside("ask")
         try:
             self._fabric.ask()
         except NotAdmittedError as error:
@@ -185,6 +196,10 @@ class World:
             self.board.in_step(self.rank, 0)
             self.board.compute(self.rank, ())
 
+    def _coming(self) -> set[int]:
+        let_in = self._fabric.participants - frozenset(self.members)
+        return {*self.asking, *self.grid.replicas_of(let_in), *self.arrivals, *[self.replica] * self.outside}
+
     def _reduced(self) -> None:
         """An operation of the cross group has ended well. In a loop that never agrees, this is all the progress."""
         if not self._has_agreed:
@@ -222,7 +237,10 @@ class World:
             return  # it was never one of them, and nobody waits for it
         while self._finish() is None:
             census = self.repair()
-            if inside := sorted(rank for rank, record in census.records.items() if record):
+            inside = sorted(rank for rank, record in census.records.items() if record)
+            if inside and self.rank not in (behind := left_behind(census.records, self.grid.ranks)):
+                self.repair(evict=behind)
+            elif inside:
                 raise RuntimeError(
                     f"the script has ended on rank {self.rank} after step {self._stepped}, and rank(s) "
                     f"{', '.join(map(str, inside))} are inside a step that waits for it; let all replicas take the "

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from training import CAN_BE_CUT, small_world
 
+from recover.chaos import campaign
 from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, ROLES, all_cells, lay_out
 from recover.chaos.invariants import Left, violations
@@ -99,6 +100,15 @@ def test_fifty_random_schedules_keep_every_law(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: Path, kind: str) -> None:
+    inside = [] if kind == "ddp" else SUBSTRATES["hsdp"][1:]
+    words = [*small_world(tmp_path, **CAN_BE_CUT), *inside, "replicas=4", "accum=2", "reduction=reproducible"]
+    words += ["steps=300", "pace=0.05", "checkpoint.every=1", "checkpoint.keep=1"]
+    assert campaign.chaos(words, 7000, None, 5, output=tmp_path / "kept", returns=True) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -172,6 +182,12 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     told(other, "other samples")
     (other.run_dir / "ranks" / "2.end").unlink()
     told(other, "1 ranks have finished; 2 should have")
+    back = pretend(tmp_path / "back")
+    with open(back.run_dir / "incidents.jsonl", "a") as file:
+        file.write(json.dumps({"step": 2, "epoch": 3, "dead_replicas": [], "joined_replicas": [3]}) + "\n")
+    told(back, "2 ranks have finished; 3 should have")
+    (back.run_dir / "ranks" / "3.end").write_text('{"end": "done"}')
+    assert list(violations(back, config, faults, calm)) == []
     command = [sys.executable, "-c", "import time; time.sleep(30)"]
     with subprocess.Popen(command, env={"RECOVER_RUN_DIR": str(good.run_dir)}) as straggler:
         told(good, f"process {straggler.pid} of the run is still there")

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 @pytest.mark.parametrize(
-    ("kind", "replica_size"), [("plain", 1), ("hsdp", 2), ("pipeline", 2)], ids=lambda value: str(value)
+    ("kind", "replica_size"),
+    [("plain", 1), ("hsdp", 2), ("pipeline", 2), pytest.param("grid", 4, marks=pytest.mark.soak)],
+    ids=lambda value: str(value),
 )
 def test_a_run_that_loses_replicas_and_gets_others_has_the_bits_of_the_calm_run(
     kind: str, replica_size: int, server: EtcdServer, prefix: str, tmp_path: Path
@@ -80,3 +82,45 @@ def test_one_that_dies_over_a_join_is_an_ordinary_death(
         ranks.finish(left)
         assert {line["weight"] for rank in left for line in ranks.diary(rank)} == {6.0}
         assert ranks.diary(left[0])[-1]["parameters"] == ranks.diary(left[1])[-1]["parameters"]
+
+
+def test_what_is_to_be_done_once_is_done_although_only_one_that_came_later_is_left(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """Of two that are joined by a third, one dies before it does its task, and the other one in the first step with
+    the third, which knows nothing of that task."""
+    faults = ["2asks:0:advance", "2joined:1:vote"]
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
+        ranks.wait_for(1, 1)
+        (came,) = ranks.start_another()
+        ranks.wait_for(came, 3)
+        last = ranks.finish([came])
+        assert {rank: ranks.end(rank) for rank in (0, 1)} == {0: "", 1: ""}, "they were killed"
+        done = sorted(line["step"] for rank in range(3) for line in ranks.diary(rank, "once"))
+        assert done == list(range(1, last + 1))
+
+
+@pytest.mark.soak
+def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_others_go_on(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 3, hang_limit=3.0, stuck=True) as ranks:
+        ranks.wait_for(0, 3)
+        (came,) = ranks.start_another()
+        assert wait_until(lambda: ranks.end(came) == "fenced", 60), ranks.end(came)
+        ranks.wait_for(0, len(ranks.diary(0)) + 3)
+        ranks.finish(range(3))
+        assert not ranks.diary(came)
+
+
+def test_one_that_came_later_and_counts_its_steps_itself_does_not_keep_the_others_from_their_end(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """`for _ in range(steps)`: when the others are through, it wants more, and is left behind."""
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 2, steps=60, own_count=True) as ranks:
+        ranks.wait_for(1, 1)
+        (came,) = ranks.start_another()
+        ranks.wait_for(came, 1)
+        assert ranks.wait_for_ends([0, 1]) == 60
+        assert wait_until(lambda: ranks.end(came) == "excluded"), ranks.end(came)
+        assert ranks.diary(came)[-1]["step"] == 60

@@ -14,7 +14,13 @@ from lab_jobs import LabJob, strike
 from launching import Job
 from training import Trained, check_lines, finish, small_world, start, train
 
+from recover.agent.agent_ranks import HostRanks
+from recover.agent.free_slots import HostSlots
+from recover.agent.placement import Seat
+from recover.agent.returns import Newcomer
+from recover.job.spec import JobSpec
 from recover.lab.hosts import Lab
+from recover.launch.session import Session
 from recover.records.job_log import job_lines
 from recover.records.lines import read
 
@@ -41,8 +47,8 @@ def replicas(run_dir: Path) -> int:
     return lines[-1]["replicas"] if lines else 0
 
 
-def wait(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+def wait(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
@@ -129,6 +135,27 @@ def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> N
     assert pid_of(job.run_dir, 4) == 0
 
 
+def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "script.py", tmp_path / "run"
+    script.write_text("import time\ntime.sleep(1000)\n")
+    (run_dir / "ranks").mkdir(parents=True)
+    slots, told = HostSlots(2, delay=0.0, forgive=600.0), list[tuple[int, str | None, str]]()
+    with Session() as session:
+        spec = JobSpec(1, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
+        ranks = HostRanks(spec, {}, slots, 2, session, [str(script)], lambda *end: told.append(end))
+        for rank in (1, 2):
+            ranks.start_to_join(Newcomer((rank,), (Seat("here", 1),)), across=False)
+            for asked, limit in (([rank], 0.0), ([], 600.0), ([], 0.0)):
+                assert slots.free(time.monotonic()) == [0], "it has been ready, or has time"
+                ranks.end_those_not_ready(asked, limit)
+            wait(lambda: ranks.reap() or not ranks.running, "it is not ended")
+            assert slots.free(time.monotonic()) == ([0, 1] if rank == 1 else [0]), "two strikes are enough"
+        assert [end[:2] for end in told] == [(1, None), (2, None)]
+    marker = json.loads((run_dir / "ranks" / "1.end").read_text())
+    assert marker["end"] == "fenced"
+    assert "it was not ready to join after 0 s (--warm-up)" in marker["detail"]
+
+
 OWN = """
 import os, time
 import torch
@@ -169,6 +196,51 @@ def test_a_script_of_ones_own_has_its_replica_back_labelled_written_down_and_wit
     assert ends.keys() == {0, 1, 2, 3}
     assert ends[1]["step"] == 2, "what it was doing"
     assert ends[3]["words"]["end"] == "done"
+
+
+TWO_STEPS = """
+import os, time
+import torch
+import recover
+
+class Data:
+    def __init__(self, shift): self.shift = shift
+    def __len__(self): return 10**6
+    def __getitem__(self, i): return torch.ones(1, 2) * ((i + self.shift) % 5)
+
+def make():
+    model = torch.nn.Linear(2, 1)
+    return model, recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.01), global_batch=6)
+
+world = recover.init()
+torch.manual_seed(1)
+pairs = [make(), make()]
+until = time.time() + 12
+while not world.outside or True:
+    for number, (model, step) in enumerate(pairs):
+        for batch in step.microbatches(Data(number)):
+            if world.rank == 1 and step.index == 1:
+                os.kill(os.getpid(), 9)
+            step.backward(((model(batch) - number) ** 2).sum())
+        if time.time() > until:
+            step.request_stop()
+    time.sleep(0.02)
+    if pairs[1][1].stop_agreed:
+        break
+print("of", world.members)
+"""
+
+
+@pytest.mark.soak
+def test_nobody_joins_a_script_with_two_steps_whose_states_nobody_could_pass_on_together(
+    tmp_path: Path,
+) -> None:
+    """Both are of the same shape: what is meant for one would fit into the other."""
+    job = Job(tmp_path, TWO_STEPS, "-n", "3", "--return", "--return-delay", "0")
+    job.stdout, job.stderr = job.process.communicate(timeout=PATIENCE)
+    assert job.process.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["[rank 0] of (0, 2)", "[rank 2] of (0, 2)"]
+    assert "rank 3, which was to join, is ended: the job has come to its end" in job.stderr
 
 
 @pytest.mark.soak

@@ -1,9 +1,11 @@
 """Ranks on the etcd fabric that train, die, and are joined by fresh ones; a tiny agent forks them when it is told to.
 
-Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned, hsdp
-or pipeline), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`, `faults` (of all). Each
-line of its input is a JSON list of ranks to start; those from `size` on join. A rank that ends otherwise than well is
-declared dead. Every rank writes down what it committed. A file `stop` in the directory ends the run.
+Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned,
+hsdp, pipeline, or grid: tp 2 x pp 2), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`,
+`faults` (of all), and perhaps `hang_limit`, `stuck` (newcomers are, as they load what they were given) and `own_count`
+(each counts the steps that it has taken itself). Each line of its input is a JSON list of ranks to start; those from
+`size` on join. A rank that ends otherwise than well is declared dead. Every rank writes down what it committed. A file
+`stop` in the directory ends the run.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from toy_llama import CONFIG, Tokens
 
 scenario = json.loads(sys.argv[1])
 DIRECTORY, SIZE, KIND = Path(scenario["directory"]), scenario["size"], scenario["kind"]
-CAPACITY = 64  # of the board
+CAPACITY = 1024  # of the board
 torch.set_num_threads(1)
 
 
@@ -79,7 +81,13 @@ def enter_world(rank: int) -> World:
         watch=lambda watcher: watcher.start(),
     )
     job = JobSpec(
-        SIZE, grid.replica_size, "gloo", run_dir=str(DIRECTORY), token="secret", joining=rank >= SIZE
+        SIZE,
+        grid.replica_size,
+        "gloo",
+        scenario.get("hang_limit"),
+        run_dir=str(DIRECTORY),
+        token="secret",
+        joining=rank >= SIZE,
     )
     return World(job, grid, parts)
 
@@ -97,6 +105,8 @@ class Average:
         return {"value": self.value, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if scenario.get("stuck"):
+            time.sleep(1000)
         self.value, self.steps = state["value"], state["steps"]
 
 
@@ -106,11 +116,11 @@ def make_model(world: World) -> torch.nn.Module:
         return toy.Model(dropout=0.1)
     if KIND == "hsdp":
         return recover.hsdp(Llama(CONFIG), world)
-    return recover.threed(Llama(CONFIG), world, tp=1, pp=2)
+    return recover.threed(Llama(CONFIG), world, tp=2 if KIND == "grid" else 1, pp=2)
 
 
 def run_step(step: recover.Step, model: Any, world: World) -> None:
-    if KIND == "pipeline":
+    if KIND in ("pipeline", "grid"):
         for batches in step.rounds(Tokens()):
             time.sleep(scenario["pace"] * len(batches))
             step.backward(model(batches))
@@ -139,7 +149,7 @@ def run_rank(rank: int) -> NoReturn:
         note("started", pid=os.getpid())
         model = make_model(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
         average = Average()
         step = recover.Step(
             world,
@@ -155,11 +165,16 @@ def run_rank(rank: int) -> NoReturn:
             buffers=toy.MEMORY if KIND in ("plain", "partitioned") else (),
             extra={"average": average},
         )
-        while step.index < scenario["steps"] and not step.stop_agreed:
+        taken = 0
+        while (taken if scenario.get("own_count") else step.index) < scenario[
+            "steps"
+        ] and not step.stop_agreed:
+            taken += 1
             if (DIRECTORY / "stop").exists():
                 step.request_stop()
             run_step(step, model, world)
             average.see(step.loss)
+            step.on_first(note, "once", step=step.index)
             states = [state for held in optimizer.state.values() for state in held.values()]
             note(
                 "commit",

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from training import small_world
 
-from recover.chaos.campaign import schedule_for
+from recover.chaos.campaign import schedule_for, strike_newcomers
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
 from recover.chaos.matrix import POLICY, insert, plan_launches, table
-from recover.faults import LOCATIONS
+from recover.faults import LOCATIONS, parse_fault
+from recover.faults.locations import JOIN_PHASES, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import impossible, survivors
 from recover.train.config import parse
 
 
 def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
-    assert {place.partition(":")[0] for place in (*PLACES, *RECOVERIES)} == set(LOCATIONS)
+    assert {place.partition(":")[0] for place in (*PLACES, *RECOVERIES)} == set(LOCATIONS) - set(OUTSIDE)
     launches = list(lay_out(all_cells(), 8, 2, "static"))
     served = set().union(*(launch.cells for launch in launches))
     # A spare that is not used up stays one: there is never extra work for it to die in.
@@ -49,7 +50,7 @@ def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
     schedules = [schedule_for(config, seed) for seed in range(300)]
     assert schedules == [schedule_for(config, seed) for seed in range(300)]
     faults = [fault for schedule in schedules for fault in schedule]
-    assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint"}
+    assert {fault.location for fault in faults} >= set(LOCATIONS) - {"checkpoint", *OUTSIDE}
     assert {"kill", "exit", "stop", "corrupt:weights"} < {fault.action for fault in faults}
     assert {"hold", "stall", "sample"} < {fault.kind for fault in faults}
     for (
@@ -61,6 +62,21 @@ def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
         assert survivors(schedule, 5) > any(fault.kind == "sample" for fault in schedule)
     assert any(fault.after for fault in faults)
     assert all(list(impossible(schedule, 5, 1, 12)) == [] for schedule in schedules)
+
+
+def test_those_who_come_back_are_struck_at_every_place_that_there_is_for_them() -> None:
+    config = parse({"replicas": "4", "steps": "300"})
+    schedules = [strike_newcomers(config, seed) for seed in range(300)]
+    assert schedules == [strike_newcomers(config, seed) for seed in range(300)]
+    faults = [fault for schedule in schedules for fault in schedule]
+    assert {fault.location for fault in faults if fault.asks} == {"repair", *OUTSIDE}
+    assert {fault.detail for fault in faults if fault.location == "repair"} == {*REPAIR_PHASES, *JOIN_PHASES}
+    assert {fault.location for fault in faults if fault.joined} == set(PLACES) - {"checkpoint"}
+    assert any(fault.after for fault in faults)
+    for seed, schedule in enumerate(schedules):
+        everything = (*schedule_for(config, seed), *schedule)
+        assert list(impossible(everything, 4, 1, 300, later=1000)) == []
+        assert tuple(map(parse_fault, map(str, schedule))) == schedule
 
 
 def test_the_table_goes_to_its_place_in_the_page(tmp_path: Path) -> None:

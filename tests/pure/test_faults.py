@@ -14,6 +14,7 @@ from training import small_world
 
 from recover.faults import LOCATIONS, Fault, Probe, parse_fault, parse_faults
 from recover.faults.draw import draw_by_clock, draw_schedule
+from recover.faults.locations import OUTSIDE
 from recover.faults.probe import ScheduledFault
 from recover.faults.schedule import ScheduleError, impossible, read_schedule, survivors, write_schedule
 
@@ -28,6 +29,9 @@ MIXED = {"kill": 3, "exit": 1, "stop": 1, "pause:1": 1, "slow:2": 1, "corrupt:we
         "8:0.0:backward=pause:2",
         "1:0.0:repair:census=exit",
         "30s:1.0=stop",
+        "4asks:0.1:repair:in-state",
+        "4asks:4.0:warm-up=exit",
+        "12joined:3.0:vote=stop",
     ],
 )
 def test_a_fault_is_read_as_it_is_written(text: str) -> None:
@@ -49,6 +53,10 @@ def test_a_fault_is_read_as_it_is_written(text: str) -> None:
         ("3:1:vote=nan", "write 3:1:bucket=nan"),
         ("30s:1:vote", "30s:1 for one that strikes 30 s after"),
         ("30s:1=exit", "needs a place"),
+        ("4asks:1", "STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]"),
+        ("4asks:1:warm-up", "write 1asks:1:warm-up"),
+        ("3:4:ask", "write 4asks:4:ask"),
+        ("4asks:4:ask=exit", "only a signal strikes it"),
     ],
 )
 def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: str) -> None:
@@ -72,6 +80,7 @@ def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: s
         ),
         ("4:1:extra 4:2:vote=pause:1", "unless somebody else is lost in step 4"),
         ("3:1:checkpoint", "checkpoints are written after every 5 steps"),
+        ("4asks:0:vote", "replica 4 can join only a job whose replicas come back; give --return"),
     ],
 )
 def test_a_fault_that_can_never_strike_is_named(faults: str, said: str) -> None:
@@ -88,9 +97,48 @@ def test_what_can_strike_is_not_called_impossible() -> None:
         assert list(impossible(parse_faults(late), 4, 2, 40)) == []
 
 
+def test_of_faults_over_a_join_those_are_named_that_can_never_strike() -> None:
+    possible = (
+        "3:1:vote 4asks:4:ask 5asks:0:repair:closing 6joined:2:in-reduce 6joined:6.1:extra 7joined:7:update"
+    )
+    assert list(impossible(parse_faults(possible.split()), 4, 2, 40, later=9)) == []
+    for text, said in (
+        ("3asks:0:vote", "replica 3 never joins; those who do are numbered from 4 on, 12 at the most"),
+        ("13joined:0:vote", "replica 13 never joins"),
+        (
+            "4joined:0:extra",
+            "unless somebody else is lost in step 4joined; add such a fault, for example 4joined:1:",
+        ),
+        ("4joined:0:bucket 4joined:0:vote", "replica 0 is lost already by 4joined:0.0:bucket"),
+        ("3:13:vote", "there are replicas 0 to 12, and no 13"),
+    ):
+        (problem,) = impossible(parse_faults(text.split()), 4, 2, 40, later=9)
+        assert said in problem
+
+
+def test_the_probe_strikes_over_the_join_of_the_replica_that_it_was_told() -> None:
+    struck: list[str] = []
+    faults = parse_faults(["4asks:0:forward", "5asks:0:repair:census", "5joined:0:forward"])
+    probe = Probe(0, 0, faults, lambda fault: struck.append(str(fault)))
+    for coming, came, place, expected in (
+        ((), (), ("forward",), []),
+        ((5,), (), ("forward",), []),
+        ((), (4,), ("forward",), []),
+        ((4, 5), (), ("repair", "members"), []),
+        ((4, 5), (), ("forward",), ["4asks:0.0:forward"]),
+        ((4, 5), (), ("repair", "census"), ["5asks:0.0:repair:census"]),
+        ((5,), (5,), ("forward",), ["5joined:0.0:forward"]),
+    ):
+        struck.clear()
+        probe.coming, probe.came = (lambda coming=coming: coming), came
+        probe(*place)
+        assert struck == expected, (coming, came, place)
+
+
 def test_a_schedule_survives_its_file(tmp_path: Path) -> None:
     file = tmp_path / "faults.yaml"
     faults = (*draw_schedule(8, 2, 5, count=7, steps=(1, 9), actions=MIXED), *draw_by_clock(4, 1, 5, mtbf=30))
+    faults += parse_faults(["8asks:0.1:repair:in-state", "9joined:9:vote=exit"])
     file.write_text(write_schedule(faults))
     assert read_schedule(file) == faults
     file.write_text(
@@ -135,7 +183,7 @@ def test_drawn_schedules_can_strike_and_spare_somebody() -> None:
         assert list(impossible(faults, replicas, size, 9)) == [], write_schedule(faults)
         assert survivors(faults, replicas) >= 1
         places |= {fault.location for fault in faults}
-    assert places == set(LOCATIONS) - {"checkpoint"}
+    assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE}
 
 
 def test_a_rate_gives_as_many_faults_as_it_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import random
 import socket
@@ -17,8 +18,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
+from rich.console import Console
 
+from recover.liveness.board import Board
 from recover.monitor.listening import listen, token_for
+from recover.monitor.screen import shown
 from recover.monitor.server import READERS, PageServer, events, status
 from recover.monitor.view import POINTS, RunView
 from recover.records.curves import CURVES
@@ -310,6 +314,26 @@ def test_who_has_joined_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -
     assert joined["phases"]["transfer"] == 30.0
     assert [entry["rank"] for entry in view.ranks()] == [0, 1, 2, 3, 4]
     assert view.state()["lost"] == 1
+
+
+def test_one_that_is_on_its_way_in_is_in_the_grid_and_on_the_screen(tmp_path: Path) -> None:
+    run, session = make_run(tmp_path / "run"), tmp_path / "session"
+    session.mkdir()
+    board = Board(session / "board", 9)
+    board.claim(0)
+    board.claim(5)
+    write_lines(run / "job.jsonl", [start_line(4, session=str(session))])
+    view = RunView(run)
+    view.refresh()
+    assert {entry["rank"]: entry["doing"] for entry in view.ranks()}[5] == "joining"
+    console = Console(width=200, file=io.StringIO())
+    console.print(shown(view))
+    assert "1 joining" in console.file.getvalue()  # type: ignore[attr-defined]
+    came = {"kind": "joined", "joined_ranks": [5], "joined_replicas": [5], "transfer_ms": 30.0}
+    with open(run / "incidents.jsonl", "a") as file:
+        file.write(json.dumps(incident_line(9, [], epoch=3, **came)) + "\n")
+    view.refresh(at_once=True)
+    assert {entry["rank"]: entry["doing"] for entry in view.ranks()}[5] == "starting"
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"step": "x"}\n', "\x00\n"])

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from recover.launch import rank_outputs
 from recover.launch import relay as relay_module
 from recover.launch.relay import Relay
 
@@ -111,3 +113,27 @@ def test_a_process_that_has_ended_takes_nobody_elses_descriptor_along() -> None:
     gc.collect()
     for end in ends:
         os.close(end)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_was_open_for_a_rank_is_closed_when_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """Also where it has never come to its place, and where a terminal does not tell that its last writer is gone."""
+    monkeypatch.setattr(rank_outputs.os, "isatty", lambda stream: terminal)
+    monkeypatch.setattr(rank_outputs, "_imitate", lambda *_: None)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    relay = Relay()
+    for rank in (7, 8):
+        relay._read(rank_outputs.make(tmp_path, [rank]), tmp_path)
+    with open(tmp_path / "7.1", "wb", buffering=0) as place:
+        place.write(b"last words")
+    relay.pump(0)
+    for rank in (7, 8):
+        relay.forget(rank_outputs.label(rank))
+        rank_outputs.remove(tmp_path, rank)
+    relay._selector.close()
+    assert os.listdir("/proc/self/fd") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7.out", "8.out"]
+    assert (tmp_path / "7.out").read_bytes() == b"last words"

@@ -1,0 +1,121 @@
+"""Deaths over a join: stage x place x who dies, one after the other, on replicas that are really killed and joined.
+
+A replica joins in every event, and somebody dies over it: the newcomer, the first member (which tells what the state
+is, and writes) or another one. Whoever of the members is left passes the state on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from joining_ranks import JoiningRanks
+from launching import wait_until
+
+from recover.faults.locations import JOIN_PHASES, LOCATIONS, OUTSIDE, REPAIR_PHASES
+
+STEP_PLACES = tuple(
+    place for place in LOCATIONS if place not in ("repair", "extra", "checkpoint", *OUTSIDE)
+)  # a checkpoint is the trainer's
+MEMBERS, EVERYBODY = ("first", "other"), ("newcomer", "first", "other")
+PENDING, ADMITTED, TRANSFER, FIRST_STEP = "pending", "being admitted", "in transfer", "in its first step"
+AT_WORK = 3  # members before each event
+PATIENCE = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: str
+    place: str
+    who: str
+
+
+def all_cells() -> list[Cell]:
+    cells = [
+        *(Cell(ADMITTED, f"repair:{phase}", who) for phase, who in product(REPAIR_PHASES, EVERYBODY)),
+        *(Cell(TRANSFER, f"repair:{phase}", who) for phase, who in product(JOIN_PHASES, EVERYBODY)),
+        *(Cell(FIRST_STEP, place, who) for place, who in product(STEP_PLACES, EVERYBODY)),
+        # Inside the repair of another loss in that step, and in the work that it calls for.
+        *(Cell(FIRST_STEP, f"repair:{phase}", "newcomer") for phase in REPAIR_PHASES),
+        *(Cell(FIRST_STEP, "extra", who) for who in ("newcomer", "first")),
+        *(Cell(PENDING, place, "newcomer") for place in OUTSIDE),
+        *(Cell(PENDING, place, who) for place, who in product(STEP_PLACES, MEMBERS)),
+    ]
+    return cells
+
+
+@dataclass
+class Event:
+    """One replica that joins, and who dies over it."""
+
+    cell: Cell
+    newcomer: int
+    victims: tuple[int, ...]
+    left: tuple[int, ...]  # replicas that are at work afterwards
+    faults: list[str] = field(default_factory=list)
+
+
+def lay_out(cells: Iterable[Cell], replica_size: int) -> list[Event]:
+    """One event after the other. Who dies is known beforehand, since numbers are never used twice."""
+    alive, following = list(range(AT_WORK)), AT_WORK
+    events: list[Event] = []
+    for cell in cells:
+        while len(alive) < AT_WORK:  # somebody comes whom nothing happens to
+            events.append(Event(Cell("", "", ""), following, (), (*alive, following)))
+            alive.append(following)
+            following += 1
+        newcomer, following = following, following + 1
+        victim = {"newcomer": newcomer, "first": min(alive), "other": max(alive)}[cell.who]
+        local = len(events) % replica_size
+        when = f"{newcomer}{'joined' if cell.stage == FIRST_STEP else 'asks'}"
+        deaths = [(victim, cell.place)]
+        if cell.stage == FIRST_STEP and cell.place.partition(":")[0] in ("repair", "extra"):
+            deaths.append((sorted(alive)[1], "in-reduce"))
+        faults = [f"{when}:{replica}.{local}:{place}" for replica, place in deaths]
+        victims = tuple(replica for replica, _ in deaths)
+        alive = [replica for replica in (*alive, newcomer) if replica not in victims]
+        events.append(Event(cell, newcomer, victims, tuple(alive), faults))
+    return events
+
+
+def faults_of(events: Sequence[Event]) -> list[str]:
+    return [fault for event in events for fault in event.faults]
+
+
+def play(ranks: JoiningRanks, event: Event) -> bool:
+    """Let it happen. False if the newcomer was in before anybody came to that place: it asks for a moment only."""
+    size = ranks.replica_size
+
+    def is_gone(replica: int) -> bool:
+        members = range(replica * size, (replica + 1) * size)
+        started = [ranks.diary(rank, "started") for rank in members]
+        return all(lines and not _lives(lines[0]["pid"]) for lines in started)
+
+    def settled() -> bool:
+        committed = ranks.diary(event.left[0] * size)
+        return (
+            all(is_gone(replica) for replica in event.victims)
+            and bool(committed)
+            and committed[-1]["replicas"] == sorted(event.left)
+        )
+
+    def missed() -> bool:
+        """It has worked for some steps, and nobody has died."""
+        return event.cell.stage == PENDING and len(ranks.diary(event.newcomer * size)) > 3
+
+    came = ranks.start_another()
+    assert came[0] == event.newcomer * size
+    assert wait_until(lambda: settled() or missed(), PATIENCE), (
+        f"{event}: {ranks.diary(event.left[0] * size)[-1:]}"
+    )
+    return settled()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

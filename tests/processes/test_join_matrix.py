@@ -1,0 +1,86 @@
+"""A death at every place of a join and of the steps around it, on real processes: an ordinary death, every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from join_cells import AT_WORK, Cell, all_cells, faults_of, lay_out, play
+from joining_ranks import JoiningRanks
+
+from recover.etcd.etcd_server import EtcdServer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+EVENTS = 16  # in one launch, at the most
+BATCH = 12  # each of three that are left has some of what a fourth owed
+SIZES = {"plain": 1, "hsdp": 2, "grid": 4}
+
+
+def run(
+    cells: list[Cell], server: EtcdServer, prefix: str, place: Path, kind: str, pace: float
+) -> tuple[list[Cell], JoiningRanks, set[int]]:
+    """One launch. The cells that were served, the job, and the ranks that took part in it."""
+    size, events = SIZES[kind], lay_out(cells, SIZES[kind])
+    served: list[Cell] = []
+    left = tuple(range(AT_WORK))
+    with JoiningRanks(
+        server.endpoint,
+        prefix,
+        place,
+        AT_WORK * size,
+        kind,
+        size,
+        batch=BATCH,
+        pace=pace,
+        faults=faults_of(events),
+    ) as ranks:
+        for replica in left:
+            ranks.wait_for(replica * size, 2)
+        for event in events:
+            if not play(ranks, event):
+                left = (*left, event.newcomer)  # what was laid out no longer holds
+                break
+            left = event.left
+            served += [event.cell] if event.victims else []
+        living = [rank for replica in left for rank in range(replica * size, (replica + 1) * size)]
+        ranks.finish(living)
+        everybody = range((events[-1].newcomer + 1) * size)
+        for rank in everybody:  # nobody is lost but those who were to be, and their mates
+            if rank not in living:
+                assert ranks.end(rank) in ("", "orphan"), (rank, ranks.end(rank))
+            assert {line["weight"] for line in ranks.diary(rank)} <= {float(BATCH)}, rank
+    return served, ranks, {rank for rank in everybody if ranks.diary(rank)}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_death_at_every_place_of_a_join_leaves_the_bits_of_the_calm_run(
+    kind: str, server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    missing, launches, tries = all_cells(), [], 0
+    while missing:
+        tries += 1
+        assert tries < 60, f"never served: {missing}"
+        served, *launch = run(
+            missing[:EVENTS], server, f"{prefix}{tries}/", tmp_path / str(tries), kind, 0.01
+        )
+        # One that was missed goes to the end, so that the others have their turn.
+        rest = [cell for cell in missing if cell not in served]
+        missing = rest[1:] + rest[:1] if len(served) < len(missing[:EVENTS]) else rest
+        launches.append(launch)
+        print(f"{kind}: launch {tries}, {len(served)} deaths, {len(missing)} cells to go", flush=True)
+    last = max(ranks.diary(rank)[-1]["step"] for ranks, took_part in launches for rank in took_part)
+    with JoiningRanks(
+        server.endpoint,
+        f"{prefix}calm/",
+        tmp_path / "calm",
+        SIZES[kind],
+        kind,
+        SIZES[kind],
+        steps=last,
+        batch=BATCH,
+        pace=0.0,
+    ) as calm:
+        calm.wait_for_ends(range(SIZES[kind]))
+        for ranks, took_part in launches:
+            assert not ranks.differences(calm, took_part)

@@ -1,0 +1,102 @@
+"""A week in small: hundreds of deaths and returns, after which nothing has grown."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from test_return import LR, check_against_calm, replicas, wait
+from test_return_chaos import keys, living
+from training import finish, small_world, start
+
+from recover.records.lines import read
+
+DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
+SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted
+STEPS = 10 * DEATHS
+SEED = 11
+SLOWER = 2.0  # so many times longer may a step take at the end: the machine has other things to do
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def held(pid: int) -> dict[str, int]:
+    """What a process has: memory in MiB, open files, threads."""
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+    )
+    return {
+        "MiB": int(status["VmRSS"].split()[0]) >> 10,
+        "files": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def look(run_dir: Path, launcher: int) -> dict[str, Any]:
+    """The launcher, its etcd, and a rank that was there from the start; keys and files of the job."""
+    ranks = living(run_dir)
+    etcd = next(
+        pid for pid in children(launcher) if "etcd" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+    )
+    session = ranks[0][1].parent
+    found = keys(run_dir)
+    for kind in ("anew", "free", "notes", ""):  # the places of those who came, and single keys
+        del found[kind]
+    processes = {"launcher": launcher, "etcd": etcd, "rank 0": ranks[0][0]}
+    return {name: held(pid) for name, pid in processes.items()} | {
+        "keys": found,
+        "files": Counter(path.name.partition("-")[0] for path in session.rglob("*") if path.is_file()),
+    }
+
+
+def pace(run_dir: Path, steps: slice) -> float:
+    """Seconds of a step on all replicas in which nothing happened."""
+    disturbed = {line["step"] + after for line in read(run_dir / "incidents.jsonl").whole for after in (0, 1)}
+    lines = [line for line in read(run_dir / "steps.jsonl").whole if line["replicas"] == 4]
+    return median([line["seconds"] for line in lines if line["step"] not in disturbed][steps])
+
+
+@pytest.mark.soak
+def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None:
+    words, run_dir = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"], tmp_path / "run"
+    many = ["replicas=4", "accum=2", "steps=100000", "pace=0.02"]
+    process = start(run_dir, *words, *many, "--return", "--return-delay=0", "--forgive=0", "--page=off")
+    wait(lambda: replicas(run_dir) == 4, "no step")
+    rng, deaths, first = random.Random(SEED), 0, None
+    while deaths < DEATHS:
+        ranks = living(run_dir)
+        victims = rng.sample(sorted(set(ranks) - {0}), min(3, DEATHS - deaths))
+        for victim in victims:
+            os.kill(ranks[victim][0], signal.SIGKILL)
+        wait(lambda: replicas(run_dir) < 4, "nobody is missed")  # a step may end before
+        wait(lambda: replicas(run_dir) == 4, f"not whole again after {deaths} deaths")
+        deaths += len(victims)
+        if first is None and deaths >= SETTLED * DEATHS:
+            first = look(run_dir, process.pid)
+    wait(lambda: read(run_dir / "steps.jsonl").whole[-1]["step"] >= STEPS, "too few steps", 300)
+    last = look(run_dir, process.pid)
+    process.send_signal(signal.SIGTERM)
+    run = finish(process, run_dir)
+    assert run.code == 0, run.output
+    print(f"{deaths} deaths, {run.summary['joined']} returns, {len(run.steps)} steps\n{first}\n{last}")
+    assert run.summary["joined"] == deaths
+    assert first is not None
+    for name in ("launcher", "etcd", "rank 0"):
+        for what in ("files", "threads"):
+            assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
+        assert last[name]["MiB"] <= 1.2 * first[name]["MiB"] + 16, (name, first, last)
+    assert last["keys"] == first["keys"]
+    assert last["files"] == first["files"]
+    early, late = pace(run_dir, slice(20, 120)), pace(run_dir, slice(-100, None))
+    print(f"a step takes {early:.3f} s at the beginning, {late:.3f} s at the end")
+    assert late < SLOWER * early
+    check_against_calm(run, tmp_path / "calm", words, 8)
