@@ -114,11 +114,9 @@ class Clerk:
             self._wake.wait(LOOK)
             self._wake.clear()
             try:
-                self._write()
-                self._read()
-                self._look_for_hung_ranks()
-                if self.returns is not None:
-                    self.returns.look()
+                for look in (self._read, self._look_for_hung_ranks, self._look_for_returns):
+                    self._write()  # the others wait to hear of a death: not for all that is looked at here
+                    look()
                 self.silent_since = None
             except EtcdError:
                 if self.silent_since is None:
@@ -165,6 +163,10 @@ class Clerk:
         if self.returns is not None and not self.returns.ended and (self.over or self._has_finished()):
             self.returns.ended = True
             end_job(self._client, "the job has come to its end")
+
+    def _look_for_returns(self) -> None:
+        if self.returns is not None:
+            self.returns.look()
 
     def _has_finished(self) -> bool:
         """Nobody is done before all have come to the end."""

@@ -10,7 +10,7 @@ from recover.bench.measure import begin, place, write
 from recover.peers.metrics import failures, step_seconds
 from recover.peers.runs import run_ours, scratch
 from recover.peers.scene import Scene
-from recover.peers.torchft_runs import Absent, install_torchft, run_torchft
+from recover.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
 from recover.publish.tables import rows_of, show
 from recover.records.kinds import Event
 
@@ -28,7 +28,7 @@ def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]
     with scratch() as directory:
         systems: dict[str, Any] = {"ours": judge(run_ours(SCENE, directory))}
     try:
-        python = install_torchft(environment or Path.home() / ".cache" / "recover" / "torchft", console)
+        python = install_torchft(environment or torchft_home(), console)
         for way in WAYS:
             console.print(f"torchft, {way} ...", style="dim")
             with scratch() as directory:

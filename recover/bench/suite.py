@@ -9,10 +9,12 @@ from typing import Any
 
 from recover.bench.breakdown import bench_breakdown
 from recover.bench.collectives import bench_collectives, bench_repair
+from recover.bench.coming_back import bench_return
 from recover.bench.measure import begin
 from recover.bench.multi import bench_multi
 from recover.bench.peers import bench_peers
-from recover.bench.several_hosts import bench_hosts
+from recover.bench.returning import bench_multi_returning
+from recover.bench.several_hosts import PARTS, Wanted, bench_hosts
 from recover.bench.simulations import bench_simulate
 from recover.bench.sweep import bench_sweep
 from recover.bench.training import bench_overhead, bench_recovery
@@ -24,6 +26,7 @@ from recover.publish.page import build
 DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
+HOSTS = Wanted(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
 Part = Callable[[Path], Any]
 
 
@@ -57,7 +60,11 @@ def parts(long: bool) -> dict[str, Part]:
         "repair": lambda path: bench_repair(8, path),
         "simulate": lambda path: bench_simulate((1024, 16384, 131072, 600_000), path),
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
-        "hosts": lambda path: bench_hosts((4, 16, 64), 40, path),
+        "hosts": lambda path: bench_hosts(HOSTS, None, path),
+        "return": lambda path: bench_return(3, DDP.pace, (5, 50, 200), 3, None, path),
+        "returning": lambda path: bench_multi_returning(
+            DDP, None, (1, 4), path, known=path.with_name("breakdown-ddp.json")
+        ),
     }
 
 

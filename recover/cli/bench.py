@@ -13,6 +13,20 @@ from recover.peers.scene import PACE
 app = typer.Typer(
     no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."
 )
+Inside = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[parallel=hsdp shard=2]", help="How a replica is built; one process, unless said."
+    ),
+]
+Replicas = Annotated[int, typer.Option(help="Replicas at the start.", min=2)]
+Accum = Annotated[int, typer.Option(help="Microbatches that each of them accumulates in a step.", min=1)]
+Pace = Annotated[
+    float, typer.Option(help="Seconds that a microbatch takes at least, most of it waiting.", min=0)
+]
+TorchftHome = Annotated[
+    Path | None, typer.Option(help="Where torchft is installed.  [default: ~/.cache/recover/torchft]")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and the machine to this file.")]
 
 
@@ -109,16 +123,56 @@ def bench_repair(
 
 @app.command("hosts")
 def bench_hosts(
-    replicas: Annotated[str, typer.Option(help="Numbers of replicas.")] = "4,16,64",
+    parts: Annotated[str, typer.Option(help="agreement, step, kill, peers.")] = "agreement,step,kill,peers",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas that agree.")] = "4,16,64",
     agreements: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 40,
+    hosts: Annotated[str, typer.Option(help="Numbers of hosts that take a step, a rank on each.")] = "2,4",
+    model: Annotated[str, typer.Option(help="Of that step: tiny, small, 1b or 7b.")] = "small",
+    turns: Annotated[int, typer.Option(help="Pairs of steps.", min=3)] = 20,
+    struck: Annotated[int, typer.Option(help="Hosts of a job that is struck.", min=3)] = 3,
+    per_host: Annotated[int, typer.Option(help="Ranks on each of them.", min=2)] = 2,
+    rounds: Annotated[int, typer.Option(help="Jobs that are struck.", min=1)] = 3,
+    pace: Pace = PACE,
+    lease: Annotated[
+        float, typer.Option(help="Seconds without a sign after which a host is lost.", min=2)
+    ] = 2,
+    timeout: Annotated[
+        float, typer.Option(help="The same for stock torch; torchft has its README's 5 s.", min=1)
+    ] = 5,
+    venv: TorchftHome = None,
     json: Json = None,
 ) -> None:
-    """One agreement in etcd, by the number of replicas."""
+    """Several hosts, emulated where possible: agreements, a step, lost ranks, hosts and cables, and other systems."""
+    from recover.bench.several_hosts import PARTS, Wanted
     from recover.bench.several_hosts import bench_hosts as measure
 
     with refusals("recover bench hosts"):
-        numbers = [int(count) for count in replicas.split(",")]
-    _measure(measure, numbers, agreements, json)
+        chosen = parts.split(",")
+        if wrong := [part for part in chosen if part not in PARTS]:
+            raise ValueError(f"--parts: {wrong[0]!r} must be one of {', '.join(PARTS)}")
+        voters, sizes = ([int(count) for count in text.split(",")] for text in (replicas, hosts))
+    struck_job = (struck, per_host, rounds, pace, lease, timeout)
+    wanted = Wanted(chosen, voters, agreements, sizes, model, turns, *struck_job)
+    _measure(measure, wanted, venv, json)
+
+
+@app.command("return")
+def bench_return(
+    megabytes: Annotated[str, typer.Option(help="Sizes of the state, about.")] = "5,50,200",
+    replicas: Annotated[int, typer.Option(min=2)] = 3,
+    rounds: Annotated[int, typer.Option(help="Returns of ours, of each size.", min=1)] = 3,
+    pace: Pace = PACE,
+    venv: TorchftHome = None,
+    json: Json = None,
+) -> None:
+    """A replica dies and comes back: time to full strength and what the others wait for, beside two other systems."""
+    from recover.bench.coming_back import bench_return as measure
+
+    with refusals("recover bench return"):
+        sizes = [float(size) for size in megabytes.split(",")]
+        if not all(0 < size < 1e6 for size in sizes):
+            raise ValueError(f"--megabytes {megabytes}: give numbers above 0, as 5,50")
+    _measure(measure, replicas, pace, sizes, rounds, venv, json)
 
 
 def _scene(words: list[str] | None, **given: Any) -> Any:
@@ -133,6 +187,14 @@ def _scene(words: list[str] | None, **given: Any) -> Any:
         return scene
 
 
+def _factors(verb: str, text: str) -> list[float]:
+    with refusals(f"recover bench {verb} --factors"):
+        rarer = [float(factor) for factor in text.split(",")]
+        if not all(0 < factor < 1e6 for factor in rarer):
+            raise ValueError(f"{text} must be numbers above 0, as 0.5,2")
+        return rarer
+
+
 def _measure(measure: Any, *arguments: Any) -> None:
     from recover.bench.measure import BenchmarkError, tidy_on_sigterm
 
@@ -142,19 +204,6 @@ def _measure(measure: Any, *arguments: Any) -> None:
     except BenchmarkError as error:
         typer.echo(f"recover bench: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-Inside = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[parallel=hsdp shard=2]", help="How a replica is built; one process, unless said."
-    ),
-]
-Replicas = Annotated[int, typer.Option(help="Replicas at the start.", min=2)]
-Accum = Annotated[int, typer.Option(help="Microbatches that each of them accumulates in a step.", min=1)]
-Pace = Annotated[
-    float, typer.Option(help="Seconds that a microbatch takes at least, most of it waiting.", min=0)
-]
 
 
 @app.command("trajectory")
@@ -207,12 +256,24 @@ def bench_multi(
     replicas: Replicas = 6,
     accum: Accum = 4,
     pace: Pace = PACE,
+    returns: Annotated[
+        bool, typer.Option("--return", help="Lost replicas come back: tokens an hour at several rates.")
+    ] = False,
+    factors: Annotated[
+        str, typer.Option(help="With --return: how many times rarer, each measured end to end.")
+    ] = "1,4",
     json: Json = None,
 ) -> None:
     """Failure after failure, until half of the replicas are gone: throughput and tokens against checkpoint-restart."""
+    scene = _scene(words, replicas=replicas, accum=accum, pace=pace)
+    if returns:
+        from recover.bench.returning import bench_multi_returning
+
+        _measure(bench_multi_returning, scene, interval, _factors("multi", factors), json)
+        return
     from recover.bench.multi import bench_multi as measure
 
-    _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), interval, json)
+    _measure(measure, scene, interval, json)
 
 
 @app.command("sweep")
@@ -232,18 +293,13 @@ def bench_sweep(
     """How rare must failures be for checkpoint-restart to be as good? Measured points, and arithmetic between them."""
     from recover.bench.sweep import bench_sweep as measure
 
-    with refusals("recover bench sweep --factors"):
-        rarer = [float(factor) for factor in factors.split(",")]
-        if not all(0 < factor < 1e6 for factor in rarer):
-            raise ValueError(f"{factors} must be numbers above 0, as 0.5,2")
+    rarer = _factors("sweep", factors)
     _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), rarer, known, json)
 
 
 @app.command("peers")
 def bench_peers(
-    venv: Annotated[
-        Path | None, typer.Option(help="Where torchft is installed.  [default: ~/.cache/recover/torchft]")
-    ] = None,
+    venv: TorchftHome = None,
     json: Json = None,
 ) -> None:
     """The same kill on torchft, with its README's settings, where it can be installed."""

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from recover.etcd.etcd_client import (
     Answer,
     EtcdClient,
+    EtcdError,
     KeyValue,
     Operation,
     absent,
+    all_are,
     count,
+    delete,
     delete_all,
     delete_range,
     either,
     get,
     get_all,
+    none_under,
     present,
     put,
     version_is,
@@ -25,6 +29,10 @@ from recover.etcd.etcd_client import (
 
 DECISION, ENDED = "seen/decision", "seen/ended"
 DEAD, ASKING, CLAIM, VOTE = "seen/dead/", "seen/asking/", "claim/", "vote/"
+TOLD = "seen/told/"
+TALLY = "tally"  # written with every vote: its version is how many there are, which a transaction can compare
+# Once an agreement is decided, all the living have voted, so they are through with the messages before it.
+THROUGH = (delete_all(VOTE), delete(TALLY), delete_all("mail/"), delete_all(TOLD))
 # Every transaction about an agreement brings back a glance: how many have voted, not what.
 GLANCE = (get(DECISION), get_all(DEAD), count(VOTE))
 # One consistent look at all of it, for whoever is about to decide.
@@ -142,13 +150,7 @@ def decided(
         word, admitted = counted.word, counted.admit & look.asking - look.glance.dead
         joined = first_of(whole(admitted, replica_size), replica_size * JOINED)
         participants = participants - dead | joined
-    content = {
-        "word": word,
-        "dead": sorted(dead),
-        "joined": sorted(joined),
-        "participants": _to_runs(participants),
-        "by": by,
-    }
+    content = _content(word, dead, joined, participants, by)
     # Of those who have left, and of those who died while they asked. A replica that lacks one can never be whole again.
     gone = {rank // replica_size for rank in look.glance.dead - participants}
     cleaned = [
@@ -160,8 +162,33 @@ def decided(
         delete_range(key_of(ASKING, rank), key_of(ASKING, rank + replica_size))
         for rank in sorted(joined)[::replica_size]
     ]
-    # All the living have voted, so they are through with the messages before it.
-    return json.dumps(content).encode(), [*cleaned, delete_all(VOTE), delete_all("mail/")]
+    return content, [*cleaned, *THROUGH]
+
+
+def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int) -> list[Operation]:
+    """A vote; and the decision at once, where it is the last one, all say the same, and nobody is dead or let in.
+
+    For a writer whose vote was not there before, and whose agreement is not decided.
+    """
+    key, value = key_of(VOTE, rank), vote.to_bytes()
+    write = [put(key, value), put(TALLY, b"")]
+    if vote.admit:
+        return write
+    voters = len(speakers(participants, replica_size))
+    last = [version_is(TALLY, voters - 1), none_under(DEAD)]
+    if voters > 1:  # of no vote at all this would not hold
+        last.append(all_are(VOTE, value))
+    alike = _content(vote.word, frozenset(), frozenset(), participants, rank)
+    return [either(last, [put(DECISION, alike), *THROUGH], write)]
+
+
+def check_kept(glance: Glance, through: int) -> None:
+    """Etcd must know of all agreements that a rank has been through."""
+    if glance.decided < through:
+        raise EtcdError(
+            f"etcd has lost its data: it knows of {glance.decided} agreements, and this rank has been through "
+            f"{through}; go on from the last checkpoint, with an etcd that keeps them"
+        )
 
 
 def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None:
@@ -203,6 +230,14 @@ def mates(rank: int, replica_size: int) -> range:
 def first_of(ranks: frozenset[int], most: int | None) -> frozenset[int]:
     """The lowest of them, so many at the most; None: all."""
     return ranks if most is None else frozenset(sorted(ranks)[: max(0, most)])
+
+
+def _content(
+    word: int | None, dead: Iterable[int], joined: Iterable[int], participants: Iterable[int], by: int
+) -> bytes:
+    """A decision as it is in etcd. The participants are those of the next agreement."""
+    told = {"word": word, "dead": sorted(dead), "joined": sorted(joined)}
+    return json.dumps(told | {"participants": _to_runs(participants), "by": by}).encode()
 
 
 def _to_runs(ranks: Iterable[int]) -> str:

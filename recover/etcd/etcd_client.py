@@ -9,17 +9,17 @@ harm when it is carried out twice, or late, and is asked for again.
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import math
 import os
-import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from recover.etcd.etcd_line import Line
 
 TIMEOUT = 0.5  # seconds for one request at one endpoint ...
 SLOWEST = 8  # ... and up to so many times as long where the network is slow
@@ -77,6 +77,15 @@ def version_is(key: str, version: int) -> Operation:
 
 def value_is(key: str, value: bytes) -> Operation:
     return {"key": key, "target": "VALUE", "result": "EQUAL", "value": value}
+
+
+def all_are(prefix: str, value: bytes) -> Operation:
+    """Every key under `prefix` has this value. (False if there is none at all.)"""
+    return {"key": prefix, "range_end": after(prefix), "target": "VALUE", "result": "EQUAL", "value": value}
+
+
+def none_under(prefix: str) -> Operation:
+    return {**absent(prefix), "range_end": after(prefix)}
 
 
 def unchanged_since(prefix: str, revision: int) -> Operation:
@@ -229,15 +238,13 @@ class EtcdClient:
         """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
         where, limit, started = "{}:{}".format(*self.endpoint()), self._limit, time.monotonic()
         try:
-            connection = self._connection()
-            connection.request("POST", path, json.dumps(body).encode(), self._headers(path))
-            response = connection.getresponse()
-            data = response.read()
+            headers = self._headers(path)
+            status, data = self._connection().ask(path, json.dumps(body).encode(), headers)
         except ssl.SSLCertVerificationError as error:
             raise EtcdError(
                 f"the certificate of etcd at {where} is not trusted: {error}; give a context that knows who signed it"
             ) from None
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             self.go_on()
             cause = repr(error)
             if isinstance(error, TimeoutError):
@@ -249,9 +256,9 @@ class EtcdClient:
             out = json.loads(data)
         except ValueError:
             out = {"error": data[:200].decode(errors="replace")}
-        if isinstance(out, dict) and response.status == 200 and "error" not in out:
+        if isinstance(out, dict) and status == 200 and "error" not in out:
             return out
-        raise self._refusal(where, path, response.status, out)
+        raise self._refusal(where, path, status, out)
 
     def _refusal(self, where: str, path: str, status: int, out: Any) -> EtcdError:
         said, code = str(out), 0
@@ -291,40 +298,30 @@ class EtcdClient:
         self._mine.connection = None
         self._mine.at = getattr(self._mine, "at", 0) + 1
 
-    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
+    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> Line:
         """The answer to a request as lines that come in their own time; on a connection of its own."""
-        connection = self._open(timeout)
+        line = self._open(self._limit)
         try:
-            connection.request("POST", path, json.dumps(body).encode(), self._headers(path))
-            return connection.getresponse()  # it holds the socket
+            line.limit(timeout)
+            line.post(path, json.dumps(body).encode(), self._headers(path))
+            line.begin_stream()
+            return line
         except BaseException:
-            connection.close()
+            line.close()
             raise
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self) -> Line:
         """This thread's own; a forked child has none yet."""
         if getattr(self._mine, "pid", None) != os.getpid():
             self._mine.pid, self._mine.connection = os.getpid(), None
         if self._mine.connection is None:
             self._mine.connection = self._open(self._limit)
-        connection: http.client.HTTPConnection = self._mine.connection
-        connection.timeout = self._limit  # if it must be opened again
-        if connection.sock is not None:
-            connection.sock.settimeout(self._limit)
+        connection: Line = self._mine.connection
+        connection.limit(self._limit)
         return connection
 
-    def _open(self, timeout: float) -> http.client.HTTPConnection:
-        host, port = self.endpoint()
-        connection = (
-            http.client.HTTPConnection(host, port, timeout=self._limit)
-            if self._tls is None
-            else http.client.HTTPSConnection(host, port, timeout=self._limit, context=self._tls)
-        )
-        connection.connect()
-        connection.timeout = timeout
-        connection.sock.settimeout(timeout)
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return connection
+    def _open(self, timeout: float) -> Line:
+        return Line(*self.endpoint(), timeout, self._tls)
 
     def _headers(self, path: str) -> dict[str, str]:
         if self._user is None or path == "/v3/auth/authenticate":

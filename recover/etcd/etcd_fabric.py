@@ -6,25 +6,26 @@ Keys, all under the prefix of the client, which is the job's own:
     ids                its version: how many replicas were placed later (`recover.etcd.etcd_entry`)
     claim/<rank>       which process is this rank; made once, so nobody comes back under a number that was used
     vote/<rank>        of a replica, by its lowest rank: word, the deaths it has acknowledged, whom it admits
+    tally              its version: how many have voted
     seen/decision      the last agreement. Its version is the agreement's number: it is written once for each
     seen/dead/<rank>   a death; made once, never taken back
     seen/asking/<rank> it is ready, and asks to join
     seen/ended         the job has come to its end: nobody can join any more
-    seen/host/<host>   bound to the host's lease (`recover.etcd.etcd_host`)
-    seen/placed/<host> its ranks
-    mail/...           messages, until the next agreement is decided
+    seen/host/<host>   bound to the host's lease (`recover.etcd.etcd_host`); seen/placed/<host>: its ranks
+    mail/...           messages, until the next agreement is decided; seen/told/...: those to all
 
 What is under `seen/` is watched by one rank of every replica, which tells its mates. Votes are not watched: who votes
 is told how many there are, and the last one decides.
 
 Agreement k. The lowest rank of a replica speaks for it (`recover.etcd.etcd_mates`): its mates tell it what they
 vote, and it votes the AND. The vote counts if, in one transaction: nobody of the replica is declared dead, the leases
-of its hosts stand, it has not voted yet, and k - 1 agreements are decided. Who has read the votes of all replicas that
-have lost nobody writes the decision: the AND of their words, the dead, who joins, and who takes part from then on;
-guarded by "k - 1 agreements are decided, and nobody died since that read". Any speaker may. Decision k + 1 needs the
-votes of all the living, so all of them have read decision k by then, and one key is enough. Whoever finds itself dead,
-or the world further than k, ends: it was stopped, or cut off, and the others went on. No clock takes part in this; a
-transaction that is carried out twice, or late, fails its guards.
+of its hosts stand, it has not voted yet, and k - 1 agreements are decided. Where nobody is dead, nobody is let in and
+all say the same, which is nearly always, the transaction of the last vote is the decision, too. Otherwise who has read
+the votes of all replicas that have lost nobody writes it: the AND of their words, the dead, who joins, and who takes
+part from then on; guarded by "k - 1 agreements are decided, and nobody died since that read". Any speaker may. Decision
+k + 1 needs the votes of all the living, so all of them have read decision k by then, and one key is enough. Whoever
+finds itself dead, or the world further than k, ends: it was stopped, or cut off, and the others went on. No clock takes
+part in this; a transaction that is carried out twice, or late, fails its guards.
 
 The decision removes the votes, and all keys of those who have left: of a dead rank nothing is needed any more once a
 decision has left it out, since whatever it may still ask for was to be before that decision. So the store does not
@@ -50,6 +51,8 @@ from recover.etcd.etcd_agreement import (
     Glance,
     Look,
     Vote,
+    cast,
+    check_kept,
     decided,
     declare,
     first_of,
@@ -62,7 +65,6 @@ from recover.etcd.etcd_agreement import (
 from recover.etcd.etcd_client import (
     Answer,
     EtcdClient,
-    EtcdError,
     KeyValue,
     Operation,
     absent,
@@ -73,7 +75,7 @@ from recover.etcd.etcd_client import (
     version_is,
 )
 from recover.etcd.etcd_host import GRACE, HOST, HostsSeen
-from recover.etcd.etcd_mail import MESSAGE_LIMIT, Expected, Mailbox, Sent, mail_key
+from recover.etcd.etcd_mail import Expected, Fetch, Mailbox, Sent, check_size, mail_key, told_key
 from recover.etcd.etcd_mates import Said, Speaker, Spoken
 from recover.etcd.etcd_news import News
 from recover.etcd.etcd_watch import EtcdWatch
@@ -129,15 +131,12 @@ class EtcdFabric:
         self._hosts = HostsSeen(client, grace)
         self._alone_since = 0.0
         first = self._replica[0]
-        self._speaker = (
-            Speaker(address, token, self._news.wake) if rank == first and replica_size > 1 else None
-        )
+        speaks = rank == first and replica_size > 1
+        self._speaker = Speaker(address, token, self._news.wake) if speaks else None
         self._spoken = Spoken(client, "seen/", self._heard, rank, first, token) if rank != first else None
         self._watch = self._spoken or EtcdWatch(client, "seen/", self._heard_by_watch)
-        job, where = (
-            etcd_entry.EnteredJob(size, replica_size, token),
-            self._speaker.address if self._speaker else "",
-        )
+        job = etcd_entry.EnteredJob(size, replica_size, token)
+        where = self._speaker.address if self._speaker else ""
         try:
             self._claim = etcd_entry.enter(client, job, rank, where)
             self._watch.start()
@@ -171,8 +170,9 @@ class EtcdFabric:
                 self._leave_it_to_the_speaker(said, self._spoken)
             elif all_said := self._gathered(said):
                 self._see_through(number, self._vote(number, all_said))
-            # Taken once: if the others take this rank for dead, they may go on at any moment.
-            decision = self._news.decision
+            decision = (
+                self._news.decision
+            )  # once: if they take this rank for dead, the others may go on any time
             if decision.number > number:
                 self._leave(f"agreement {decision.number} was decided without this rank, at {number}")
             if self.rank in decision.dead:
@@ -189,11 +189,12 @@ class EtcdFabric:
         return first_of(ready, None if self._limit is None else self._limit - len(at_work))
 
     def ask(self) -> Admission:
+        size = self.replica_size
         with self.lock:
             self._check()
             etcd_entry.ask(self._client, self.rank, self._claim)
             while not self._news.admitted():
-                if self._news.ended or self._all_are_dead():
+                if self._news.ended or not intact(self._news.decision.participants, self.failed(), size):
                     raise NotAdmittedError(self._news.ended or "all replicas of the job are dead")
                 self._news.wait_for(lambda: self._news.admitted() or self._news.ended, LOOK_AGAIN)
                 answer = self._client.read(*GLANCE, get(key_of(CLAIM, self.rank)))
@@ -218,30 +219,37 @@ class EtcdFabric:
 
     def send(self, data: bytes, to: int, tag: int) -> Sent:
         """There until the next agreement is decided, and to be received by then."""
-        if len(data) > MESSAGE_LIMIT:
-            raise ValueError(
-                f"a message of {len(data)} bytes to rank {to}: etcd takes {MESSAGE_LIMIT} at most; census records must "
-                "be small, or the world smaller"
-            )
+        return self._post(mail_key(self.agreed.number, to, tag, self.rank), data)
+
+    def send_to_all(self, data: bytes, to: Sequence[int], tag: int) -> list[Sent]:
+        return [self._post(told_key(self.agreed.number, tag, self.rank), data)]
+
+    def _post(self, key: str, data: bytes) -> Sent:
+        check_size(data, self.rank)
         with self.lock:
             self._check()
-            number = self.agreed.number
             # Once the next agreement is decided it must not come any more: nobody would clean it away.
-            guards = [absent(key_of(DEAD, self.rank)), version_is(DECISION, number)]
-            answer = self._client.txn(guards, [put(mail_key(number, to, tag, self.rank), data)], GLANCE)
+            guards = [absent(key_of(DEAD, self.rank)), version_is(DECISION, self.agreed.number)]
+            answer = self._client.txn(guards, [put(key, data)], GLANCE)
             if not answer.succeeded:
                 self._learn(answer)
                 self._leave("the others went on without this rank")
             return Sent()
 
     def receive(self, source: int, tag: int) -> Expected:
+        return self._expected(self._mailbox.fetch, source, tag)
+
+    def receive_as_all(self, source: int, tag: int) -> Expected:
+        return self._expected(self._mailbox.told, source, tag)
+
+    def _expected(self, look: Fetch, source: int, tag: int) -> Expected:
         agreement = self.agreed.number
 
         def fetch() -> bytes | None:
             self._check()
             if agreement != self.agreed.number:
                 raise FabricError(f"the message of rank {source} was not received before the next agreement")
-            return self._mailbox.fetch(agreement, source, tag, source in self.failed())
+            return look(agreement, source, tag, source in self.failed())
 
         return Expected(fetch)
 
@@ -261,9 +269,6 @@ class EtcdFabric:
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
-
-    def _all_are_dead(self) -> bool:
-        return not intact(self._news.decision.participants, self.failed(), self.replica_size)
 
     def _is_decided(self, number: int) -> bool:
         return self._news.decision.number >= number
@@ -286,24 +291,21 @@ class EtcdFabric:
         return [mine, *said.values()]
 
     def _vote(self, number: int, said: Sequence[Said]) -> Glance:
-        """Cast it for all of them, exactly once."""
+        """Cast it for all of them, exactly once. If it is the last one, and like all others, that decides."""
         mine, vote = key_of(VOTE, self.rank), Vote.of_all([one.vote for one in said])
+        write = cast(self.rank, vote, self.participants, self.replica_size)
         guards = [absent(mine), version_is(DECISION, number - 1)]
         guards += [absent(key_of(DEAD, rank)) for rank in self._replica]
         guards += [present(f"{HOST}{host}") for host in {one.host for one in said} if host is not None]
         while True:
             self._check()
-            answer = self._client.txn(guards, [put(mine, vote.to_bytes()), *GLANCE], [*GLANCE, get(mine)])
+            answer = self._client.txn(guards, [*write, *GLANCE], [*GLANCE, get(mine)])
             glance = self._learn(answer)
             if answer.succeeded or self._is_decided(number):
                 return glance
-            if glance.decided < number - 1:
-                raise EtcdError(
-                    f"etcd has lost its data: it knows of {glance.decided} agreements, and this rank has been through "
-                    f"{number - 1}; go on from the last checkpoint, with an etcd that keeps them"
-                )
-            for cast in answer.found[3]:
-                if cast.value == vote.to_bytes():
+            check_kept(glance, number - 1)
+            for there in answer.found[3]:
+                if there.value == vote.to_bytes():
                     return glance  # the answer was lost
                 self._leave(f"another process has voted as rank {self.rank}")
             time.sleep(LEASE_PAUSE)  # a lease is gone: its holder gets a new one, or the others declare us
@@ -320,7 +322,8 @@ class EtcdFabric:
                 if self.rank in voters <= look.votes.keys() and glance.decided == number - 1:
                     glance = self._decide(number, look)
                     continue
-            if self._wait(number, lambda seen=glance: self._died_since(seen)):  # type: ignore[misc]
+            known = glance.dead
+            if self._wait(number, lambda: not self.participants & self.failed() <= known):  # noqa: B023
                 return
             glance = self._glance()
             # Only time in which etcd answers and this process runs says something about the others.
@@ -356,9 +359,6 @@ class EtcdFabric:
         self._check()
         return self._is_decided(number)
 
-    def _died_since(self, glance: Glance) -> bool:
-        return not self.participants & self.failed() <= glance.dead
-
     def _declare_missing(self, number: int, missing: Iterable[int]) -> None:
         for rank in missing:
             # Not if it has come in the meantime.
@@ -379,6 +379,7 @@ class EtcdFabric:
 
     def _heard(self, news: Sequence[KeyValue]) -> None:
         self._hosts.heard(news)
+        self._mailbox.heard(news)
         self._news.hear(news)
         if self._news.over and self._end is not None:
             self._end(self._news.over)

@@ -1,19 +1,38 @@
-"""Small messages as keys in etcd, from one agreement to the next."""
+"""Small messages as keys in etcd, from one agreement to the next.
+
+One to a single rank is looked for; one to all lies where all watch, so that it is written once and nobody asks for it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_agreement import TOLD
+from recover.etcd.etcd_client import EtcdClient, KeyValue
 from recover.fabrics.base import FabricError
 
+Fetch = Callable[
+    [int, int, int, bool], bytes | None
+]  # by agreement, source, tag, and whether that one is gone
 MAIL_INTERVAL = 0.002  # seconds between two looks for messages
 MESSAGE_LIMIT = 1 << 20  # bytes; etcd takes 1.5 MiB in a request
 
 
 def mail_key(agreement: int, to: int, tag: int, source: int) -> str:
     return f"mail/{agreement}/{to}/{tag}/{source}"
+
+
+def told_key(agreement: int, tag: int, source: int) -> str:
+    return f"{TOLD}{agreement}/{tag}/{source}"
+
+
+def check_size(data: bytes, source: int) -> None:
+    if len(data) > MESSAGE_LIMIT:
+        raise ValueError(
+            f"a message of {len(data)} bytes from rank {source}: etcd takes {MESSAGE_LIMIT} at most; census records "
+            "must be small, or the world smaller"
+        )
 
 
 class Sent:
@@ -32,6 +51,7 @@ class Mailbox:
         self._client, self._rank = client, rank
         self._arrived: dict[tuple[int, int, int], bytes] = {}  # by agreement, source and tag
         self._seen, self._asked = 0, float("-inf")
+        self._told: dict[str, bytes] = {}
 
     def fetch(self, agreement: int, source: int, tag: int, gone: bool) -> bytes | None:
         """A message that has come. Raises FabricError if none will, since its sender is gone."""
@@ -48,6 +68,27 @@ class Mailbox:
         data = self._arrived.get((agreement, source, tag))
         if data is None and gone:
             raise FabricError(f"rank {source} is dead, and has not sent what was waited for")
+        return data
+
+    def heard(self, news: Iterable[KeyValue]) -> None:
+        """What was told to all, and when it is of no use any more."""
+        for found in news:
+            if not found.key.startswith(TOLD):
+                continue
+            if found.version:
+                self._told[found.key] = found.value
+            else:
+                self._told.pop(found.key, None)
+
+    def told(self, agreement: int, source: int, tag: int, gone: bool) -> bytes | None:
+        """As `fetch`, of what was told to all."""
+        key = told_key(agreement, tag, source)
+        data = self._told.get(key)
+        if data is None and gone:  # its death may be known before what it said
+            found = self._client.get(key)
+            if found is None:
+                raise FabricError(f"rank {source} is dead, and has not told what was waited for")
+            data = found.value
         return data
 
 

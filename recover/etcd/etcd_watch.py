@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError, KeyValue, after, to_base64
+from recover.etcd.etcd_line import Line
 
 QUIET = 1.0  # seconds without news after which it is asked whether there is really none: a member may be lost
 AGAIN = 0.05  # seconds between two tries
@@ -28,7 +26,7 @@ class EtcdWatch:
     ) -> None:
         self._client, self._prefix, self._on_news = client, prefix, on_news
         self._known: dict[str, int] = {}
-        self._response: Any = None
+        self._line: Line | None = None
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -48,12 +46,8 @@ class EtcdWatch:
 
     def _free(self) -> None:
         """The thread from its read."""
-        response = self._response
-        try:
-            if response is not None and response.fp is not None:
-                response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
-        except (OSError, AttributeError):
-            pass  # the connection has gone by itself
+        if self._line is not None:
+            self._line.cut()
 
     def _run(self, revision: int | None) -> None:
         while not self._stopped:
@@ -61,7 +55,7 @@ class EtcdWatch:
                 self._follow(self._read_all() if revision is None else revision)
             except TimeoutError:
                 pass  # it was quiet
-            except (OSError, http.client.HTTPException, ValueError, EtcdError):
+            except (OSError, ValueError, EtcdError):
                 self._client.go_on()
                 if not self._stopped:
                     time.sleep(AGAIN)
@@ -82,15 +76,15 @@ class EtcdWatch:
             "range_end": to_base64(after(keys)),
             "start_revision": revision + 1,
         }
-        self._response = self._client.stream("/v3/watch", {"create_request": request}, QUIET)
+        line = self._line = self._client.stream("/v3/watch", {"create_request": request}, QUIET)
         try:
-            while not self._stopped and (line := self._response.readline()):
-                result = json.loads(line).get("result")
+            while not self._stopped and (told := line.readline()):
+                result = json.loads(told).get("result")
                 if result is None or result.get("canceled"):
                     return  # what comes next was compacted away, say
                 self._tell([self._client.decoded(event["kv"]) for event in result.get("events", [])])
         finally:
-            self._response.close()
+            line.close()
 
     def _tell(self, news: Sequence[KeyValue]) -> None:
         for found in news:

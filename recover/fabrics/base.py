@@ -7,6 +7,7 @@ contract is as weak as Open MPI was measured to be, and the protocol may rely on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,6 +105,11 @@ class Fabric(Protocol):
     def send(self, data: bytes, to: int, tag: int) -> Transfer: ...
 
     def receive(self, source: int, tag: int) -> Transfer: ...
+
+    def send_to_all(self, data: bytes, to: Sequence[int], tag: int) -> Sequence[Transfer]:
+        """The same to each of them, who must be all others that take part: they receive it by `receive_as_all`."""
+
+    def receive_as_all(self, source: int, tag: int) -> Transfer: ...
 
     def linger(self, seconds: float) -> None:
         """Wait until the others hold the result of the last agreement, too; so long at the most.

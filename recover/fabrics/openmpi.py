@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import mpi4py
@@ -170,6 +170,12 @@ class OpenMPIFabric:
         transfer = _Receive(self, source, tag)
         self._remember(transfer)
         return transfer
+
+    def send_to_all(self, data: bytes, to: Sequence[int], tag: int) -> list[_Send]:
+        return [self.send(data, one, tag) for one in to]
+
+    def receive_as_all(self, source: int, tag: int) -> _Receive:
+        return self.receive(source, tag)
 
     def fence(self, rank: int) -> None:
         self.board.kill(rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import greenlet
@@ -161,6 +161,12 @@ class SimulatedFabric:
 
     def receive(self, source: int, tag: int) -> SimulatedMessage:
         return SimulatedMessage(self._simulation, (source, self.rank, tag))
+
+    def send_to_all(self, data: bytes, to: Sequence[int], tag: int) -> list[SimulatedMessage]:
+        return [self.send(data, one, tag) for one in to]
+
+    def receive_as_all(self, source: int, tag: int) -> SimulatedMessage:
+        return self.receive(source, tag)
 
     def linger(self, seconds: float) -> None:
         if self._simulation.kept:

@@ -106,6 +106,61 @@ class Costs:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class ReturningCosts:
+    """Both sides, where our lost replicas come back. Seconds, measured under the same failures."""
+
+    replicas: int
+    baseline: Restarting
+    recovery: float  # ours: what a failure adds to the step that it strikes
+    join: float  # what the others wait for when one comes back
+    away: float  # from a death until that replica is at work again
+    full: float  # a step of all
+    less: float  # a step with one away
+
+    def missing(self, steps: float) -> float:
+        """Replicas that are away, on average: a failure every so many steps takes one away for `away` seconds."""
+        low, high = 0.0, float(self.replicas)
+        for _ in range(
+            60
+        ):  # the more are missing, the longer a step takes, and the rarer failures by the clock
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.away / self._between(steps, middle) > middle else (low, middle)
+        return low
+
+    def ours(self, steps: float) -> float:
+        """Seconds from one failure to the next."""
+        return self._between(steps, self.missing(steps))
+
+    def wall_ratio(self, steps: float) -> float:
+        """How many times more tokens an hour than checkpoint-restart at its best."""
+        return self.baseline.between_failures(steps, self.baseline.best_interval(steps)) / self.ours(steps)
+
+    @property
+    def calm_ratio(self) -> float:
+        """The same where nothing ever fails: what the protection costs."""
+        return self.baseline.step / self.full
+
+    def steps_between(self, share: float) -> float:
+        return self.baseline.stall / (share * self.baseline.step)
+
+    def crossing(self) -> float | None:
+        """The stall of a restart below which failures cost us more than them, as a share of the time of the steps
+        between; None: they never do, and what is left is the calm ratio."""
+        shares = [10 ** (exponent / 10) for exponent in range(-40, 11)]
+        worse = [share for share in shares if self.wall_ratio(self.steps_between(share)) < self.calm_ratio]
+        return max(worse, default=None)
+
+    def _between(self, steps: float, missing: float) -> float:
+        step = self.full + min(missing, 1.0) * (self.less - self.full)
+        if missing > 1:
+            step *= (self.replicas - 1) / max(self.replicas - missing, 1e-9)
+        return steps * step + self.recovery + self.join
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def rerun_steps(kills: Sequence[int], every: int) -> float:
     """Steps that are run again after a failure, the one that failed included; the mean over these failures."""
     return sum(step - (step - 1) // every * every for step in kills) / len(kills)

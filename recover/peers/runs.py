@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from recover.agent.agent import launch_alone
 from recover.faults.locations import IN_FLIGHT
+from recover.job.hosts_asked import HostOptions
 from recover.launch import preflight
 from recover.launch.launcher import launch
 from recover.peers.ended import BenchmarkError, check
@@ -43,7 +46,23 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
     code = launch(
         scene.ranks,
         PROGRAMS / "forward.py",
-        [config.model_dump_json(), *scene.kill_words()],
+        [config.model_dump_json(), "0", *scene.kill_words()],
+        replica_size=scene.replica_size,
+        run_dir=place,
+        timeout=120,
+    )
+    check(code, f"our run ended with code {code}; what its ranks said stands above")
+    return read_events(place)
+
+
+def run_returning(scene: Scene, place: Path, awaited: int = 0) -> list[Event]:
+    """Our side, where a lost replica is started again at once, and joins. `awaited`: how many must have, at the end."""
+    config = configure(scene, place)
+    code = launch_alone(
+        scene.ranks,
+        HostOptions(returns=True, return_delay=0.0),
+        PROGRAMS / "forward.py",
+        [config.model_dump_json(), str(awaited), *scene.kill_words()],
         replica_size=scene.replica_size,
         run_dir=place,
         timeout=120,
@@ -54,8 +73,21 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
 
 def run_baseline(scene: Scene, place: Path) -> list[Event]:
     """The other side: torchrun starts all ranks again, from the last checkpoint."""
+    job = restart_job(scene, place)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(scene.ranks), "--max-restarts", str(len(scene.kills))]
+    command += ["--monitor-interval", str(MONITOR_INTERVAL), "--log-dir", str(place / "torchrun")]
+    command += [str(PROGRAMS / "restart.py"), json.dumps(job)]
+    log = place / "torchrun.log"
+    if code := supervised(command, log, TORCHRUN):
+        raise BenchmarkError(f"the baseline ended with code {code}:\n{log.read_text()[-2000:]}")
+    return read_events(place)
+
+
+def restart_job(scene: Scene, place: Path) -> dict[str, Any]:
+    """What its ranks are told."""
     config = configure(scene, place)
-    job = {
+    return {
         "place": str(place),
         "shard": scene.shard,
         "tp": scene.tp,
@@ -74,14 +106,6 @@ def run_baseline(scene: Scene, place: Path) -> list[Event]:
         "lrs": [config.lr * lr_factor(config, done) for done in range(scene.steps)],
         "shape": asdict(shape_of(config, VOCAB)),
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(scene.ranks), "--max-restarts", str(len(scene.kills))]
-    command += ["--monitor-interval", str(MONITOR_INTERVAL), "--log-dir", str(place / "torchrun")]
-    command += [str(PROGRAMS / "restart.py"), json.dumps(job)]
-    log = place / "torchrun.log"
-    if code := supervised(command, log, TORCHRUN):
-        raise BenchmarkError(f"the baseline ended with code {code}:\n{log.read_text()[-2000:]}")
-    return read_events(place)
 
 
 def configure(scene: Scene, place: Path) -> Config:

@@ -16,11 +16,12 @@ from typing import Any, Self
 
 VOCAB = 256  # bytes
 PACE = 0.15  # seconds of a microbatch: with 8 ranks on 2 cores, what is computed and not waited for stays a tenth
+SHAPE_HIDDEN = 128
 # A LLaMA so small (0.4M parameters) that computing takes little of the pace, even with several ranks to a core.
 SHAPE = {
     "model_type": "llama",
     "vocab_size": VOCAB,
-    "hidden_size": 128,
+    "hidden_size": SHAPE_HIDDEN,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -42,6 +43,7 @@ class Scene:
     steps: int = 24
     kills: tuple[tuple[int, int], ...] = ()
     save_every: int = 0  # steps between the baseline's checkpoints
+    hidden: int = SHAPE_HIDDEN  # how wide the model is: sets the size of the state
     seq_len: int = 64
     seed: int = 0
 
@@ -80,7 +82,8 @@ class Scene:
     def words(self, place: Path) -> list[str]:
         """The keys of `recover train`; the model is written to `place`."""
         model = place / "model.json"
-        model.write_text(json.dumps(SHAPE))
+        wide = {"hidden_size": self.hidden, "intermediate_size": self.hidden * 5 // 2}
+        model.write_text(json.dumps(SHAPE | wide))
         return [
             f"model={model}",
             f"replicas={self.replicas}",
@@ -103,6 +106,13 @@ class Scene:
         return [
             f"{step}:{replica}.{self.victim(step, replica) % size}:in-reduce" for step, replica in self.kills
         ]
+
+
+def hidden_for(megabytes: float) -> int:
+    """How wide the model is to be for a state (parameters, and AdamW's two moments) of about this size, in MB."""
+    parameters = megabytes * 1e6 / 12
+    width = next(n for n in range(8, 1 << 16, 8) if 21 * n * n + 2 * VOCAB * n >= parameters)
+    return max(16, width)
 
 
 def inside(words: Sequence[str]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import venv
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,11 @@ SOURCES = Path(__file__).parents[2]  # where `recover` itself is imported from
 
 class Absent(Exception):
     """This peer cannot be run here."""
+
+
+def torchft_home() -> Path:
+    """Where it is installed, unless somebody says otherwise."""
+    return Path.home() / ".cache" / "recover" / "torchft"
 
 
 def install_torchft(directory: Path, console: Console) -> Path:
@@ -61,21 +67,64 @@ def _run(python: Path, *arguments: str) -> str:
     return (done.stderr.strip() or "it failed") if done.returncode else ""
 
 
-def run_torchft(python: Path, way: str, directory: Path, scene: Scene) -> list[Event]:
-    config = configure(scene, directory)
-    kill, victim = scene.kills[0] if scene.kills else (0, 0)
+def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: bool = False) -> list[Event]:
+    """On this machine. `returns`: who dies is started again at once, and the run goes on until all are in it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    lighthouse = [python.with_name("torchft_lighthouse"), "--min_replicas", "1", "--quorum_tick_ms", "100"]
-    lighthouse += ["--join_timeout_ms", "10000", "--bind", f"[::]:{port}"]
-    environment = {
+    job = torchft_job(way, directory, scene) | {"returns": returns}
+    environment = torchft_environment("localhost", port)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    with (directory / "log").open("wb") as log:
+
+        def start(replica: int, command: list[Any]) -> None:
+            processes[replica] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+        try:
+            start(-1, lighthouse(python, port))
+            for replica in range(scene.replicas):
+                start(replica, replica_command(python, job, replica))
+            deadline = time.monotonic() + PATIENCE
+            while time.monotonic() < deadline:
+                ended = [replica for replica, each in processes.items() if each.poll() is not None]
+                died = [replica for replica in ended if processes[replica].returncode == -signal.SIGKILL]
+                if returns and died:
+                    start(died[0], replica_command(python, job | {"kill": 0}, died[0]))
+                elif len(ended) >= scene.replicas:
+                    break
+                time.sleep(0.01)
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return judged_events(directory, scene)
+
+
+def lighthouse(python: Path, port: int) -> list[Any]:
+    command = [python.with_name("torchft_lighthouse"), "--min_replicas", "1", "--quorum_tick_ms", "100"]
+    return [*command, "--join_timeout_ms", "10000", "--bind", f"[::]:{port}"]
+
+
+def replica_command(python: Path, job: dict[str, Any], replica: int) -> list[Any]:
+    return [python, PROGRAMS / "torchft_peer.py", json.dumps({**job, "replica": replica})]
+
+
+def torchft_environment(address: str, port: int) -> dict[str, str]:
+    return {
         **os.environ,
-        "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}",
+        "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}",
         "PYTHONPATH": str(SOURCES),
         "OMP_NUM_THREADS": "1",
     }
-    job = {
+
+
+def torchft_job(way: str, directory: Path, scene: Scene) -> dict[str, Any]:
+    config = configure(scene, directory)
+    kill, victim = scene.kills[0] if scene.kills else (0, 0)
+    return {
         "place": str(directory),
         "way": way,
         "replicas": scene.replicas,
@@ -89,27 +138,10 @@ def run_torchft(python: Path, way: str, directory: Path, scene: Scene) -> list[E
         "data": config.data.path,
         "shape": asdict(shape_of(config, VOCAB)),
     }
-    processes: list[subprocess.Popen[bytes]] = []
-    with (directory / "log").open("wb") as log:
 
-        def start(command: list[Any]) -> None:
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-            )
 
-        try:
-            start(lighthouse)
-            for replica in range(scene.replicas):
-                start([python, PROGRAMS / "torchft_peer.py", json.dumps({**job, "replica": replica})])
-            for process in processes[1:]:
-                process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            pass  # what was written until then tells enough
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def judged_events(directory: Path, scene: Scene) -> list[Event]:
+    """Raises Absent if it did not come to what was to be seen."""
     events = read_events(directory)
     if not events or (scene.kills and not failures(events)):
         text = (directory / "log").read_text(errors="replace").strip().splitlines()

@@ -11,6 +11,7 @@ the documents against the file, so that neither changes alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ ORDER = (
     "repair",
     "collectives",
     "hosts",
+    "return",
+    "returning",
     "gpu",
     "simulate",
 )
@@ -87,8 +90,9 @@ def fill(text: str, figures: Figures) -> str:
         return f"{found[1]}{told}{found[4]}"
 
     def table(found: re.Match[str]) -> str:
-        if found[2] == "gpu-short":
-            return found[1] + _gpu_short(figures) + found[4]
+        short = {"gpu-short": _gpu_short, "hosts-short": _hosts_short}.get(found[2])
+        if short is not None:
+            return found[1] + short(figures) + found[4]
         rows = (
             [
                 ["what", "measured", "in the paper"],
@@ -151,6 +155,18 @@ def _gpu_short(figures: Figures) -> str:
     return told + _markdown([head, *shown])
 
 
+def _hosts_short(figures: Figures) -> str:
+    """What several hosts and returning replicas cost, with the machine; nothing before it was measured."""
+    parts = [name for name in ("hosts", "return", "returning") if figures.get(name, {"rows": []})["rows"]]
+    commands = {"returning": "multi --return"}
+    tables = (
+        f"On {origin({name: figures[name]})}, by `recover bench {commands.get(name, name)}`:\n\n"
+        + _markdown(figures[name]["rows"])
+        for name in parts
+    )
+    return "\n".join(tables)
+
+
 def _setting(scene: Content) -> str:
     size = scene["replica_size"]
     return f"{scene['replicas']} replicas" + (f" of {size} ranks" if size > 1 else "")
@@ -196,10 +212,42 @@ def _collectives(content: Content) -> dict[str, Any]:
 
 
 def _hosts(results: Content) -> dict[str, Any]:
-    return {
+    values: dict[str, Any] = {
         f"{kind}-{replicas}": f"{facts['median']:.1f} ms"
         for kind, name in (("all", "agreement_ms"), ("own", "agreement_own_ms"))
-        for replicas, facts in results[name].items()
+        for replicas, facts in results.get(name, {}).items()
+    }
+    for hosts, facts in results.get("step", {}).items():
+        values[f"step-{hosts}"] = f"{facts['ratio']['value']:.2f}x"
+    for what, facts in results.get("kill", {}).items():
+        if "less_redone" in facts:
+            values[f"kill-{what}"] = f"{facts['less_redone']['median']:.0f} ms"
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        values[f"power-cut-{name}"] = f"{seconds:.1f} s" if isinstance(seconds, float) else seconds
+    return values
+
+
+def _return(results: Content) -> dict[str, Any]:
+    values: dict[str, Any] = {"replicas": results["replicas"]}
+    for size in results["sizes"]:
+        mb = f"{size['bytes'] / 1e6:.0f}"
+        values[f"stall-{mb}"] = f"{size['ours']['stall']['median'] * 1e3:.0f} ms"
+        values[f"whole-{mb}"] = f"{size['ours']['whole']['median']:.1f} s"
+        for name in ("restart", "torchft"):
+            facts = size[name]
+            values[f"{name}-{mb}"] = "not measured" if "not_measured" in facts else f"{facts['whole']:.1f} s"
+            values[f"{name}-wait-{mb}"] = (
+                "not measured" if "not_measured" in facts else f"{facts['wait']:.1f} s"
+            )
+    return values
+
+
+def _returning(results: Content) -> dict[str, Any]:
+    return {
+        "ratios": ", ".join(f"{duel['ratio']:.2f}x" for duel in results["duels"]),
+        "calm": f"{results['calm_ratio']:.2f}x",
+        "crossing": "never" if results["crossing"] is None else f"{results['crossing']:.1%}",
     }
 
 
@@ -288,10 +336,14 @@ def _simulate(results: Content) -> dict[str, Any]:
     }
 
 
+def _plain_rows(part: str, results: Content) -> list[list[str]]:
+    return [[str(cell) for cell in row] for row in rows_of(part, results)]
+
+
 ROWS: dict[str, Callable[[Content], list[list[str]]]] = {
     "collectives": _milliseconds,
     "gpu": lambda results: rows_of("gpu", results),
-    "simulate": lambda results: [[str(cell) for cell in row] for row in rows_of("simulate", results)],
+    **{part: functools.partial(_plain_rows, part) for part in ("hosts", "return", "returning", "simulate")},
 }
 TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "trajectory": _trajectory,
@@ -304,6 +356,8 @@ TELLERS: dict[str, Callable[[Content], dict[str, Any]]] = {
     "repair": _repair,
     "collectives": _collectives,
     "hosts": _hosts,
+    "return": _return,
+    "returning": _returning,
     "gpu": _gpu,
     "simulate": _simulate,
 }

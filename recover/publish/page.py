@@ -58,8 +58,19 @@ TEXTS = {
         "",
     ),
     "hosts": (
-        "One agreement in etcd, one member in memory, milliseconds by the number of replicas: from the last vote until "
-        "all hold the result, and until the last voter does.",
+        "Several hosts, emulated by namespaces of one machine where that can be done. An agreement: from the last vote "
+        "to the last replica that holds the result, one etcd in memory; replicas come at uneven times. A step against "
+        "stock DDP on gloo, turn by turn over the same links. A rank, a host and a cable are lost inside a reduction. "
+        "The same power cut on torchrun and torchft.",
+        "",
+    ),
+    "return": (
+        "A replica dies inside a reduction and its process is started again at once: until the next step, until all "
+        "are at work again, and what the others wait for meanwhile, by the size of the state.",
+        "",
+    ),
+    "returning": (
+        "Failure after failure, and every lost replica comes back: tokens an hour against checkpoint-restart.",
         "",
     ),
     "gpu": (

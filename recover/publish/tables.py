@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recover.peers.kills import PARTS_OF_A_KILL
 from recover.publish.headlines import SHARE, told
 
 Rows = list[list[Any]]
@@ -21,6 +22,9 @@ def rows_of(part: str, results: dict[str, Any]) -> Rows:
         "peers": _peers,
         "gpu": _gpu,
         "simulate": _simulate,
+        "return": _return,
+        "returning": _returning,
+        "hosts": _hosts,
     }
     return tellers.get(part, _flat)(results)
 
@@ -128,6 +132,92 @@ def _gpu(results: dict[str, Any]) -> Rows:
             others = [f"{way} {speed}" for way, speed in speeds.items() if way != "ours"]
             rows.append([f"sum of {size} MB", carrier, speeds["ours"], "; ".join(others)])
     return rows
+
+
+def _return(results: dict[str, Any]) -> Rows:
+    head = ["state", "", "next step after", "full strength after", "the others wait", "allowed", "what for"]
+    rows: Rows = [head]
+    for size in results["sizes"]:
+        for name in ("ours", "restart", "torchft"):
+            facts = size[name]
+            if "not_measured" in facts:
+                rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], "", "", "", ""])
+                continue
+            middle = {key: each["median"] if isinstance(each, dict) else each for key, each in facts.items()}
+            parts = allowed = ""
+            if name == "ours":
+                allowed = f"{size['bound'] * 1e3:.0f} ms"
+                pieces = {key: middle[key] for key in ("repair", "transfer", "rest")}
+                parts = ", ".join(f"{key} {seconds * 1e3:.0f} ms" for key, seconds in pieces.items())
+            wait = middle.get("stall", middle["wait"])
+            rows.append(
+                [
+                    f"{size['bytes'] / 1e6:.0f} MB",
+                    name,
+                    *(f"{middle[key]:.2f} s" for key in ("again", "whole")),
+                    f"{wait * 1e3:.0f} ms",
+                    allowed,
+                    parts,
+                ]
+            )
+    return rows
+
+
+def _returning(results: dict[str, Any]) -> Rows:
+    rows: Rows = [
+        ["stall of a restart", "ours, an hour", "checkpoint-restart", "ours against it", "came back after"]
+    ]
+    for duel in results["duels"]:
+        rows.append(
+            [
+                f"{duel['share']:.0%} of {SHARE} (a failure every {duel['interval']})",
+                *(f"{duel[side]:,.0f}" for side in ("ours", "restart")),
+                f"{duel['ratio']:.2f} times",
+                ", ".join(f"{seconds:.1f} s" for seconds in duel["away"]),
+            ]
+        )
+    crossing, calm = results["crossing"], f"{results['calm_ratio']:.2f} times without failures"
+    never = f"by arithmetic at every rate at least {calm}"
+    rows.append(
+        [never if crossing is None else f"below {calm} while it is under {crossing:.1%}", "", "", "", ""]
+    )
+    return rows
+
+
+def _hosts(results: dict[str, Any]) -> Rows:
+    rows: Rows = [["", "measured", "of it, or beside it"]]
+    for replicas, facts in results.get("agreement_ms", {}).items():
+        own = results["agreement_own_ms"][replicas]
+        rows.append(
+            [
+                f"an agreement of {replicas} replicas, last vote to last one told",
+                _ms(facts),
+                f"the voter's own {_ms(own)}",
+            ]
+        )
+    for hosts, facts in results.get("step", {}).items():
+        ratio, took = facts["ratio"], facts["milliseconds"]
+        beside = f"ours {took['ours']['median']:.0f} ms, stock DDP on gloo {took['stock']['median']:.0f} ms"
+        name = f"a step on {hosts} hosts, {facts['parameters'] / 1e6:.1f}M parameters, against stock DDP"
+        rows.append([name, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})", beside])
+    names = {"rank": "SIGKILL of a rank", "host": "a host loses its power", "link": "a host is cut off"}
+    for what, facts in results.get("kill", {}).items():
+        if what in names:
+            parts = ", ".join(f"{part} {facts[part]['median']:.0f}" for part in PARTS_OF_A_KILL)
+            name = f"{names[what]}: to the commit, less what is computed again"
+            rows.append([name, _ms(facts["less_redone"]), f"{parts}; n = {facts['whole']['n']}"])
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        told = f"{seconds:.2f} s" if isinstance(seconds, float) else seconds
+        batch = f"on {facts['microbatches']} microbatches" if "microbatches" in facts else ""
+        rows.append([f"power cut to the next committed step, {name}", told, batch])
+    if "hosts" in results and not results["hosts"]["emulated"]:
+        rows.append(["hosts are processes of this machine", "", results["hosts"]["why_not"]])
+    return rows
+
+
+def _ms(facts: dict[str, float]) -> str:
+    return f"{facts['median']:.1f} ms ({facts['low']:.1f} to {facts['high']:.1f})"
 
 
 def _took(facts: dict[str, Any], way: str) -> str:

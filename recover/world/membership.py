@@ -259,11 +259,11 @@ class Membership(Generic[C]):
         try:
             if me != root:
                 self._complete([self.fabric.send(row, root, tag)], members)
-                (table,) = self._complete([self.fabric.receive(root, tag + 1)], members)
+                (table,) = self._complete([self.fabric.receive_as_all(root, tag + 1)], members)
             else:
                 others = self._complete([self.fabric.receive(m, tag) for m in members[1:]], members)
                 table = pack([row, *others])
-                self._complete([self.fabric.send(table, m, tag + 1) for m in members[1:]], members)
+                self._complete(self.fabric.send_to_all(table, members[1:], tag + 1), members)
         except FabricError as error:
             self._report(f"the census failed here: {error}")
             return None

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from etcd_fabrics import Fabrics, agree, at_once
 from launching import wait_until
 
 from recover.etcd import etcd_host
-from recover.etcd.etcd_agreement import declare, key_of
+from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue, UnansweredError, delete
 from recover.etcd.etcd_entry import OtherJobError
 from recover.etcd.etcd_fabric import DeclaredDeadError, EtcdFabric
@@ -75,15 +74,14 @@ def test_a_death_between_the_look_and_the_decision_is_counted(fabrics: Fabrics) 
         """Just before a decision is written, one of the voters is declared dead."""
 
         def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            if (
-                "request_delete_range" in json.dumps(body) and not struck
-            ):  # the mail that a decision cleans away
+            decides = any("request_delete_range" in one for one in body.get("success", ()))
+            if decides and not struck:  # the mail that a decision cleans away
                 struck.append(body)
                 declare(fabrics.etcd, 2, "just now")
             return super().call(path, body)
 
     ranks, _ = fabrics.make(3, Struck)
-    results = agree(ranks, 7)
+    results = agree(ranks, 7, 7, 3)
     assert struck
     assert results[:2] == [None] * 2, "a vote of the dead was counted"
     assert isinstance(results[2], DeclaredDeadError)
@@ -100,6 +98,65 @@ class Recording(EtcdClient):
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append((path, body))
         return super().call(path, body)
+
+
+def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabrics) -> None:
+    """The last one decides with its own; the others are told."""
+    ranks, clients = fabrics.make(4, Recording)
+    for number in range(3):
+        for client in clients:
+            client.asked.clear()
+        assert agree(ranks, 7) == [7] * 4
+        assert [len(client.asked) for client in clients] == [1] * 4, number
+    assert fabrics.store().keys().isdisjoint({"tally", *(key_of("vote/", rank) for rank in range(4))})
+
+
+@pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all"])
+def test_the_last_vote_decides_by_itself_only_where_there_is_nothing_to_decide(
+    fabrics: Fabrics, kind: str
+) -> None:
+    """Whatever the last voter knows: here it votes as if there was nothing."""
+    ranks, _ = fabrics.make(3)
+    assert agree(ranks, 7) == [7] * 3
+    plain = Vote(7, frozenset(), frozenset())
+    others = {
+        "another word": Vote(3, frozenset(), frozenset()),
+        "let in": Vote(7, frozenset(), frozenset({9})),
+        "let in by all": Vote(7, frozenset(), frozenset({9})),
+    }.get(kind, plain)
+    voters = [1] if kind == "not all" else [1, 2]
+    for rank in voters:
+        fabrics.etcd.txn([], cast(rank, others, frozenset(range(3)), 1))
+    if kind == "dead":
+        declare(fabrics.etcd, 2, "just now")
+    last = others if kind == "let in by all" else plain
+    fabrics.etcd.txn([], cast(0, last, frozenset(range(3)), 1))
+    assert fabrics.store()["seen/decision"].version == 1, "it was decided"
+    assert fabrics.store()["tally"].version == len(voters) + 1
+
+
+def test_what_is_sent_to_all_is_written_once_and_nobody_asks_for_it(fabrics: Fabrics) -> None:
+    ranks, clients = fabrics.make(4, Recording)
+    assert agree(ranks, 1) == [1] * 4
+    for client in clients:
+        client.asked.clear()
+    ranks[0].send_to_all(b"table", [1, 2, 3], 5)
+    heard = [rank.receive_as_all(0, 5) for rank in ranks[1:]]
+    assert wait_until(lambda: all(one.done() for one in heard))
+    assert [one.data for one in heard] == [b"table"] * 3
+    assert [len(client.asked) for client in clients] == [1, 0, 0, 0]
+    assert agree(ranks, 1) == [1] * 4
+    assert not [key for key in fabrics.store() if "told" in key]
+    # One whose death is known before what it said; and one that has said nothing.
+    ranks[1].close()
+    ranks[3].send_to_all(b"last words", [0, 1, 2], 7)
+    ranks[0].declare(3, "by decree")
+    ranks[1]._glance()
+    last, nothing = (ranks[1].receive_as_all(3, tag) for tag in (7, 8))
+    assert last.done()
+    assert last.data == b"last words"
+    with pytest.raises(FabricError, match="rank 3 is dead, and has not told"):
+        nothing.done()
 
 
 def test_whatever_was_asked_changes_nothing_when_it_is_carried_out_again(fabrics: Fabrics) -> None:
@@ -314,7 +371,7 @@ def test_news_come_through_compactions_and_lost_connections(server: EtcdServer, 
         for turn in range(3):
             etcd.put("seen/1", b"%d" % turn)
             assert wait_until(lambda turn=turn: told.get("seen/1") == b"%d" % turn)  # type: ignore[misc]
-            watch._response.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+            watch._line.cut()
             etcd.put("seen/2", b"%d" % turn)
             etcd.put("seen/3", b"short")
             etcd.txn([], [delete("seen/3"), delete("seen/0")])

@@ -161,7 +161,7 @@ def test_every_thread_asks_by_a_connection_of_its_own(gateways: Any) -> None:
     class Client(EtcdClient):
         def _open(self, timeout: float) -> Any:
             connection = super()._open(timeout)
-            connections.setdefault(threading.get_ident(), set()).add(connection.sock.getsockname()[1])
+            connections.setdefault(threading.get_ident(), set()).add(connection._socket.getsockname()[1])
             return connection
 
     client, meet = Client(gateways(lambda *_: (200, DONE)).endpoint), threading.Barrier(3)

@@ -85,7 +85,60 @@ RESULTS: dict[str, Any] = {
         "whole_seconds": 12.0,
         "whole_cpu_seconds": 20.0,
     },
-    "hosts": {"agreement_ms": {"64": {"median": 8.0}}, "agreement_own_ms": {"64": {"median": 4.0}}},
+    "hosts": {
+        "agreement_ms": {"64": {"median": 8.0, "low": 7.0, "high": 9.0}},
+        "agreement_own_ms": {"64": {"median": 4.0, "low": 3.0, "high": 5.0}},
+        "step": {
+            "2": {
+                "parameters": 27_800_000,
+                "milliseconds": {"stock": {"median": 500.0}, "ours": {"median": 505.0}},
+                "ratio": {"value": 0.99, "low": 0.97, "high": 1.01},
+            }
+        },
+        "kill": {
+            "rank": {
+                name: {"median": 90.0, "low": 80.0, "high": 100.0, "n": 9}
+                for name in ("whole", "less_redone", "notice", "drain", "repair", "restore", "redo")
+            },
+            "step": {"median": 400.0},
+        },
+        "power_cut": {
+            "systems": {
+                "ours": {"seconds": 3.4, "microbatches": 6},
+                "torchft": {"seconds": "not measured: no wheel"},
+            }
+        },
+        "hosts": {"emulated": False, "why_not": "it needs root"},
+    },
+    "return": {
+        "replicas": 3,
+        "sizes": [
+            {
+                "bytes": 5e6,
+                "bound": 0.15,
+                "ours": {
+                    name: {"median": 0.1, "low": 0.1, "high": 0.1}
+                    for name in ("again", "whole", "wait", "stall", "repair", "transfer", "rest")
+                },
+                "restart": {"again": 9.0, "whole": 9.0, "wait": 8.0},
+                "torchft": {"not_measured": "no wheel"},
+            }
+        ],
+    },
+    "returning": {
+        "duels": [
+            {
+                "share": 1.2,
+                "interval": 12,
+                "ours": 9000.0,
+                "restart": 4000.0,
+                "ratio": 2.25,
+                "away": [4.0, 5.0],
+            }
+        ],
+        "calm_ratio": 0.99,
+        "crossing": None,
+    },
 }
 
 
@@ -182,6 +235,13 @@ def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path:
         assert words in readme
         assert words in evaluation
     assert "**123 ms** median" in evaluation
+    for page in (readme, evaluation):
+        assert (
+            "| SIGKILL of a rank: to the commit, less what is computed again | 90.0 ms (80.0 to 100.0) |"
+            in page
+        )
+        assert "| 5 MB | ours | 0.10 s | 0.10 s | 100 ms | 150 ms |" in page
+        assert "| 2.25 times | 4.0 s, 5.0 s |" in page
     assert "torchft's `Manager.allreduce` not measured: no wheel on ? of 16" in evaluation
     assert "| 4 | 100 | 10.0 | 15.0 |" in world
     assert "0.31 to 0.40 s; checkpoint-restart at its best (N = 2): 8.0 s" in evaluation

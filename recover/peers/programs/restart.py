@@ -18,6 +18,7 @@ import signal  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
 from contextlib import AbstractContextManager, nullcontext  # noqa: E402
+from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -39,7 +40,11 @@ size = shard * job["tp"] * job["pp"]
 in_grid = size > shard
 replica, local = divmod(rank, size)
 accum = job["accum"]
-events = Events(place, rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+struck = bool(os.environ.get("STRUCK"))  # this rank's host will lose its power
+again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if job.get("struck_from_outside"):  # agents of several hosts count differently
+    again = int(any(place.glob("killed-*")))
+events = Events(place, rank, again)
 events.note("start", at=started)
 events.note("imported")
 torch.set_num_threads(1)
@@ -51,7 +56,7 @@ if in_grid:  # a world of its own for every replica, and one group across for ev
     dist.init_process_group("gloo", store=inner, rank=local, world_size=size)
     cross: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"across-{local}", store), replica, ranks // size)  # type: ignore[call-arg]
 else:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.get("timeout", 1800)))
 saving_group = dist.new_group(backend="gloo")  # checkpoints are written while the other one reduces gradients
 events.note("joined")
 
@@ -86,13 +91,20 @@ step = 0  # the one under way
 def die() -> None:
     """Inside the gradient reduction; only once, not again after the restart."""
     (place / f"killed-{step}").touch()
+    if job.get("struck_from_outside"):
+        events.note("waiting", step=step)
+        time.sleep(600)
     events.note("failure", step=step)
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def doomed() -> bool:
-    return [step, rank] in job["kills"] and not (place / f"killed-{step}").exists()
+    if job.get("struck_from_outside"):  # who has which rank is torchrun's to say
+        mine = struck and os.environ["LOCAL_RANK"] == "0" and step in [when for when, _ in job["kills"]]
+    else:
+        mine = [step, rank] in job["kills"]
+    return mine and not (place / f"killed-{step}").exists()
 
 
 def reduce_and_die(state, bucket):  # torch refuses annotations that are text
@@ -196,7 +208,7 @@ if in_grid:
 elif shard > 1:
     # Called when the first of several groups is reduced, the others not yet.
     model.blocks[-1].set_all_reduce_hook(lambda reduced: die() if doomed() else None)
-elif any(rank == victim for _, victim in job["kills"]):
+elif struck or any(rank == victim for _, victim in job["kills"]):
     model.register_comm_hook(None, reduce_and_die)
 if newest := max(whole_checkpoints(), default=0):
     events.note("load-begin")

@@ -1,4 +1,4 @@
-"""Run by every replica of `recover bench peers`: torchft's own loop, wrapper and optimizer, with its README's timeouts.
+"""Run by every replica of torchft in a comparison: its own loop, wrapper and optimizer, with its README's timeouts.
 
 Either its DistributedDataParallel, or its Manager.allreduce on one flat gradient: the wrapper does not survive a kill.
 Runs in a virtual environment that has torchft. The argument is the job as JSON. Every step is one microbatch.
@@ -24,6 +24,7 @@ from recover.models import Llama, LlamaConfig
 from recover.peers.events import Events
 from recover.train.pace import Pace
 
+AFTER = 4  # steps with one that has come back
 job = json.loads(sys.argv[1])
 replica = job["replica"]
 events = Events(Path(job["place"]), replica)
@@ -32,7 +33,8 @@ torch.manual_seed(job["seed"])
 net = Llama(LlamaConfig(**job["shape"]))
 inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
 stream = open_stream(job["data"], "bytes", job["seq_len"], 1, job["seed"])
-store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+address = job.get("address", "localhost")
+store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
 manager: Any = torchft.Manager(
     pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
     min_replica_size=1,
@@ -42,7 +44,7 @@ manager: Any = torchft.Manager(
     timeout=timedelta(seconds=30),
     rank=0,
     world_size=1,
-    store_addr="localhost",
+    store_addr=address,
     store_port=store.port,
 )
 reduce = manager.allreduce
@@ -52,6 +54,9 @@ def reduce_and_die(*args: Any, **kwargs: Any) -> Any:
     work = reduce(*args, **kwargs)
     if manager.current_step() + 1 == job["kill"] and replica == job["victim"]:
         time.sleep(job["in_flight"])
+        if job.get("struck_from_outside"):
+            events.note("waiting", step=job["kill"])
+            time.sleep(600)
         events.note("failure", step=job["kill"])
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
@@ -63,7 +68,15 @@ wrapped = job["way"] == "DistributedDataParallel"
 model: Any = torchft.DistributedDataParallel(manager, net) if wrapped else net
 optimizer = torchft.Optimizer(manager, inner)
 pace = Pace(job["pace"])
-while manager.current_step() < job["steps"]:
+whole = 0  # steps of all replicas since one of them has come back
+
+
+def through() -> bool:
+    return whole == AFTER if job.get("returns") else manager.current_step() >= job["steps"]
+
+
+came = not job["kill"]  # this one has come back itself, or nobody was to die
+while not through():
     step = manager.current_step() + 1
     events.note("step-begin", step=step)
     batch = stream[(step - 1) * job["replicas"] + replica]
@@ -80,7 +93,10 @@ while manager.current_step() < job["steps"]:
             gradient.copy_(mean)
     optimizer.step()
     if manager.current_step() == step:
-        events.note("step-end", step=step, microbatches=manager.num_participants())
+        there = manager.num_participants()
+        events.note("step-end", step=step, microbatches=there)
+        came |= step >= job["kill"] and there < job["replicas"]
+        whole += came and there == job["replicas"]
     else:
         events.note("discarded", step=step)
 os._exit(0)  # nothing to hand over: its servers need not be told

@@ -1,0 +1,109 @@
+"""One connection to a member of etcd: as much of HTTP as its JSON gateway speaks, in one packet each way.
+
+An agreement is made of a few such requests, and every rank hears of every decision by one, so their price matters: the
+standard library's client spends most of its time on headers that nobody reads.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+
+
+class Line:
+    """Whatever goes wrong on it is an OSError; then it is of no use any more."""
+
+    def __init__(self, host: str, port: int, timeout: float, tls: ssl.SSLContext | None = None) -> None:
+        self._host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        opened = socket.create_connection((host, port), timeout)
+        try:
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._socket = opened if tls is None else tls.wrap_socket(opened, server_hostname=host)
+        except BaseException:
+            opened.close()
+            raise
+        self._file = self._socket.makefile("rb")
+        self._left = b""  # of a stream: what has come of the next line
+
+    def limit(self, seconds: float) -> None:
+        """For whatever is waited for from now on."""
+        self._socket.settimeout(seconds)
+
+    def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """The status of the answer, and the answer."""
+        self.post(path, body, headers)
+        status, length, chunked = self._head()
+        if chunked:
+            parts = []
+            while part := self._chunk():
+                parts.append(part)
+            return status, b"".join(parts)
+        data = self._file.read() if length is None else self._file.read(length)
+        if length is not None and len(data) < length:
+            raise ConnectionError(f"{len(data)} bytes of an answer of {length}")
+        return status, data
+
+    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
+        self._socket.sendall(head.encode("latin-1") + body)
+
+    def begin_stream(self) -> None:
+        """After `post`: the answer has begun."""
+        status, _, chunked = self._head()
+        if status != 200 or not chunked:
+            raise ConnectionError(f"status {status} instead of a stream")
+
+    def readline(self) -> bytes:
+        """The next line of a stream; nothing at its end."""
+        while b"\n" not in self._left:
+            part = self._chunk()
+            if not part:
+                return b""
+            self._left += part
+        line, _, self._left = self._left.partition(b"\n")
+        return line
+
+    def cut(self) -> None:
+        """Whoever waits on it is freed."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has gone by itself
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def _head(self) -> tuple[int, int | None, bool]:
+        """The status, how long the answer is if that is told, and whether it comes in chunks."""
+        try:
+            status = int(self._line().split(None, 2)[1])
+            length, chunked = None, False
+            while line := self._line():
+                name, _, value = line.partition(b":")
+                if name.lower() == b"content-length":
+                    length = int(value)
+                elif name.lower() == b"transfer-encoding":
+                    chunked = value.strip().lower() == b"chunked"
+        except (ValueError, IndexError):
+            raise ConnectionError("not an answer in HTTP") from None
+        return status, length, chunked
+
+    def _chunk(self) -> bytes:
+        try:
+            size = int(self._line().partition(b";")[0], 16)
+        except ValueError:
+            raise ConnectionError("not a chunk of an answer") from None
+        data = self._file.read(size + 2)
+        if len(data) < size + 2:
+            raise ConnectionError("an answer was cut off")
+        return data[:size]
+
+    def _line(self) -> bytes:
+        line = self._file.readline(1 << 16)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection was closed")
+        return line.rstrip(b"\r\n")

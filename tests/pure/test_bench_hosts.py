@@ -1,0 +1,127 @@
+"""What several hosts and returning replicas cost, as arithmetic on events made by hand with known answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from recover.bench.returning import _away
+from recover.bench.several_hosts import kill_samples, strikes_on
+from recover.peers.came_back import came_back, joins
+from recover.peers.costs import Restarting, ReturningCosts
+from recover.peers.ended import BenchmarkError
+from recover.peers.host_stage import OwnStage
+from recover.peers.scene import VOCAB, Scene, hidden_for
+from recover.records.kinds import Event
+
+
+def event(at: float, what: str, rank: int = 0, **facts: Any) -> Event:
+    return {"at": at, "what": what, "rank": rank, "life": 0, **facts}
+
+
+def incident(kind: str = "lost", **facts: float) -> dict[str, Any]:
+    zeros = dict.fromkeys(("detect", "repair", "restore", "redo", "noticed_at", "transfer", "stall"), 0.0)
+    return {"kind": kind, "bytes": 0, **zeros, **facts}
+
+
+def step_end(at: float, step: int, replicas: int, rank: int = 0, **facts: Any) -> Event:
+    whole = {"microbatches": 6, "redone": 0.0, "incidents": [], **facts}
+    return event(at, "step-end", rank, step=step, replicas=replicas, **whole)
+
+
+def returning_run() -> list[Event]:
+    """Steps of one second; one of three dies at 3.5, in a step that ends at 4.2; it is in that which ends at 8."""
+    join = incident("joined", stall=0.7, repair=0.1, transfer=0.5, bytes=5_000_000)
+    return [
+        *(step_end(float(step), step, 3) for step in (1, 2, 3)),
+        event(3.5, "failure", 2, step=4),
+        step_end(4.1, 4, 2),
+        step_end(4.2, 4, 2, rank=1),
+        step_end(5.2, 5, 2),
+        step_end(6.2, 6, 2),
+        step_end(7.9, 7, 3, rank=3, incidents=[incident("joined", stall=0.2, bytes=5_000_000)]),
+        step_end(8.0, 7, 3, incidents=[join]),
+        step_end(9.0, 8, 3),
+    ]
+
+
+def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
+    back = came_back(returning_run(), lambda each: each["replicas"] == 3)
+    assert (back.again, back.whole, back.wait) == pytest.approx((0.7, 4.5, 0.8))
+    assert _away(returning_run(), 3) == pytest.approx([4.4]), "when the first one of all has committed it"
+    (join,) = joins(returning_run())
+    assert (join["stall"], join["bytes"]) == (0.7, 5_000_000), "of those who waited, not of the one who came"
+    with pytest.raises(BenchmarkError, match="has not come back"):
+        came_back(returning_run(), lambda each: each["replicas"] == 4)
+
+
+def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_again_does_not_count() -> None:
+    slow = incident(noticed_at=10.1, detect=0.05, repair=0.2, restore=0.01, redo=0.5)
+    events = [
+        event(10.0, "failure", 2, step=4),
+        step_end(10.8, 4, 2, incidents=[incident()], redone=0.3),
+        step_end(10.9, 4, 2, rank=1, incidents=[slow], redone=0.4),
+    ]
+    (sample,) = kill_samples(events, 6)
+    assert sample == pytest.approx(
+        {
+            "whole": 0.9,
+            "less_redone": 0.5,
+            "notice": 0.1,
+            "drain": 0.05,
+            "repair": 0.2,
+            "restore": 0.01,
+            "redo": 0.5,
+        }
+    )
+    with pytest.raises(BenchmarkError, match="not committed on 7 microbatches"):
+        kill_samples(events, 7)
+
+
+def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
+    strikes = strikes_on(OwnStage(3, "10.0.0.1"), 2)
+    assert [(strike.what, strike.host, strike.replica) for strike in strikes] == [
+        ("rank", "h3", 5),
+        ("rank", "h2", 3),
+        ("rank", "h1", 1),
+        ("host", "h3", 4),
+    ]
+    assert strikes[0].words() == "4:5:in-reduce"
+    assert strikes[-1].words() == "13:4:in-reduce=stall:120"
+    with pytest.raises(BenchmarkError, match="no cable can be cut"):
+        OwnStage(3, "10.0.0.1").cut("h3")
+
+
+def costs(**changes: float) -> ReturningCosts:
+    pieces = {"recovery": 0.1, "join": 0.15, "away": 6.0, "full": 1.0, "less": 1.25} | changes
+    return ReturningCosts(5, Restarting(step=1.0, save=0.05, stall=9.0), **pieces)
+
+
+def test_a_replica_that_is_away_for_a_while_costs_its_share_of_the_steps_meanwhile() -> None:
+    # A failure every 1000 steps: 6 s of them with one of five less.
+    assert costs().ours(1000) == pytest.approx(1000 + 0.1 + 0.15 + 6.0 / 5, rel=1e-3)
+    assert costs().missing(1000) == pytest.approx(6.0 / 1001, rel=0.01)
+    # A failure every second: away for 6 s means that several are, and never all of them.
+    assert 1 < costs().missing(1) < 5
+    assert costs().ours(1) > 1.25
+
+
+def test_replicas_that_come_back_leave_no_rate_of_failures_at_which_a_restart_is_better() -> None:
+    assert costs().crossing() is None
+    assert costs().calm_ratio == 1.0
+    assert costs(full=1.1, less=1.4).calm_ratio == pytest.approx(1 / 1.1)
+    assert costs(join=60.0).crossing() is not None, "a join that stalls for a minute is worse than a restart"
+
+
+@pytest.mark.parametrize("megabytes", [1, 5, 50, 200])
+def test_a_scene_is_as_large_as_it_was_asked_for(megabytes: float, tmp_path: Any) -> None:
+    wide = hidden_for(megabytes)
+    words = Scene(hidden=wide).words(tmp_path)
+    shape = json.loads((tmp_path / "model.json").read_text())
+    assert words[0] == f"model={tmp_path / 'model.json'}"
+    assert shape["hidden_size"] == wide
+    layer = 3 * wide * wide + 3 * wide * shape["intermediate_size"]
+    state = 12 * (2 * layer + 2 * VOCAB * wide)
+    assert megabytes * 0.9 < state / 1e6 < megabytes * 1.4
