@@ -31,12 +31,12 @@ from recover.agent.placement import across
 from recover.agent.returns import Returns
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.etcd.etcd_client import EtcdClient, EtcdError
-from recover.etcd.etcd_host import HostLease
+from recover.etcd.etcd_host import HostLease, without_lease
 from recover.job.grid import Grid
 from recover.job.hosts_asked import ROOM, HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch import preflight
-from recover.launch.etcd_access import client_of
+from recover.launch.etcd_access import LOST, client_of
 from recover.launch.etcd_notes import EtcdNotes
 from recover.launch.launcher import DEFAULT_TIMEOUT, Beside, catching
 from recover.launch.preflight import Refusal
@@ -48,7 +48,7 @@ from recover.world.notes import RunNotes
 
 _ORDER = 3.0  # seconds that the others get to hear why this agent ends
 _LINGER = 15.0  # seconds that an agent with etcd in its house waits for the others to leave
-_LAST_WORDS = 3.0  # seconds that ranks get to end by themselves when etcd was silent for too long
+_LAST_WORDS = 5.0  # seconds that ranks get to end by themselves when etcd was silent for too long
 _IMPATIENT = 1.0  # seconds for one request of the agent's own
 _GIVEN_UP = 30.0  # seconds for the others to give up a host that comes back under its name
 
@@ -156,6 +156,7 @@ class Agent:
         self._part, self._spec, self._check, self._caught = part, spec, check, caught
         self._access = spec.etcd  # to the keys of the job's name; those of the run lie below
         self._given_up = False  # by the others
+        self._lost_at: float | None = None  # when it was settled that etcd will not answer any more
         self._witness = witness
 
     def run(
@@ -242,7 +243,7 @@ class Agent:
         )
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
         look = functools.partial(fence, pulse, board, notes, Path(str(spec.run_dir)))
-        clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place)
+        clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options))
         slots = HostSlots(part.slots, options.return_delay, options.forgive)
         if part.returns:
             clerk.returns = Returns(impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear)
@@ -257,7 +258,8 @@ class Agent:
         try:
             if not meeting.late:
                 lease.start()
-            failure = ranks.watch(timeout, lambda: self._must_end(clerk, ranks), lambda: clerk.ends)
+            must_end = functools.partial(self._must_end, clerk, ranks, timeout, bool(spec.across))
+            failure = ranks.watch(timeout, must_end, lambda: clerk.ends)
             if failure:
                 clerk.give_order(Order(host, failure))
             if failure or self._caught:
@@ -308,21 +310,30 @@ class Agent:
         ranks.dismiss(ranks.outside - known, "its replica has lost a rank, and can never be whole")
         ranks.end_those_not_ready(clerk.returns.asked, self._part.warm_up)
 
-    def _must_end(self, clerk: Clerk, ranks: HostRanks) -> bool:
+    def _must_end(self, clerk: Clerk, ranks: HostRanks, timeout: float, across: bool) -> bool:
         self._look_for_newcomers(clerk, ranks)
         if self._caught or self._given_up or clerk.order is not None:
             return True
         if clerk.over and ranks.running <= ranks.outside:
             return True
-        if clerk.silent_since is None:
-            return False
-        # Those that wait for an agreement end by themselves; one that waits for data from a host that it is cut off
-        # from would do so for ever.
-        patience = self._access.patience + (_LAST_WORDS if ranks.running else 0.0)
-        return time.monotonic() - clerk.silent_since > patience
+        if self._lost_at is None:
+            if clerk.silent_since is None or time.monotonic() - clerk.silent_since < self._access.patience:
+                return False
+            # For good: one that waits for data from a host that it is cut off from would do so for ever.
+            self._lost_at = time.monotonic()
+            Path(str(self._spec.session), LOST).touch()
+        # They end by themselves; whoever computes comes to its vote first, and then saves what it has.
+        patience = timeout if ranks.at_it() and not across else _LAST_WORDS
+        return not ranks.running or time.monotonic() - self._lost_at > patience
 
     def _silence(self, access: EtcdAccess) -> str:
         return f"no etcd has answered at {', '.join(access.endpoints)} for {access.patience:g} s (--rdzv-patience)"
+
+    def _hear_of_loss(self, options: HostOptions) -> Callable[[str, Sequence[int], str], None]:
+        def hear(host: str, ranks: Sequence[int], why: str) -> None:
+            self._witness.heard(host, ranks, why, options.lease if why == without_lease(host) else None)
+
+        return hear
 
     def _lose(self) -> None:
         self._given_up = True

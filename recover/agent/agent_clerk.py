@@ -41,7 +41,8 @@ class Order:
 
 
 class Clerk:
-    """`caught`: the signals that this agent has got; the first one ends the job everywhere."""
+    """`caught`: the signals that this agent has got; the first one ends the job everywhere. `heard` is told of
+    ranks that were lost on another host: where, which, and why."""
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class Clerk:
         caught: list[int],
         look_for_hung_ranks: Callable[[], object],
         place: Callable[[Sequence[int]], object],
+        heard: Callable[[str, Sequence[int], str], object],
     ) -> None:
         self._client, self._meeting, self._plan, self._caught = client, meeting, plan, caught
-        self._look_for_hung_ranks, self._place = look_for_hung_ranks, place
+        self._look_for_hung_ranks, self._place, self._heard = look_for_hung_ranks, place, heard
         self.returns: Returns | None = None  # set before the start, where lost replicas are started again
         self.seats = dict(enumerate(plan.seats))
         self.counted = set(self.seats)  # the ranks of the start, and those who have joined since
@@ -185,4 +187,5 @@ class Clerk:
                 lost.setdefault((seat.host, dead[rank]), []).append(rank)
         for (host, why), ranks in lost.items():
             say(f"{name_ranks(ranks)} on {host} lost" + (f": {why}" if why else ""))
+            self._heard(host, sorted(ranks), why)
         self._dead |= dead.keys()

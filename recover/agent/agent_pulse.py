@@ -5,20 +5,18 @@ inside itself, where nobody looks, and a rank may be alone on its host. So each 
 etcd, now and then, reads those of the others, and holds its own ranks against whoever is furthest. One that is stopped
 while its agent runs was stopped alone, whoever waits for it.
 
-    pulse/<host>   the rows of its living ranks
-
 What it hears of the others, it leaves in its session for whoever looks on.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.job.grid import Grid
+from recover.launch.etcd_pulses import pulses, tell_pulse
 from recover.launch.verdict import write_marker
 from recover.launch.watched_job import say
 from recover.liveness import elsewhere
@@ -30,7 +28,6 @@ from recover.world.watchdog import HangWatchdog, describe
 
 EVERY = 0.5  # seconds between two pulses
 ASLEEP = 5.0  # seconds without a look after which the agent was stopped itself, or etcd silent
-PULSE = "pulse/"
 
 
 class Pulse:
@@ -57,15 +54,19 @@ class Pulse:
             return {}
         self._looked, self._looks = now, self._looks + 1
         living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
-        self._client.put(f"{PULSE}{self._host}", json.dumps(elsewhere.told(living)).encode())
-        others = [found for found in self._client.get_all(PULSE)[0] if found.key != f"{PULSE}{self._host}"]
-        heard = {rank: told for found in others for rank, told in json.loads(found.value).items()}
+        tell_pulse(self._client, self._host, elsewhere.told(living))
+        heard = {
+            rank: told
+            for host, rows in pulses(self._client).items()
+            if host != self._host
+            for rank, told in rows.items()
+        }
         if self._session is not None and heard:
             elsewhere.leave(self._session, heard)
         everywhere = dict(living)
         for rank, (row, _) in heard.items():
             row[HEARTBEAT] = self._looks  # that they live is for their own agents to say
-            everywhere[int(rank)] = row, "S"
+            everywhere[rank] = row, "S"
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
         signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
         hung = self._hangs.look(True, signs, now)

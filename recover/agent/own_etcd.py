@@ -128,6 +128,12 @@ class OwnEtcd:
 
     def _nobody(self, patience: float) -> str:
         names = ", ".join(self._access.endpoints)
+        pairs = map(_parts, self._access.endpoints)
+        if there := [f"{host}:{port}" for host, port in pairs if _listens(host, port)]:
+            return (
+                f"somebody listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
+                "majority of its members run, and, if it wants TLS, was --etcd-ca given?"
+            )
         return (
             f"no etcd answers at {names} after {patience:g} s; is this command running on the hosts named there, with "
             "the same --rdzv-endpoint, and is the port open between them?"

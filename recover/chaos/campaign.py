@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from recover.chaos.invariants import Left, joined_in, violations
 from recover.faults import Fault
@@ -44,6 +45,55 @@ PATIENCE = 120.0  # seconds, or so many times the run without failures: then it 
 TIMES = 10.0
 
 
+class Ground(Protocol):
+    """What the jobs of a campaign run on: what may strike there, how one is run, and what must hold of it."""
+
+    def check(self, config: Config) -> None: ...
+
+    def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]: ...
+
+    def run(
+        self,
+        words: Sequence[str],
+        run_dir: Path,
+        limit: float | None,
+        faults: Sequence[Fault] = (),
+        running: set[subprocess.Popen[bytes]] | None = None,
+    ) -> Any: ...
+
+    def violations(
+        self, run: Any, config: Config, faults: Sequence[Fault], calm: Any = None
+    ) -> Iterator[str]: ...
+
+
+class OneMachine:
+    """This one. `returns`: lost replicas are started again."""
+
+    def __init__(self, returns: bool = False) -> None:
+        self._returns = returns
+
+    def check(self, config: Config) -> None:
+        pass  # whatever `recover train` takes
+
+    def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
+        return schedule_for(config, seed) + (strike_newcomers(config, seed) if self._returns else ())
+
+    def run(
+        self,
+        words: Sequence[str],
+        run_dir: Path,
+        limit: float | None,
+        faults: Sequence[Fault] = (),
+        running: set[subprocess.Popen[bytes]] | None = None,
+    ) -> Left:
+        return run_job(words, run_dir, limit, faults, running, options=RETURN if self._returns else ())
+
+    def violations(
+        self, run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None
+    ) -> Iterator[str]:
+        return violations(run, config, faults, calm)
+
+
 @dataclass
 class Tally:
     """What came of all runs."""
@@ -63,11 +113,13 @@ def chaos(
     replicas: tuple[int, int] | None = None,
     output: Path | None = None,
     returns: bool = False,
+    ground: Ground | None = None,
 ) -> int:
     """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
 
     `returns`: lost replicas are started again, and struck again.
     """
+    ground = ground or OneMachine(returns)
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
@@ -78,13 +130,13 @@ def chaos(
         )
     jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
     for theirs in jobs.values():
-        prepare_run(theirs, None, (), None)  # what cannot be run is refused now
+        ground.check(prepare_run(theirs, None, (), None).config)  # what cannot be run is refused now
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
     try:
-        calm = run_job(words, place / "calm", limit=None)
-        if broken := list(violations(calm, config, ())):
+        calm = ground.run(words, place / "calm", limit=None)
+        if broken := list(ground.violations(calm, config, ())):
             tally.calm_is_broken = True
             print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
             return 1
@@ -95,7 +147,7 @@ def chaos(
             number = seed + tally.runs
             count = random.Random(f"chaos/{number}").randint(low, high)
             tally.runs += 1
-            _one(jobs[count], number, place, calm, limit, tally, returns)
+            _one(ground, jobs[count], number, place, calm, limit, tally, returns)
     finally:
         if not tally.calm_is_broken:
             shutil.rmtree(place / "calm", ignore_errors=True)
@@ -115,18 +167,23 @@ def _share_out(global_batch: int, replicas: int) -> list[str]:
 
 
 def _one(
-    words: list[str], seed: int, place: Path, calm: Left, limit: float, tally: Tally, returns: bool
+    ground: Ground,
+    words: list[str],
+    seed: int,
+    place: Path,
+    calm: Any,
+    limit: float,
+    tally: Tally,
+    returns: bool,
 ) -> None:
     """One run. A violation is told, and the run directory kept."""
     run_dir = place / f"seed-{seed}"
     config = prepare_run(words, run_dir, (), None).config
-    faults = schedule_for(config, seed)
-    if returns:
-        faults += strike_newcomers(config, seed)
+    faults = ground.schedule(config, seed)
     began = time.monotonic()
-    run = run_job(words, run_dir, limit, faults, options=RETURN if returns else ())
+    run = ground.run(words, run_dir, limit, faults)
     broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
-    broken += violations(run, config, faults, calm)
+    broken += ground.violations(run, config, faults, calm)
     told = "ok" if not broken else "VIOLATION"
     came = len(joined_in(run)) if returns else 0
     tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came

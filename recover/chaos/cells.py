@@ -113,7 +113,7 @@ def _events(alive: tuple[int, ...], missing: set[Cell], batch: int, policy: str)
             if second == first:
                 continue
             for where in RECOVERIES:
-                if where == "extra" and second not in _extra(location, first, alive, batch, policy):
+                if where == "extra" and second not in runs_extra(location, first, alive, batch, policy):
                     continue
                 then = {Cell(location, role, "then") for role in roles[first]}
                 then |= {Cell(where, role, "then") for role in roles[second]}
@@ -131,7 +131,7 @@ def _roles(replica: int, alive: tuple[int, ...], batch: int, policy: str) -> set
 
 
 @cache
-def _extra(location: str, dead: int, alive: tuple[int, ...], batch: int, policy: str) -> set[int]:
+def runs_extra(location: str, dead: int, alive: tuple[int, ...], batch: int, policy: str) -> set[int]:
     """Who runs extra microbatches once `dead` has died there; nobody, if the step may be complete without it."""
     if location in ("in-totals", "vote", *AFTER_VERDICT):
         return set()

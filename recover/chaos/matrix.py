@@ -6,13 +6,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
 from recover.chaos.invariants import violations
+from recover.faults import Fault
 from recover.job.machine import machine
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
@@ -20,6 +22,7 @@ from recover.train.preparation import prepare_run
 POLICY = ("policy=static", "samples=partitioned")  # the one with all roles
 LIMIT = 180.0  # seconds for one launch: then it hangs
 BEGIN, END = "<!-- matrix: {} -->", "<!-- end of matrix: {} -->"
+L = TypeVar("L", bound="Laid")
 
 
 def matrix(
@@ -34,19 +37,43 @@ def matrix(
     if write is not None:
         split_at_table(write, config.parallel)
     plan = whole[:launches]
-    started, broken = time.monotonic(), set[Cell]()
+    started = time.monotonic()
+
+    def run(launch: Launch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
+        return list(run_launch([*POLICY, *words], launch, run_dir, LIMIT * jobs, running))
+
+    broken = carry_out(plan, run, jobs)
+    text = list(_summary(config, whole, plan, broken, jobs, time.monotonic() - started))
+    print("\n".join(text))
+    if write is not None:
+        insert(write, config.parallel, text)
+    return 1 if broken else 0
+
+
+class Laid(Protocol):
+    """One launch of a plan."""
+
+    faults: list[Fault]
+    cells: set[Any]
+
+
+def carry_out(
+    plan: Sequence[L], run: Callable[[L, Path, set[subprocess.Popen[bytes]]], list[str]], jobs: int
+) -> set[Any]:
+    """Run all launches, so many at a time. Returns the cells of those that broke a law; their evidence stays."""
+    broken = set[Any]()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-"))
     running: set[subprocess.Popen[bytes]] = set()
 
-    def run(number: int) -> tuple[int, float, list[str]]:
+    def run_one(number: int) -> tuple[int, float, list[str]]:
         began, run_dir = time.monotonic(), place / f"launch-{number + 1}"
-        laws = list(run_launch([*POLICY, *words], plan[number], run_dir, LIMIT * jobs, running))
+        laws = run(plan[number], run_dir, running)
         return number, time.monotonic() - began, laws
 
     def tell(number: int, seconds: float, laws: Sequence[str]) -> None:
         launch, run_dir = plan[number], place / f"launch-{number + 1}"
         print(
-            f"launch {number + 1} of {len(plan)}: {len(launch.faults)} deaths, {len(launch.cells)} cells, "
+            f"launch {number + 1} of {len(plan)}: {len(launch.faults)} {_named(launch)}, {len(launch.cells)} cells, "
             f"{seconds:.1f} s: {'ok' if not laws else '; '.join(laws)}",
             flush=True,
         )
@@ -59,7 +86,7 @@ def matrix(
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                for done in as_completed([pool.submit(run, number) for number in range(len(plan))]):
+                for done in as_completed([pool.submit(run_one, number) for number in range(len(plan))]):
                     tell(*done.result())
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -69,11 +96,11 @@ def matrix(
     finally:
         if not broken:
             shutil.rmtree(place, ignore_errors=True)
-    text = list(_summary(config, whole, plan, broken, jobs, time.monotonic() - started))
-    print("\n".join(text))
-    if write is not None:
-        insert(write, config.parallel, text)
-    return 1 if broken else 0
+    return broken
+
+
+def _named(launch: Laid) -> str:
+    return "deaths" if all(fault.action == "kill" for fault in launch.faults) else "faults"
 
 
 def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, list[Launch]]:

@@ -112,6 +112,8 @@ def _on_hosts(count: int, place: Path) -> int:
 
     from recover.lab.hosts import Lab, unavailable
     from recover.records.lines import read
+    from recover.report import reasons
+    from recover.report.recorded_runs import read_runs
 
     if count < 3:
         typer.echo(
@@ -151,7 +153,7 @@ def _on_hosts(count: int, place: Path) -> int:
                     stderr=subprocess.STDOUT,
                     env=os.environ | {"TMPDIR": "/tmp"},
                 )
-        told = 0
+        told, cut_at = 0, 0.0
         while agents["h2"].poll() is None:
             time.sleep(0.1)
             lines = read(steps).whole
@@ -162,11 +164,18 @@ def _on_hosts(count: int, place: Path) -> int:
             if lab["h1"].up and told >= STEPS // 2:
                 print("h1 loses its power: it, its replica and its member of etcd are gone", flush=True)
                 lab["h1"].power_cut()
+                cut_at = time.time()
         codes = {name: agent.wait() for name, agent in agents.items() if name != "h1"}
-    lines = read(steps).whole
-    sizes = " or ".join(map(str, sorted({line["microbatches"] for line in lines})))
+    after = [line for line in read(steps).whole if cut_at and line["replicas"] == count - 1]
+    if not after or any(codes.values()):
+        typer.echo(f"recover demo: the run has failed; {place}/h*.out tell why", err=True)
+        return 1
+    sizes = " or ".join(map(str, sorted({line["microbatches"] for line in read(steps).whole})))
+    print(f"\nWhat `recover why {place / 'h2'}` says:")
+    print("\n".join(reasons.tell(read_runs([place / "h2"])[0])))
     print(
-        f"\nShown: {len(lines)} steps on {sizes} microbatches each, through the loss of the host that came first.\n"
+        f"\nShown: {len(read(steps).whole)} steps on {sizes} microbatches each, through the loss of the host that came "
+        f"first: {after[0]['at'] - cut_at:.1f} s after the cut step {after[0]['step']} was committed without it.\n"
         f"The records are on every host that is left: `recover report {place / 'h2'}`"
     )
-    return max(codes.values())
+    return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recover.cli.refusals import refusals
+
+if TYPE_CHECKING:
+    from recover.chaos.on_hosts import Hosts
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,6 +74,13 @@ def chaos(
     returns: Annotated[
         bool, typer.Option("--return", help="Lost replicas are started again, and struck again.")
     ] = False,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            metavar="H",
+            help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
+        ),
+    ] = 0,
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.bench.measure import tidy_on_sigterm
@@ -81,7 +91,10 @@ def chaos(
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
-        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, returns))
+        if hosts and returns:
+            raise ValueError("--hosts and --return: give one of them; returns are tried on one machine")
+        ground = _hosts(hosts) if hosts else None
+        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, returns, ground))
 
 
 @app.command("matrix", context_settings={"allow_interspersed_args": False})
@@ -92,6 +105,13 @@ def matrix(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
     write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
+    hosts: Annotated[
+        int,
+        typer.Option(
+            metavar="H",
+            help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
+        ),
+    ] = 0,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
     from recover.bench.measure import tidy_on_sigterm
@@ -99,7 +119,21 @@ def matrix(
 
     tidy_on_sigterm()
     with refusals("recover faults matrix"):
+        if hosts:
+            from recover.chaos.host_matrix import host_matrix
+
+            raise typer.Exit(host_matrix(_keys(words), _hosts(hosts), launches, write, jobs))
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs))
+
+
+def _hosts(count: int) -> Hosts:
+    from recover.chaos.on_hosts import Hosts
+    from recover.lab.hosts import unavailable
+
+    hosts = Hosts(count)
+    if reason := unavailable():
+        raise ValueError(f"--hosts {count}: {reason}")
+    return hosts
 
 
 def _keys(words: list[str]) -> list[str]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from recover.etcd.etcd_client import (
     Answer,
     EtcdClient,
-    EtcdError,
     KeyValue,
+    LostDataError,
     Operation,
     absent,
     all_are,
@@ -185,7 +185,7 @@ def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int)
 def check_kept(glance: Glance, through: int) -> None:
     """Etcd must know of all agreements that a rank has been through."""
     if glance.decided < through:
-        raise EtcdError(
+        raise LostDataError(
             f"etcd has lost its data: it knows of {glance.decided} agreements, and this rank has been through "
             f"{through}; go on from the last checkpoint, with an etcd that keeps them"
         )

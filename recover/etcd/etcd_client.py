@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recover.etcd.etcd_line import Line
+from recover.fabrics.base import WorldLostError
 
 TIMEOUT = 0.5  # seconds for one request at one endpoint ...
 SLOWEST = 8  # ... and up to so many times as long where the network is slow
@@ -36,7 +37,11 @@ class EtcdError(Exception):
     """Etcd has refused a request: to ask again would not help."""
 
 
-class UnansweredError(EtcdError):
+class LostDataError(EtcdError, WorldLostError):
+    """What was agreed on is not there any more."""
+
+
+class UnansweredError(EtcdError, WorldLostError):
     """No endpoint has answered. What was asked for may have been done, or not, or may be done later."""
 
 
@@ -163,6 +168,11 @@ class EtcdClient:
         self._user, self._password, self._tls = user, password, tls
         self._token: str | None = None
         self._mine = threading.local()
+        self._has_given_up = False
+
+    def give_up(self) -> None:
+        """Whoever waits for an answer, or will, has waited long enough."""
+        self._has_given_up = True
 
     def txn(
         self, compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
@@ -227,7 +237,7 @@ class EtcdClient:
                 return self.call(path, body)
             except UnansweredError as error:
                 self.unanswered += 1
-                if time.monotonic() > deadline:
+                if self._has_given_up or time.monotonic() > deadline:
                     raise UnansweredError(
                         f"{error}; nobody has answered for {self.patience:g} s: is etcd running at "
                         f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)}, and does a majority of it?"
@@ -246,6 +256,8 @@ class EtcdClient:
             ) from None
         except OSError as error:
             self.go_on()
+            if isinstance(error, ssl.SSLError) and (mend := _refused_by_tls(error)):
+                raise EtcdError(f"etcd at {where} and TLS: {error}; {mend}") from None
             cause = repr(error)
             if isinstance(error, TimeoutError):
                 cause = f"within {limit:g} s"
@@ -272,6 +284,8 @@ class EtcdClient:
             self.go_on()
             return UnansweredError(f"etcd at {where} cannot answer {path} now: {said}")
         mend = "is this etcd 3.4 or later, with its JSON gateway on?" if status == 404 else ""
+        if "HTTPS server" in said:
+            mend = "give --etcd-ca: the file that says who signed its certificate"
         if NO_SPACE in said:
             mend = "compact and defragment it, or raise --quota-backend-bytes, and disarm its alarm"
         elif code in (7, UNAUTHENTICATED) or "auth" in said or "user name" in said:
@@ -353,6 +367,13 @@ class EtcdClient:
             int(found.get("version", 0)),
             int(found["mod_revision"]),
         )
+
+
+def _refused_by_tls(error: ssl.SSLError) -> str:
+    """What to do about a handshake that would end the same way again; "" if it was cut short by something else."""
+    if "ALERT" in (error.reason or ""):
+        return "it refuses what we show of ourselves, or that we show nothing: see --etcd-cert and --etcd-key"
+    return "it does not speak TLS: leave out --etcd-ca" if error.reason == "WRONG_VERSION_NUMBER" else ""
 
 
 def to_base64(data: str | bytes) -> str:

@@ -35,6 +35,11 @@ LOOK = 0.1  # seconds between two looks at the hosts that seem lost
 MOST_RANKS = 120  # of one host: etcd takes 128 operations in a transaction
 
 
+def without_lease(host: str) -> str:
+    """Why its ranks are dead."""
+    return f"host {host} has lost its lease"
+
+
 class HostLease:
     """Held by the process that starts a host's ranks. `lost` is called if the others have given the host up."""
 
@@ -188,7 +193,7 @@ class HostsSeen:
 
     def _declare(self, host: str, ranks: Sequence[int]) -> None:
         """All its ranks at once, unless it has come back, or somebody else was faster."""
-        why = f"host {host} has lost its lease".encode()
+        why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), present(f"{PLACED}{host}")]
         self._client.txn(guards, [delete(f"{PLACED}{host}"), *deaths])

@@ -18,6 +18,10 @@ class FabricError(Exception):
     """A point-to-point operation failed. Which error the library named is chance, so it is not kept apart."""
 
 
+class WorldLostError(Exception):
+    """What the world stands on is gone: nobody can commit any more. Each replica holds the state of its last commit."""
+
+
 class Transfer(Protocol):
     """A message under way."""
 

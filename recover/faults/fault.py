@@ -26,9 +26,31 @@ ACTIONS: dict[str, str] = {
     "corrupt:weights": "a bit of its parameters is flipped",
     "corrupt:gradient": "a bit of its local gradient is flipped, before it is reduced",
     "nan": "a NaN gets into its local gradient, before it is reduced",
+    "lab:power": "its host loses its power",
+    "lab:cut": "the cable of its host is cut, until the others have given it up",
+    "lab:blink": "the cable of its host is cut for half a second",
+    "lab:agent-kill": "the agent of its host gets SIGKILL",
+    "lab:agent-stop": "the agent of its host is stopped, until the others have given it up",
+    "lab:member-kill": "the member of etcd on its host gets SIGKILL",
+    "lab:leader-kill": "the member of etcd that leads gets SIGKILL",
+    "lab:leader-stop": "the member of etcd that leads is stopped, for longer than a lease",
+    "lab:etcd-stop": "all members of etcd are stopped, for some seconds",
 }
-LETHAL = ("kill", "exit", "stop", "corrupt:weights")  # the replica is lost: the last one by eviction
-BY_CLOCK = ("kill", "stop", "pause")  # signals strike anywhere; the others need a place
+LAB = "lab"  # what a lab does to the hosts of a job, when a rank of the host has come there
+OF_HOST = (
+    "lab:power",
+    "lab:cut",
+    "lab:agent-kill",
+    "lab:agent-stop",
+)  # all replicas with a rank on it are lost
+LETHAL = (
+    "kill",
+    "exit",
+    "stop",
+    "corrupt:weights",
+    *OF_HOST,
+)  # the replica is lost: by eviction, where it is corrupt
+BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; the others need a place
 IN_GRADIENT = ("corrupt:gradient", "nan")
 WITH_AMOUNT = {  # what the number of an action is
     "pause": "seconds, as pause:1.5",
@@ -91,6 +113,11 @@ class Fault:
     def lethal(self) -> bool:
         return self.action in LETHAL
 
+    @property
+    def needs_lab(self) -> bool:
+        """Whether it takes a lab."""
+        return self.action.startswith(f"{LAB}:")
+
     def __str__(self) -> str:
         action = f"={self.action}" if self.action != "kill" else ""
         if self.after is not None:
@@ -116,7 +143,7 @@ def parse_fault(text: str) -> Fault:
     if match["location"] is None:
         after = float(match["when"][:-1])
         fault = Fault(0, replica, ANYTIME, local, action=action, after=after)
-        if fault.kind not in BY_CLOCK:
+        if action.partition(":")[0] not in BY_CLOCK:
             raise ValueError(
                 f"fault {text!r}: {action!r} needs a place to strike at; give a step and a location"
             )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from recover.faults import lab_requests
 from recover.faults.fault import IN_GRADIENT, Fault
 from recover.faults.locations import IN_FLIGHT, LOCATIONS
 
@@ -133,6 +134,8 @@ class Probe:
     def _suffer(self, fault: Fault, detail: object) -> None:
         if self._fire is not None:
             self._fire(fault)
+        elif fault.needs_lab:
+            lab_requests.have_done(fault)
         elif fault.action == "kill":
             _signal_self(signal.SIGKILL)
         elif fault.action == "stop":

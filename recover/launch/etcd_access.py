@@ -7,6 +7,8 @@ import ssl
 from recover.etcd.etcd_client import EtcdClient
 from recover.job.spec import EtcdAccess
 
+LOST = "etcd-lost"  # in the session of a host: its agent has waited for etcd for long enough
+
 
 def client_of(access: EtcdAccess) -> EtcdClient:
     """A client of the job's etcd. Raises OSError if a file that it needs for TLS cannot be read."""

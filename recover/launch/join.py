@@ -10,9 +10,11 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from recover.carriers import choose
 from recover.carriers.worker import Worker
@@ -28,7 +30,11 @@ from recover.world.notes import Notes, RunNotes
 from recover.world.seams import Own, Parts
 from recover.world.world import World
 
+if TYPE_CHECKING:
+    from recover.etcd.etcd_client import EtcdClient
+
 _current: World | None = None
+_LOOK = 0.5  # seconds between two looks for a word of the agent's
 
 
 def init(replica_size: int | None = None, carrier: str | None = None) -> World:
@@ -106,8 +112,9 @@ def _alone(job: JobSpec) -> World:
 
 def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.etcd.etcd_fabric import EtcdFabric
-    from recover.launch.etcd_access import client_of
+    from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
+    from recover.launch.etcd_pulses import steps_told
 
     me = process.rank()
     assert me is not None
@@ -130,7 +137,19 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         limit=job.limit,
     )
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
-    return World(job, grid, _parts(job, grid, fabric, board, notes))
+    lost = Path(job.session, LOST)
+    threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
+    parts = _parts(job, grid, fabric, board, notes)
+    return World(job, grid, replace(parts, steps_told=lambda: steps_told(client)))
+
+
+def _give_up_with(lost: Path, client: EtcdClient) -> None:
+    """When the agent of this host says that etcd is lost: nobody waits any more, for an answer or for data."""
+    while not lost.exists():
+        time.sleep(_LOOK)
+    client.give_up()
+    if _current is not None:
+        _current.let_go("etcd is lost")
 
 
 def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:

@@ -13,7 +13,7 @@ from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from recover.faults import parse_faults
+from recover.faults import lab_requests, parse_faults
 from recover.faults.schedule import impossible
 from recover.job.gpus import sharing_refused
 from recover.job.spec import CARRIERS, read_hang_limit
@@ -138,6 +138,10 @@ def check_faults(
             raise Refusal(
                 f"{source}: {fault} can never strike: there are {ranks // replica_size} replicas of {replica_size} "
                 "rank(s), numbered from 0; name one of them"
+            )
+        if fault.needs_lab and lab_requests.VARIABLE not in os.environ:
+            raise Refusal(
+                f"{source}: {fault} is done by a lab, and this job runs on none; use `recover faults chaos --hosts 3`"
             )
     for problem in impossible(faults, ranks // replica_size, replica_size, later=room // replica_size):
         raise Refusal(f"{source}: {problem}")

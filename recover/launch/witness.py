@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -78,6 +79,17 @@ class Witness:
         self._host = HostTroubles()
         self._thread = threading.Thread(target=self._loop, name="recover-witness", daemon=True)
         self._thread.start()
+
+    def heard(self, host: str, ranks: Sequence[int], why: str, lease: float | None) -> None:
+        """These ranks of another host are lost; `lease`: with their host, of which there was no sign for so long."""
+        line = {
+            "what": "heard",
+            "at": round(time.time(), 3),
+            "host": host,
+            "lost_ranks": list(ranks),
+            "why": why,
+        }
+        self._log.write(line | ({} if lease is None else {"lease": lease}))
 
     def ending(self, reason: str) -> None:
         """From here on the launcher ends what is left: whoever goes now goes with the job."""

@@ -28,7 +28,7 @@ def told(rows: Rows) -> dict[str, list[object]]:
     }
 
 
-def leave(session: Path, heard: Mapping[str, Sequence[object]]) -> None:
+def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
     """All that was heard of other hosts. Nobody's training depends on it."""
     draft = session / f".{_NAME}"
     try:

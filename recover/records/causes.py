@@ -42,11 +42,18 @@ class Launched:
     number: int
     start: Line
     exits: list[Line] = field(default_factory=list)
+    heard: dict[int, Line] = field(default_factory=dict)  # by rank: what was heard of it on another host
     ending: float = float("inf")  # from here on the launcher ended what was left
 
     @property
     def replica_size(self) -> int:
         return int(self.start.get("replica_size", 1))
+
+
+def lost_host(line: Line) -> str:
+    """The host that a rank was lost with; "" if it was lost by itself."""
+    heard = line.get("heard", {})
+    return str(heard["host"]) if "lease" in heard else ""
 
 
 def is_orphan(line: Line) -> bool:
@@ -58,6 +65,37 @@ def cause_of(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause:
         if (cause := rule(line, launch, all_lines)) is not None:
             return cause
     return _unknown(line)
+
+
+def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause | None:
+    if not (host := lost_host(line)):
+        return None
+    ranks = sorted(each["rank"] for each in all_lines if lost_host(each) == host)
+    if line["rank"] != ranks[0]:
+        return Cause("host", f"was on {host}, too", f"it was on host {host}, too", "nothing: it followed")
+    return Cause(
+        "host",
+        f"was on host {host}, which was lost",
+        f"host {host} was lost, with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: there was "
+        f"no sign of it for longer than its lease of {line['heard']['lease']:g} s, so it has no power, no network, or "
+        "no agent any more (killed, or stopped)",
+        f"look at {host}: does it run, do the others reach it, what do its kernel's and its console's logs say; a job "
+        "with --return takes it back when the same command is started there again",
+    )
+
+
+def _heard_of(line: Line, *_: object) -> Cause | None:
+    """All that is known is what the agent of another host has said."""
+    heard = line.get("heard")
+    if heard is None or set(line) > {"rank", "at", "heard"}:
+        return None
+    return Cause(
+        "elsewhere",
+        f"was lost on {heard['host']}",
+        f"it was on host {heard['host']}"
+        + (f", whose agent said: {heard['why']}" if heard.get("why") else ""),
+        f"its log and `recover why` on {heard['host']} tell more, in the run directory of that host",
+    )
 
 
 def _orphaned(line: Line, *_: object) -> Cause | None:
@@ -291,6 +329,7 @@ def _unknown(line: Line) -> Cause:
 
 # In this order: what somebody else can prove before what the rank itself believed.
 _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
+    _lost_with_its_host,
     _orphaned,
     _out_of_memory,
     _gpu_failed,
@@ -304,6 +343,7 @@ _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
     _excluded,
     _crashed,
     _killed,
+    _heard_of,
 )
 
 

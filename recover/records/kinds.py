@@ -73,8 +73,8 @@ class IncidentRecord(TypedDict):
 class JobRecord(TypedDict):
     """What only who stands beside the ranks can see.
 
-    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `ending` (from here on the launcher
-    ends what is left), or `end`.
+    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `heard` (of ranks that were lost on
+    another host), `ending` (from here on the launcher ends what is left), or `end`.
     """
 
     what: str
@@ -103,6 +103,10 @@ class JobRecord(TypedDict):
     oom_kills: NotRequired[int]  # of the control group, since the start
     disk_full: NotRequired[str]
     gpu: NotRequired[list[str]]
+    # heard: of another `host`, by its agent, or because there was no sign of it for so long
+    lost_ranks: NotRequired[list[int]]
+    why: NotRequired[str]
+    lease: NotRequired[float]  # seconds; only if the host itself is lost
     # ending
     reason: NotRequired[str]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover.records.causes import AGREED, Cause, Launched, cause_of, is_orphan
+from recover.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
 from recover.records.kinds import Line
 
 
@@ -99,6 +99,9 @@ def _launched(job: Sequence[Line]) -> list[Launched]:
             found.append(Launched(len(found), line))
         elif line["what"] == "exit":
             found[-1].exits.append(line)
+        elif line["what"] == "heard":
+            for rank in line["lost_ranks"]:
+                found[-1].heard.setdefault(rank, line)
         elif line["what"] == "ending":
             found[-1].ending = line["at"]
     return found
@@ -118,16 +121,21 @@ def _went_well(line: Line) -> bool:
 
 def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> list[Death]:
     size = launch.replica_size
-    seen = {rank: exits.get(rank, {"rank": rank}) for rank in dead}
+    seen = {rank: _known(rank, exits, launch) for rank in dead}
     order = sorted(dead, key=lambda rank: (seen[rank].get("at", float("inf")), rank))
-    culprits: dict[int, int] = {}  # by replica
+    culprits: dict[int | str, int] = {}  # by replica, or by the host that was lost
+
+    def lost_with(rank: int) -> int | str:
+        return lost_host(seen[rank]) or rank // size
+
     for rank in order:
         if not is_orphan(seen[rank]):
+            culprits.setdefault(lost_with(rank), rank)
             culprits.setdefault(rank // size, rank)
     noted = [rank for rank in order if seen[rank].get("note")]
     deaths = []
     for rank in order:
-        line, culprit = seen[rank], culprits.get(rank // size)
+        line, culprit = seen[rank], culprits.get(lost_with(rank))
         because = culprit if culprit not in (rank, None) else None
         if line.get("words", {}).get("kind") in AGREED and noted and noted[0] != rank:
             because = noted[0]
@@ -139,6 +147,14 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
             Death(rank, rank // size, at, cause, because, line.get("step", 0), line.get("doing", ""), slots)
         )
     return deaths
+
+
+def _known(rank: int, exits: dict[int, Line], launch: Launched) -> Line:
+    """What was seen of its end, and what was heard of it."""
+    heard = launch.heard.get(rank)
+    known: Line = {"rank": rank} if heard is None else {"rank": rank, "at": heard["at"], "heard": heard}
+    known |= exits.get(rank, {})
+    return known | {"at": heard["at"]} if heard is not None and lost_host(known) else known
 
 
 def _ranks(ranks: Sequence[int]) -> str:

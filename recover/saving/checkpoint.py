@@ -1,7 +1,8 @@
 """Checkpoints as they lie on disk: `checkpoints/step-N`, with safetensors files and one readable file, `trainer.json`.
 
 What has this name is whole, and a later vote has confirmed the state that it was taken from. Until then it is a draft,
-`checkpoints/draft-N`, which is offered to nobody: see `recover.saving.saver`.
+`checkpoints/draft-N`, which is offered to nobody: see `recover.saving.saver`. What is saved when nobody can vote any
+more, since all of etcd is lost, is `checkpoints/unconfirmed-N`: whole, and said to be what it is to whoever goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 FACTS = "trainer.json"
 FORMAT = 2  # 1 was torch.distributed.checkpoint's own, with pickle
+UNCONFIRMED = "unconfirmed"
 READERS = 8  # files that are hashed at once
 
 
@@ -47,9 +49,16 @@ class Found:
             )
         return facts
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a vote has compared it with what the other replicas held."""
+        return not self.path.name.startswith(UNCONFIRMED)
+
     def identity(self) -> str:
-        """The same for copies of the same checkpoint."""
-        return f"step {self.step} ({file_digest(self.path / FACTS)[:12]})"
+        """The same for copies of the same checkpoint, and for those that several replicas have written."""
+        facts = {name: value for name, value in self.facts().items() if name != "writer"}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return f"step {self.step} ({digest[:12]})"
 
     def verify(self) -> None:
         """Raises CheckpointError unless every file has the contents that were written."""
@@ -77,14 +86,19 @@ class Found:
 
 
 def latest(run_dir: Path) -> Found | None:
-    """The newest good checkpoint of a run."""
-    found = all_good(run_dir)
+    """The newest one to go on from: a good one, or, if that is newer, what was saved when the world was lost."""
+    found = sorted([*unconfirmed(run_dir), *all_good(run_dir)], key=lambda found: found.step)
     return found[-1] if found else None
 
 
 def all_good(run_dir: Path) -> list[Found]:
     """The good ones, oldest first."""
     return _named("step", run_dir / "checkpoints")
+
+
+def unconfirmed(run_dir: Path) -> list[Found]:
+    """What was saved when nobody could agree on anything any more, oldest first."""
+    return _named(UNCONFIRMED, run_dir / "checkpoints")
 
 
 def drafts(run_dir: Path) -> list[Found]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from recover.saving import checkpoint
-from recover.saving.checkpoint import FACTS, FORMAT, CheckpointError
+from recover.saving.checkpoint import FACTS, FORMAT, UNCONFIRMED, CheckpointError
 from recover.saving.tensors import Snapshot, Stored, Tensors
 from recover.sums.state_hash import parameters_digest
 from recover.world import ending
@@ -88,7 +88,21 @@ class Saver:
             self._failed(step, error)
             return
         self._unnamed.append(step)
-        self._writing = self._thread.submit(self._write, step, tensors, snapshot, facts)
+        self._writing = self._thread.submit(self._write_draft, step, tensors, snapshot, facts)
+
+    def save_unconfirmed(self, step: int, tensors: Tensors, facts: dict[str, Any]) -> Path | None:
+        """Now, since no vote will come any more; where it is. All ranks of the replica call it; others may, too."""
+        draft = self._directory / f".lost-{step}-{self._replica}"
+        path = self._directory / f"{UNCONFIRMED}-{step}"
+        self.finish()
+        try:
+            self._write(draft, tensors, tensors.snapshot({}), facts)
+            if self._first:
+                draft.rename(path)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            return path if path.exists() else None
+        return path
 
     def found_equal(self, step: int, replicas: Iterable[int]) -> None:
         """The vote of this step has found that these replicas held the same state when it began."""
@@ -106,25 +120,27 @@ class Saver:
     def _is_good(self, step: int, writer: int) -> bool:
         return self._equal.get(writer, 0) > step
 
-    def _write(self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any]) -> None:
-        draft = self._directory / f"draft-{step}"
+    def _write_draft(self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any]) -> None:
         try:
-            written = tensors.write(draft, snapshot)
-            if not self._first:
-                return
-            with Stored(draft, written.files) as stored:
-                digest = parameters_digest((name, stored.whole(name)) for name in written.parameters)
-            facts = {"format": FORMAT, **facts, "writer": self._replica}
-            facts |= {"parameters_digest": digest, "files": written.files}
-            with open(draft / f"{FACTS}.tmp", "w") as file:
-                file.write(json.dumps(facts, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            (draft / f"{FACTS}.tmp").rename(draft / FACTS)  # last: what has it is whole
-            _flush(draft)
-            _flush(self._directory)
+            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts)
         except Exception as error:
             self._failed(step, error)
+
+    def _write(self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any]) -> None:
+        written = tensors.write(draft, snapshot)
+        if not self._first:
+            return
+        with Stored(draft, written.files) as stored:
+            digest = parameters_digest((name, stored.whole(name)) for name in written.parameters)
+        facts = {"format": FORMAT, **facts, "writer": self._replica}
+        facts |= {"parameters_digest": digest, "files": written.files}
+        with open(draft / f"{FACTS}.tmp", "w") as file:
+            file.write(json.dumps(facts, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        (draft / f"{FACTS}.tmp").rename(draft / FACTS)  # last: what has it is whole
+        _flush(draft)
+        _flush(self._directory)
 
     def _name(self, step: int) -> None:
         """All know now that it is good: it gets its name, and those that are older than the last `keep` go."""
@@ -136,8 +152,10 @@ class Saver:
                 _remove(path)
             draft.rename(path)
             _flush(self._directory)
-            for old in checkpoint.all_good(self._run_dir)[: -self._keep]:
-                _remove(old.path)
+            old = checkpoint.all_good(self._run_dir)[: -self._keep]
+            old += [found for found in checkpoint.unconfirmed(self._run_dir) if found.step <= step]
+            for found in old:
+                _remove(found.path)
         except OSError as error:
             self._failed(step, error)
 
@@ -162,10 +180,10 @@ class Saver:
             else:
                 ending.log(f"removed {draft.path}: its writer was lost before a vote had confirmed it")
                 _remove(draft.path)
-        for leftover in self._directory.glob(".gone-*"):
+        for leftover in (*self._directory.glob(".gone-*"), *self._directory.glob(".lost-*")):
             shutil.rmtree(leftover, ignore_errors=True)
-        found = checkpoint.latest(self._run_dir)
-        return found.step if found else 0
+        found = checkpoint.all_good(self._run_dir)
+        return found[-1].step if found else 0
 
 
 def _remove(path: Path) -> None:

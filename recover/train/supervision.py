@@ -20,6 +20,7 @@ from recover.job.spec import JobSpec
 from recover.launch.launcher import Beside, launch
 from recover.launch.preflight import Refusal
 from recover.launch.watched_job import RAISED
+from recover.records.lines import read
 from recover.saving import checkpoint
 from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run
@@ -86,7 +87,7 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions 
     stop.unlink(missing_ok=True)
     if code == [2]:
         return 2
-    said = _verdict(prepared, code in ([0], [RAISED]))
+    said = _verdict(prepared, code in ([0], [RAISED]), several=hosts is not None)
     return RAISED if code == [RAISED] else said
 
 
@@ -185,23 +186,37 @@ class _Signals:
 
 
 def _intention(prepared: PreparedRun, first: int) -> str:
-    config = prepared.config
+    config, found = prepared.config, prepared.resume
+    doubt = (
+        f"{found.path} was saved when the world was lost: no vote has compared it with what other replicas held\n"
+        if found is not None and not found.is_confirmed
+        else ""
+    )
     inside = f" of {config.replica_size} ranks" if config.replica_size > 1 else ""
-    return (
+    return doubt + (
         f"training {config.model} from step {first} to {config.steps} on {config.replicas} replicas{inside}, "
         f"B = {config.global_batch} microbatches of {config.microbatch_size} x {config.seq_len} tokens\n"
         f"data: {prepared.stream.description}"
     )
 
 
-def _verdict(prepared: PreparedRun, finished: bool) -> int:
+def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
     config, found = prepared.config, checkpoint.latest(prepared.run_dir)
     again = f"`recover train --resume {prepared.run_dir}`"
     if found and found.step < config.steps:
         way_on = f"{again} goes on from step {found.step + 1}"
+        if not found.is_confirmed:
+            way_on += ", with a state that was saved when the world was lost: no vote has compared it"
     else:
         way_on = "there is no checkpoint to go on from"
     path = prepared.run_dir / "summary.json"
+    if finished and several and not path.exists():
+        steps = read(prepared.run_dir / "steps.jsonl").whole
+        _say(
+            "the job has ended on other hosts; this one had lost all its ranks, and what there is of it in "
+            f"{prepared.run_dir} ends with step {steps[-1]['step'] if steps else 0}"
+        )
+        return 0
     if not finished or not path.exists():
         _say(f"the run was lost; {way_on}")
         return 1

@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import recover
+from recover.fabrics.base import WorldLostError
 from recover.faults import parse_faults
 from recover.journal.journal import Journal
 from recover.journal.run_records import (
@@ -23,6 +24,7 @@ from recover.journal.run_records import (
     summary,
     write_json,
 )
+from recover.liveness.board import ENDED
 from recover.models.gpu_use import GpuUse
 from recover.saving.confirmed import save_confirmed, together
 from recover.saving.saver import Saver
@@ -99,11 +101,15 @@ class Trainer:
 
     def run(self) -> None:
         """Until all steps are taken, all replicas agree to stop, or too few are left."""
-        self._begin()
-        while self._goes_on():
-            self._take_step()
-            self._checkpoint()
-        do_despite_losses(self.world, self._close, self._lost)
+        try:
+            self._begin()
+            while self._goes_on():
+                self._take_step()
+                self._checkpoint()
+            do_despite_losses(self.world, self._close, self._lost)
+        except WorldLostError:
+            self._save_what_there_is()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """For a replica that joins, beside what the step gives it."""
@@ -191,14 +197,36 @@ class Trainer:
         save_confirmed(world, step, self.saver, self._save if wanted else None, self._lost)
 
     def _save(self) -> None:
-        facts = {
+        self.saver.save(self.step.index, self.tensors, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        return {
             "step": self.step.index,
             "position": self.step.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "model": asdict(self.shape),
             "config": self.config.model_dump(),
         }
-        self.saver.save(self.step.index, self.tensors, facts)
+
+    def _save_what_there_is(self) -> None:
+        """Nobody can agree on anything any more, so on each host the first replica that lies there as a whole saves.
+
+        All hold the state of their last commit. That no bit has flipped since, no vote will tell.
+        """
+        world, index, size = self.world, self.step.index, self.world.grid.replica_size
+        world.board.in_step(world.rank, ENDED)
+        here = [
+            replica
+            for replica in world.replicas
+            if all(world.board.pid(rank) for rank in range(replica * size, (replica + 1) * size))
+        ]
+        if index == self.resumed_at or here[:1] != [world.replica]:
+            return
+        path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
+        told = f"saved in {path}; no vote has compared it" if path else "could not be saved"
+        ending.log(told := f"the world is lost; the state after step {index} {told}")
+        if world.shard == 0:
+            print(f"recover: {told}", flush=True)
 
     @contextmanager
     def _spending(self, name: str) -> Iterator[None]:

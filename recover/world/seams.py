@@ -6,7 +6,7 @@ the places where faults strike (`recover.world.hooks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -57,3 +57,5 @@ class Parts:
     own: Own
     notes: Notes
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
+    # Where there are other hosts: the step that each rank of the job was inside of, 0, or ENDED, a moment ago.
+    steps_told: Callable[[], Mapping[int, int]] | None = None

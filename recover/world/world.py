@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
+TOLD_AGAIN = (
+    1.0  # seconds between two looks at what is told of ranks on other hosts: longer than that is late
+)
 MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later
 
 
@@ -41,7 +45,7 @@ class World:
         self.worker = parts.worker
         self.closing: list[Callable[[], object]] = []  # what must be done before anybody may leave
         self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
-        self._fabric, self._own = parts.fabric, parts.own
+        self._fabric, self._own, self._steps_told = parts.fabric, parts.own, parts.steps_told
         self._membership: Membership[DataCarrier] = Membership(
             parts.fabric,
             grid,
@@ -166,6 +170,11 @@ class World:
         self.noticed_at = None
         return census
 
+    def let_go(self, why: str) -> None:
+        """Nobody waits for data of others any more: this rank comes to its next agreement. From any thread."""
+        if self._cross is not None:
+            self._cross.break_off(why)
+
     def linger(self) -> None:
         """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
 
@@ -265,4 +274,28 @@ class World:
                 if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
                     self.cross.break_off("the script has ended on a replica")
                 self._fabric.pause(0.01)
-        return self.agree(1, Phase.END)
+        with self._freeing_those_elsewhere():
+            return self.agree(1, Phase.END)
+
+    @contextmanager
+    def _freeing_those_elsewhere(self) -> Iterator[None]:
+        """The same for ranks of other hosts, on whose boards nobody can look: what is told of them lags, so that they
+        must be seen in the same step twice."""
+        told, cross, through = self._steps_told, self.cross, threading.Event()
+
+        def look() -> None:
+            before = set[tuple[int, int]]()
+            while told is not None and not through.wait(TOLD_AGAIN):
+                inside = {
+                    (rank, step) for rank, step in told().items() if step not in (0, ENDED, self._stepped)
+                }
+                if any(rank in self.members for rank, _ in before & inside):
+                    cross.break_off("the script has ended on a replica")
+                before = inside
+
+        if told is not None and not all(map(self.board.is_here, self.members)):
+            threading.Thread(target=look, name="recover-end", daemon=True).start()
+        try:
+            yield
+        finally:
+            through.set()

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from causes_told import first_causes, why
 from lab_jobs import PROGRAMS, LabJob, etcd_on, strike
 from training import small_world
 
@@ -43,6 +44,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
         assert job.codes("h2", "h3") == {"h2": 0, "h3": 0}, job.picture()
         assert job.leftovers() == {}
         assert "ranks 0-1 on h1 lost" in job.said("h3")
+    _lost_first(job)
     runs = read_runs([job.run_dir("h2"), job.run_dir("h3")])
     for run in runs:
         assert [line["step"] for line in run.steps] == list(range(1, len(run.steps) + 1))
@@ -60,6 +62,18 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
         assert found is not None
         assert found.step == len(runs[0].steps)
         found.verify()
+
+
+def _lost_first(job: LabJob) -> None:
+    """What `recover why` says on either host: the rank that was killed, and the host that lost its power."""
+    for host, killed in (("h2", "elsewhere"), ("h3", "killed")):
+        assert first_causes(job.run_dir(host)) == {5: killed, 0: "host"}
+        (of_host,) = (story for story in why(job.run_dir(host)) if story["first"][0]["rank"] == 0)
+        (first,), (followed,) = of_host["first"], of_host["followed"]
+        assert "host h1 was lost, with ranks 0, 1" in first["text"]
+        assert "look at h1" in first["advice"]
+        assert abs(first["at"] - of_host["record"]["at"]) < 5, "by the clock, about when the others knew"
+        assert (followed["rank"], followed["because_of"]) == (1, 0)
 
 
 def _facts(line: dict[str, object]) -> dict[str, object]:

@@ -69,6 +69,46 @@ def test_an_orphan_is_never_the_cause_and_everyone_is_told_once(
         assert not {death.rank for death in other.deaths} & dead, "told twice"
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["each host its own directory", "a shared one"])
+def test_a_lost_host_is_the_first_cause_and_its_ranks_are_told_with_it(shared: bool) -> None:
+    """Replicas of two. h1 with ranks 0 to 2 loses its power, so rank 3 on h2 is an orphan; rank 5 was killed on h3."""
+    heard = {
+        "what": "heard",
+        "host": "h1",
+        "lost_ranks": [0, 1, 2],
+        "why": "host h1 has lost its lease",
+        "lease": 2.0,
+    }
+    killed = {"what": "heard", "host": "h3", "lost_ranks": [5], "why": "its process was ended by SIGKILL"}
+    job = [
+        start_line(6, replica_size=2),
+        killed | {"at": START + 5},
+        heard | {"at": START + 7},
+        exit_line(3, START + 7.1, **ORPHAN),
+    ]
+    if (
+        shared
+    ):  # the agents of all hosts write there; h1 was cut off, and its ranks ended later, in another order
+        fenced = {
+            "words": {"end": "fenced", "detail": "rank 0 was declared dead: host h1 has lost its lease"}
+        }
+        job += [exit_line(rank, START + 20 - rank, **fenced) for rank in (0, 1, 2)]
+        job += [killed | {"at": START + 5.1}, heard | {"at": START + 7.2}]
+    story, *rest = stories([incident_line(5, [0, 1, 2, 3, 5], at=START + 8)], job)
+    assert rest == []
+    first, second = story.first
+    assert (first.rank, first.cause.kind, first.at) == (5, "elsewhere", START + 5)
+    assert "host h3, whose agent said: its process was ended by SIGKILL" in first.cause.text
+    assert (second.rank, second.cause.kind, second.at) == (0, "host", START + 7)
+    assert "host h1 was lost, with ranks 0, 1, 2: there was no sign of it" in second.cause.text
+    assert "2 s" in second.cause.text
+    assert "look at h1" in second.cause.advice
+    followed = {
+        death.rank: (death.because_of, death.cause.kind) for death in story.deaths if death not in story.first
+    }
+    assert followed == {1: (0, "host"), 2: (0, "host"), 3: (2, "orphan")}
+
+
 @pytest.mark.parametrize(
     ("seen", "kind", "said"),
     [

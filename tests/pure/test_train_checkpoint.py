@@ -188,6 +188,36 @@ def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_so
     assert names(tmp_path) == ["step-2"]
 
 
+def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
+    """Whoever saves it, one stays; hosts that hold the same have the same; a good one of that step counts more."""
+    first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)
+    assert first.step == 2
+    tensors = Tensors(*trained(3), 1)
+    paths = [one.save_unconfirmed(3, tensors, {"step": 3}) for one in (saver(tmp_path), second)]
+    assert paths == [tmp_path / "checkpoints" / "unconfirmed-3"] * 2
+    assert names(tmp_path) == ["step-1", "step-2", "unconfirmed-3"], "no draft of either is left"
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert (found.step, found.is_confirmed, first.is_confirmed) == (3, False, True)
+    found.verify()
+    elsewhere = saver(tmp_path / "another-host", replica=2)
+    elsewhere.save_unconfirmed(3, tensors, {"step": 3})
+    other = checkpoint.latest(tmp_path / "another-host")
+    assert other is not None
+    assert other.identity() == found.identity()
+    saver(tmp_path / "a-third", replica=2).save_unconfirmed(3, Tensors(*trained(4), 1), {"step": 3})
+    different = checkpoint.latest(tmp_path / "a-third")
+    assert different is not None
+    assert different.identity() != found.identity()
+    for step in (3, 4):  # going on from it
+        save(second, step, seed=3)
+        second.found_equal(step + 1, [1])
+        second.finish()
+        good = checkpoint.latest(tmp_path)
+        assert good is not None
+        assert (good.step, good.is_confirmed, names(tmp_path)) == (step, True, [f"step-{step}"])
+
+
 @pytest.mark.parametrize(
     ("votes", "torn", "left"),
     [

@@ -1,0 +1,123 @@
+"""What a lab does to the hosts of a job, when a rank that has come to the place asks for it (`faults.lab_requests`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.faults import Fault, lab_requests
+from recover.faults.fault import OF_HOST
+from recover.lab import namespaces
+from recover.lab.hosts import Host, Lab
+
+PORT = 2379
+LEASE = 3.0  # seconds: a little more than the least, since all hosts share one machine
+BLINK = 0.5  # seconds
+LEADER_STOPS = LEASE + 1.0
+ETCD_STOPS = 5.0
+_LOOK = 5.0  # seconds for somebody to lead
+
+
+class LabStrikes:
+    """`host_of`: on which host a fault's rank sits. `given_up`: whether the others go on without a host."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        agents: Mapping[str, subprocess.Popen[Any]],
+        members: Sequence[str],
+        place: Path,
+        host_of: Callable[[Fault], str],
+        given_up: Callable[[str], bool],
+    ) -> None:
+        self._lab, self._agents, self._members, self._place = lab, agents, members, place
+        self._host_of, self._given_up = host_of, given_up
+        self.struck: dict[str, Fault] = {}  # by host: what it is lost by
+        self._later: list[tuple[float, Callable[[], object]]] = []
+        self._until_given_up: dict[str, Callable[[], object]] = {}
+
+    def look(self, now: float) -> None:
+        """Do what is asked for, and end what has lasted long enough."""
+        for fault in lab_requests.asked_for(self._place):
+            self._strike(fault, now)
+            lab_requests.is_done(self._place, fault)
+        due, self._later = (
+            [one for one in self._later if (one[0] <= now) == is_due] for is_due in (True, False)
+        )
+        for _, act in due:
+            act()
+        for host in [host for host in self._until_given_up if self._given_up(host)]:
+            self._until_given_up.pop(host)()
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        name = self._host_of(fault)
+        host, what = self._lab[name], fault.action.partition(":")[2]
+        if fault.action in OF_HOST:
+            self.struck[name] = fault
+        if what == "power":
+            host.power_cut()
+        elif what == "cut":
+            host.cut()
+            self._until_given_up[name] = host.heal
+        elif what == "blink":
+            host.cut()
+            self._later.append((now + BLINK, lambda: host.heal() if host.up else None))
+        elif what == "agent-kill":
+            self._agents[name].kill()
+        elif what == "agent-stop":
+            self._agents[name].send_signal(signal.SIGSTOP)
+            self._until_given_up[name] = lambda: self._agents[name].send_signal(signal.SIGCONT)
+        elif what == "member-kill":
+            _signal(members_on(host), signal.SIGKILL)
+        elif what == "leader-kill":
+            _signal(members_on(self._leader() or host), signal.SIGKILL)
+        elif what == "leader-stop":
+            self._stop(members_on(self._leader() or host), now + LEADER_STOPS)
+        elif what == "etcd-stop":
+            self._stop([pid for each in self._lab for pid in members_on(each)], now + ETCD_STOPS)
+
+    def _stop(self, pids: Sequence[int], until: float) -> None:
+        _signal(pids, signal.SIGSTOP)
+        self._later.append((until, lambda: _signal(pids, signal.SIGCONT)))
+
+    def _leader(self) -> Host | None:
+        """Where the member sits that leads; None if nobody does, for so long."""
+        deadline = time.monotonic() + _LOOK
+        while time.monotonic() < deadline:
+            for host in (self._lab[name] for name in self._members if self._lab[name].up):
+                if _leads(host):
+                    return host
+            time.sleep(0.05)
+        return None
+
+
+def members_on(host: Host) -> list[int]:
+    """The processes of etcd there."""
+    return [pid for pid, line in host.processes().items() if "--listen-client-urls" in line]
+
+
+def _leads(host: Host) -> bool:
+    pidfd = os.pidfd_open(host.init)
+    client = EtcdClient(f"{host.address}:{PORT}", patience=0.0)
+    try:
+        ask = lambda: client.call("/v3/maintenance/status", {})  # noqa: E731
+        status = namespaces.in_those_of(pidfd, namespaces.NET, ask)
+    except EtcdError:
+        return False
+    finally:
+        os.close(pidfd)
+    return bool(status.get("leader") == status["header"]["member_id"])
+
+
+def _signal(pids: Sequence[int], how: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, how)
+        except ProcessLookupError:
+            pass  # gone with its host

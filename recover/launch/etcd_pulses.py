@@ -1,0 +1,36 @@
+"""How far the ranks of every host are, as their agents write it into etcd twice a second.
+
+pulse/<host>   of its living ranks, what `recover.liveness.elsewhere` tells others
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.liveness.board import STEP
+
+PULSE = "pulse/"
+
+
+def tell_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[object]]) -> None:
+    client.put(f"{PULSE}{host}", json.dumps(told).encode())
+
+
+def pulses(client: EtcdClient) -> dict[str, dict[int, tuple[list[int], str]]]:
+    """By host and rank: its row, and the kernel's letter for its process. They lag."""
+    return {
+        found.key.removeprefix(PULSE): {
+            int(rank): (row, state) for rank, (row, state) in json.loads(found.value).items()
+        }
+        for found in client.get_all(PULSE)[0]
+    }
+
+
+def steps_told(client: EtcdClient) -> dict[int, int]:
+    """The step that each rank was inside of, 0, or ENDED, a moment ago; nothing while etcd is silent."""
+    try:
+        return {rank: row[STEP] for rows in pulses(client).values() for rank, (row, _) in rows.items()}
+    except EtcdError:
+        return {}

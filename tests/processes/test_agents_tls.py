@@ -1,0 +1,117 @@
+"""An etcd that is there already, with TLS on both sides and users, through the agent."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Job, wait_until
+
+from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.etcd.etcd_server import find_binary, free_port
+
+HERE = "127.0.0.1"
+EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+SCRIPT = """
+import recover
+world = recover.init()
+assert world.agree(1) == 1
+print("agreed", world.rank, flush=True)
+"""
+
+
+def openssl(place: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=place, check=True, capture_output=True)
+
+
+def certificates(place: Path) -> None:
+    """ca.pem, another-ca.pem, and certificates of a server and of a client, each with its key."""
+    for name in ("ca", "another-ca"):
+        subject = ("-subj", f"/CN={name}", "-days", "2")
+        key = (*EC, "-nodes", "-keyout", f"{name}.key")
+        openssl(place, "req", "-x509", *key, *subject, "-out", f"{name}.pem")
+    (place / "uses").write_text(f"subjectAltName=IP:{HERE}\nextendedKeyUsage=serverAuth,clientAuth\n")
+    for name in ("server", "client"):
+        key = (*EC, "-nodes", "-keyout", f"{name}.key")
+        openssl(place, "req", *key, "-subj", f"/CN={name}", "-out", f"{name}.csr")
+        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "uses")
+        openssl(place, "x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[tuple[str, EtcdClient]]:
+    """Its endpoint, and a client of its root; the user `trainer` may write below /ours/tls/ alone."""
+    certificates(tmp_path)
+    endpoint, peer = (f"{HERE}:{free_port(HERE)}" for _ in range(2))
+    options = {
+        "data-dir": tmp_path / "etcd",
+        "listen-client-urls": f"https://{endpoint}",
+        "advertise-client-urls": f"https://{endpoint}",
+        "listen-peer-urls": f"http://{peer}",
+        "initial-advertise-peer-urls": f"http://{peer}",
+        "initial-cluster": f"default=http://{peer}",
+        "cert-file": tmp_path / "server.pem",
+        "key-file": tmp_path / "server.key",
+        "trusted-ca-file": tmp_path / "ca.pem",
+        "client-cert-auth": "true",
+        "bcrypt-cost": 4,
+        "log-level": "error",
+    }
+    server = subprocess.Popen([find_binary(), *(f"--{name}={value}" for name, value in options.items())])
+    try:
+        tls = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        tls.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
+        admin = EtcdClient(endpoint, "/", tls=tls, timeout=10)
+        assert wait_until(lambda: admin.version())
+        ours, behind = (base64.b64encode(key).decode() for key in (b"/ours/tls/", b"/ours/tls0"))
+        permission = {"permType": "READWRITE", "key": ours, "range_end": behind}
+        for path, body in (
+            ("user/add", {"name": "root", "password": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("role/add", {"name": "job"}),
+            ("role/grant", {"name": "job", "perm": permission}),
+            ("user/add", {"name": "trainer", "password": "a-password"}),
+            ("user/grant", {"user": "trainer", "role": "job"}),
+            ("enable", {}),
+        ):
+            admin.call(f"/v3/auth/{path}", body)
+        yield endpoint, EtcdClient(endpoint, "/", "root", "root", tls)
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.soak
+def test_a_job_meets_in_an_etcd_with_tls_and_users_and_whoever_is_nobody_there_is_refused(
+    etcd: tuple[str, EtcdClient], tmp_path: Path
+) -> None:
+    endpoint, root = etcd
+    for name in ("a-password", "another"):
+        (tmp_path / name).write_text(f"{name}\n")
+    job = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, "--rdzv-id", "tls"]
+    job += ["--etcd-prefix", "/ours", "--join-timeout", "20"]
+    ca = ["--etcd-ca", str(tmp_path / "ca.pem")]
+    me = ["--etcd-cert", str(tmp_path / "client.pem"), "--etcd-key", str(tmp_path / "client.key")]
+    user = ["--etcd-user", "trainer", "--etcd-password-file", str(tmp_path / "a-password")]
+    other_ca, guess = ["--etcd-ca", str(tmp_path / "another-ca.pem")], [*user[:-1], str(tmp_path / "another")]
+    for words, said in (
+        ([*user, "--join-timeout", "1"], "and, if it wants TLS, was --etcd-ca given?"),
+        ([*other_ca, *me, *user], "is not trusted"),
+        ([*ca, *user], "--etcd-cert"),
+        ([*ca, *me], "give a user"),
+        ([*ca, *me, *guess], "may user 'trainer' read and write under /ours/tls/"),
+    ):
+        refused = Job(tmp_path / str(len(said)), SCRIPT, *job, *words)
+        assert refused.finish() == 2, refused.stderr
+        assert said in refused.stderr
+    run = Job(tmp_path / "run", SCRIPT, *job, *ca, *me, *user)
+    assert run.finish() == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["agreed 0", "agreed 1"]
+    assert "a-password" not in run.stderr
+    assert root.get_all("ours/")[0] == ()
+    with pytest.raises(EtcdError):
+        EtcdClient(endpoint, "/ours/tls/", "trainer", "a-password", patience=0).put("key", b"")

@@ -1,0 +1,48 @@
+"""Hosts, cables, agents and etcd struck at every location and at random, on labs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training import small_world
+
+from recover.chaos.on_hosts import Hosts
+from recover.faults import parse_faults
+from recover.train.preparation import prepare_run
+
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("a_lab_can_be_made_here")]
+
+
+def campaign(place: Path, verb: str, *options: str, replicas: int) -> subprocess.CompletedProcess[str]:
+    job = [*small_world(place / "world"), f"replicas={replicas}", "accum=2", "steps=10", "pace=0.2"]
+    job += ["reduction=reproducible", "checkpoint.every=1", "checkpoint.keep=1"]
+    command = [sys.executable, "-m", "recover.cli", "faults", verb, *options, "--", "recover", "train", *job]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 4)])
+def test_random_schedules_over_hosts_keep_every_law(tmp_path: Path, hosts: int, replicas: int) -> None:
+    result = campaign(
+        tmp_path, "chaos", "--hosts", str(hosts), "--seed", "9000", "--runs", "8", replicas=replicas
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 8)])
+def test_the_whole_matrix_over_hosts(tmp_path: Path, hosts: int, replicas: int) -> None:
+    result = campaign(tmp_path, "matrix", "--hosts", str(hosts), replicas=replicas)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_host_that_has_lost_all_its_ranks_says_that_the_job_has_ended(tmp_path: Path) -> None:
+    """It lives, and so does its agent, which ends as the others do."""
+    words = [*small_world(tmp_path / "world"), "replicas=3", "accum=2", "steps=4"]
+    hosts = Hosts(3)
+    config = prepare_run(words, None, (), None).config
+    faults = parse_faults(["2:2:in-reduce"])
+    run = hosts.run(words, tmp_path / "run", 120, faults)
+    assert list(hosts.violations(run, config, faults)) == []
+    assert "ends with step 1" in (tmp_path / "run" / "h3.out").read_text()
