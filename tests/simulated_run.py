@@ -147,7 +147,9 @@ class Place(NoHooks):
             self._strike("in-reduce")
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
-        self._at = location
+        self._at = f"{location}:{detail}" if location == "repair" else location
+        if location == "repair" and self._strike(self._at):
+            self._fabric.wait(f"at {self._at}")
         if (location, detail) == ("in-reduce", BUCKETS - 1):
             self._strike("in-totals")
 
@@ -241,7 +243,7 @@ class Rank:
         self.arrived = enter(self.transaction, Arrival("", 0.0), self.take)
 
     def take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
-        stripes, held = Stripes(self.world.cross, givers, takers), np.zeros(SHARE, np.uint8)
+        stripes, held = self._stripes(givers, takers), np.zeros(SHARE, np.uint8)
         head = stripes.receive_head()
         if head is None or not stripes.take([held[:5], held[5:]]):
             return None
@@ -253,8 +255,12 @@ class Rank:
         self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
         return SHARE
 
+    def _stripes(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> Stripes:
+        told = lambda work: self.world.hooks.under_way("repair", work, "in-state")  # noqa: E731
+        return Stripes(self.world.cross, givers, takers, under_way=told)
+
     def give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
-        stripes = Stripes(self.world.cross, givers, takers)
+        stripes = self._stripes(givers, takers)
         head = {
             "number": self.number,
             "flaw": self.flaw,

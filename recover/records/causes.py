@@ -257,7 +257,7 @@ def _scheduled(line: Line, launch: Launched, *_: object) -> Cause | None:
         if whom not in (f"{replica}.{local}", f"{replica}" if local == 0 else ""):
             continue
         step = line.get("step", 0)  # 0: it died between two steps
-        if not when.endswith("s") and step not in (int(when), 0) and not action.startswith("corrupt"):
+        if when.isdigit() and step not in (int(when), 0) and not action.startswith("corrupt"):
             continue
         if action in ("", "kill", "exit", "stop", "corrupt:weights"):
             return Cause(

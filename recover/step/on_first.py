@@ -25,7 +25,8 @@ class _Call:
     act: Callable[[], Any]
     name: str
     background: bool
-    owner: int  # the rank that is to do it
+    holders: tuple[int, ...]  # who knows of it: the members when it was asked for; who joins later does not
+    owner: int  # the rank that is to do it: the first of them that lives
 
 
 class OnFirst:
@@ -43,14 +44,16 @@ class OnFirst:
         if self._world.outside:
             return  # the others have come to it long ago
         self.take_over()
-        self._held.append(call := _Call(step, act, name, background, self._world.members[0]))
+        members = self._world.members
+        self._held.append(call := _Call(step, act, name, background, members, members[0]))
         self._do(call)
 
     def take_over(self) -> None:
         """Between steps: what a rank had to do that is gone is done by its successor."""
         for call in self._held:
             if call.owner not in self._world.members:
-                was_done, call.owner = self._has_done(call), self._world.members[0]
+                was_done = self._has_done(call)
+                call.owner = next(rank for rank in call.holders if rank in self._world.members)
                 if not was_done:
                     self._do(call)
 

@@ -107,8 +107,8 @@ class World:
         if self._cross is None:
             raise RuntimeError(
                 f"rank {self.rank} was started to join a job at work, and is no member before its first step: it has "
-                "no group with other replicas yet; build with recover.Step (see world.outside), or run without "
-                "--return: a DistributedDataParallel of your own, on backend 'ulfm', cannot be joined"
+                "no group with other replicas yet; build with recover.Step, or run without --return: a "
+                "DistributedDataParallel of your own, on backend 'ulfm', cannot be joined"
             )
         return self._cross
 

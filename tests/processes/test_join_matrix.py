@@ -62,7 +62,7 @@ def test_a_death_at_every_place_of_a_join_leaves_the_bits_of_the_calm_run(
         tries += 1
         assert tries < 60, f"never served: {missing}"
         served, *launch = run(
-            missing[:EVENTS], server, f"{prefix}{tries}/", tmp_path / str(tries), kind, 0.01
+            missing[:EVENTS], server, f"{prefix}{tries}/", tmp_path / str(tries), kind, 0.03
         )
         # One that was missed goes to the end, so that the others have their turn.
         rest = [cell for cell in missing if cell not in served]

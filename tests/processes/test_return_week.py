@@ -6,15 +6,19 @@ import os
 import random
 import signal
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+from joining_ranks import JoiningRanks
 from test_return import LR, check_against_calm, replicas, wait
 from test_return_chaos import keys, living
 from training import finish, small_world, start
 
+from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_server import EtcdServer
 from recover.records.lines import read
 
 DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
@@ -100,3 +104,53 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
     print(f"a step takes {early:.3f} s at the beginning, {late:.3f} s at the end")
     assert late < SLOWER * early
     check_against_calm(run, tmp_path / "calm", words, 8)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
+    server: EtcdServer, prefix: str, tmp_path: Path
+) -> None:
+    """The same without a launcher, with ranks that are forked: a return takes moments, so there can be many."""
+    rng, deaths, first, work = random.Random(SEED), 0, None, set(range(4))  # those at work
+
+    etcd = EtcdClient(server.endpoint, prefix=prefix)
+
+    def is_whole() -> bool:
+        return set(ranks.diary(0)[-1]["replicas"]) == work
+
+    def look() -> dict[str, Any]:
+        kinds = Counter(found.key.rpartition("/")[0] for found in etcd.get_all()[0])
+        pids = {"etcd": server.pid, "rank 0": ranks.diary(0, "started")[0]["pid"]}
+        steady = {kind: count for kind, count in kinds.items() if kind not in ("vote", "mail")}
+        return {name: held(pid) for name, pid in pids.items()} | {"keys": steady}
+
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 4, batch=8, pace=0.01) as ranks:
+        ranks.wait_for(0, 2)
+        while deaths < DEATHS:
+            victims = rng.sample(sorted(work - {0}), min(3, DEATHS - deaths))
+            for victim in victims:
+                ranks.kill(victim)
+            work.difference_update(victims)
+            work.update(rank for _ in victims for rank in ranks.start_another())
+            wait(is_whole, f"not whole after {deaths} deaths", 120)
+            deaths += len(victims)
+            if first is None and deaths >= SETTLED * DEATHS:
+                first = look()
+        ranks.wait_for(0, STEPS)
+        last = look()
+        ranks.finish(work)
+        steps = ranks.diary(0)
+    times = [b["at"] - a["at"] for a, b in pairwise(steps) if not a["incidents"] and not b["incidents"]]
+    early, late = median(times[20:120]), median(times[-100:])
+    print(
+        f"{deaths} deaths and returns, {len(steps)} steps of {early:.3f}, then {late:.3f} s\n{first}\n{last}"
+    )
+    assert first is not None
+    for name in ("etcd", "rank 0"):
+        for what in ("files", "threads"):
+            assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
+        assert last[name]["MiB"] <= 1.2 * first[name]["MiB"] + 16, (name, first, last)
+    assert last["keys"] == first["keys"]
+    assert late < SLOWER * early
+    assert {line["weight"] for line in steps} == {8.0}

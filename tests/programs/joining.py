@@ -49,6 +49,7 @@ from toy_llama import CONFIG, Tokens
 
 scenario = json.loads(sys.argv[1])
 DIRECTORY, SIZE, KIND = Path(scenario["directory"]), scenario["size"], scenario["kind"]
+HEAVY = recover.Step, recover.hsdp, recover.threed  # imported once, for all that are forked
 CAPACITY = 1024  # of the board
 torch.set_num_threads(1)
 

@@ -32,7 +32,7 @@ from recover.sums.ledger import LedgerError
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import make_sum
 from recover.world.hooks import NoHooks
-from recover.world.roll_call import Census
+from recover.world.roll_call import Census, left_behind
 
 Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
 
@@ -293,3 +293,23 @@ def test_repairs_in_which_nobody_is_lost_come_to_an_end() -> None:
         with pytest.raises(RuntimeError, match="repairs in a row in which nobody was lost"):
             transaction.confirm(2, 77) if last else take(transaction)
         assert len(world.evicted) == FRUITLESS + 1
+
+
+@pytest.mark.parametrize(
+    ("ended", "inside", "behind"),
+    [
+        ((), (0, 1), ()),
+        ((0, 1), (), ()),
+        ((0,), (1, 2), (0,)),  # a script that ended early
+        ((0,), (1, 4), (0,)),  # and one that came later is not at fault
+        ((4,), (0, 1), (4,)),
+        ((0, 1), (4,), (4,)),  # it wants more steps than there were to be
+        ((0, 4), (5, 6), (5, 6)),
+        ((4,), (5,), (4,)),  # nobody is left who began
+    ],
+)
+def test_scripts_that_end_apart_leave_the_same_ones_behind_for_all(
+    ended: tuple[int, ...], inside: tuple[int, ...], behind: tuple[int, ...]
+) -> None:
+    records = dict.fromkeys(ended, b"") | dict.fromkeys(inside, b"in a step")
+    assert left_behind(records, 3) == set(behind)

@@ -1,0 +1,54 @@
+"""What is to be done once: who does it when whoever was to do it is gone."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover.step.on_first import OnFirst
+
+
+class Ranks:
+    """Each with its own view of what was asked for, all with the same members."""
+
+    def __init__(self, *members: int) -> None:
+        self.members, self.did = members, list[tuple[int, int]]()
+        self.held: dict[int, OnFirst] = {}
+        for rank in members:
+            self.come(rank)
+
+    def come(self, rank: int) -> None:
+        ranks = self
+
+        class World(SimpleNamespace):
+            @property
+            def members(self) -> tuple[int, ...]:
+                return ranks.members
+
+        board = SimpleNamespace(step=lambda rank: 0)
+        world: Any = World(rank=rank, outside=False, board=board, closing=[])
+        randomness: Any = SimpleNamespace(apart=nullcontext)
+        self.held[rank] = OnFirst(world, randomness)
+
+    def ask(self, step: int, *, dies: int | None = None) -> None:
+        for rank in self.members:
+            if rank != dies:
+                self.held[rank].call(step, lambda rank=rank: self.did.append((step, rank)), "it", False)
+
+
+@pytest.mark.parametrize("newcomer", [1, 9])
+def test_what_one_that_is_gone_had_to_do_is_done_by_one_that_knows_of_it(newcomer: int) -> None:
+    """Numbers are given when a replica is started: one that comes last may have the lowest."""
+    ranks = Ranks(0, 4, 5)
+    ranks.ask(1)
+    ranks.ask(2, dies=0)
+    ranks.members = tuple(sorted((newcomer, 4, 5)))
+    ranks.come(newcomer)
+    for rank in ranks.members:
+        ranks.held[rank].take_over()
+    assert ranks.did == [(1, 0), (1, 4), (2, 4)]  # nobody knows whether 0 had come to the end of the first
+    ranks.ask(3)
+    assert ranks.did[3:] == [(3, min(ranks.members))]
