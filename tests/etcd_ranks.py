@@ -76,7 +76,8 @@ class EtcdRanks:
 
     def diary(self, rank: int, kind: str = "") -> list[dict[str, Any]]:
         path = self.directory / f"diary-{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
         notes = [json.loads(line) for line in lines]
         return [note for note in notes if not kind or note["kind"] == kind]
 

@@ -148,12 +148,15 @@ class HostsSeen:
         self._alarm.set()
 
     def heard(self, news: Iterable[KeyValue]) -> None:
+        about_hosts = [found for found in news if found.key.startswith((PLACED, HOST))]
+        if not about_hosts:
+            return  # nearly always: a decision
         with self._lock:
-            for found in news:
+            for found in about_hosts:
                 if found.key.startswith(PLACED):
                     host = found.key.removeprefix(PLACED)
                     self._placed[host] = tuple(json.loads(found.value)) if found.version else ()
-                elif found.key.startswith(HOST):
+                else:
                     host = found.key.removeprefix(HOST)
                     (self._leased.add if found.version else self._leased.discard)(host)
             lost = {host for host, ranks in self._placed.items() if ranks and host not in self._leased}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recover.bench import coming_back, measure, returning
 from recover.bench.returning import _away
 from recover.bench.several_hosts import kill_samples, strikes_on
 from recover.peers.came_back import came_back, joins
@@ -14,6 +16,7 @@ from recover.peers.costs import Restarting, ReturningCosts
 from recover.peers.ended import BenchmarkError
 from recover.peers.host_stage import OwnStage
 from recover.peers.scene import VOCAB, Scene, hidden_for
+from recover.peers.torchft_runs import Absent
 from recover.records.kinds import Event
 
 
@@ -22,7 +25,9 @@ def event(at: float, what: str, rank: int = 0, **facts: Any) -> Event:
 
 
 def incident(kind: str = "lost", **facts: float) -> dict[str, Any]:
-    zeros = dict.fromkeys(("detect", "repair", "restore", "redo", "noticed_at", "transfer", "stall"), 0.0)
+    zeros = dict.fromkeys(
+        ("detect", "repair", "restore", "redo", "noticed_at", "transfer", "stall", "warm_up"), 0.0
+    )
     return {"kind": kind, "bytes": 0, **zeros, **facts}
 
 
@@ -116,7 +121,7 @@ def test_replicas_that_come_back_leave_no_rate_of_failures_at_which_a_restart_is
 
 
 @pytest.mark.parametrize("megabytes", [1, 5, 50, 200])
-def test_a_scene_is_as_large_as_it_was_asked_for(megabytes: float, tmp_path: Any) -> None:
+def test_a_scene_is_as_large_as_it_was_asked_for(megabytes: float, tmp_path: Path) -> None:
     wide = hidden_for(megabytes)
     words = Scene(hidden=wide).words(tmp_path)
     shape = json.loads((tmp_path / "model.json").read_text())
@@ -125,3 +130,98 @@ def test_a_scene_is_as_large_as_it_was_asked_for(megabytes: float, tmp_path: Any
     layer = 3 * wide * wide + 3 * wide * shape["intermediate_size"]
     state = 12 * (2 * layer + 2 * VOCAB * wide)
     assert megabytes * 0.9 < state / 1e6 < megabytes * 1.4
+
+
+@pytest.fixture
+def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked where this is measured."""
+    machine = dict.fromkeys(("cores", "processor", "architecture", "torch", "openmpi"), "of paper")
+    monkeypatch.setattr(measure, "origin", lambda: {"machine": machine})
+
+
+def failing_run(scene: Scene, away: int) -> list[Event]:
+    """Ours: steps of a second, of 1.5 s while one is away, which is for so many steps after each failure."""
+    events, at, lost_until = list[Event](), 0.0, 0
+    kills = dict(scene.kills)
+    for number in range(1, scene.steps + 1):
+        events.append(event(at, "step-begin", step=number))
+        less = number < lost_until
+        took, incidents = 1.5 if less else 1.0, []
+        if number in kills:
+            events.append(event(at + 0.9, "failure", kills[number], step=number))
+            took, lost_until, less = took + 0.2, number + away, True
+            incidents = [incident()]
+        if number == lost_until:
+            incidents, took = [incident("joined", stall=0.25, bytes=1)], took + 0.25
+        at += took
+        replicas = scene.replicas - less
+        events.append(step_end(at, number, replicas, incidents=incidents, loss=1.0))
+    return events
+
+
+def restarting_run(scene: Scene) -> list[Event]:
+    """Theirs: steps of a second, 8 s of a stall after each failure, and back to the last checkpoint."""
+    events, at, life, number, kills = list[Event](), 0.0, 0, 1, dict(scene.kills)
+    while number <= scene.steps:
+        told = {"life": life, "step": number}
+        events.append(event(at, "step-begin") | told)
+        if number in kills:
+            del kills[number]
+            events.append(event(at + 0.9, "failure") | told)
+            at, life, number = at + 8.9, life + 1, (number - 1) // scene.save_every * scene.save_every + 1
+            events.append(event(at - 4, "start") | {"life": life})
+            continue
+        at += 1.0
+        events.append(event(at, "step-end", loss=1.0) | told)
+        if not number % scene.save_every:
+            for what, late in (("save-begin", 0.0), ("save-end", 0.1)):
+                events.append(event(at + late, what) | told)
+            at += 0.1
+        number += 1
+    return events
+
+
+@pytest.mark.usefixtures("on_paper")
+def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(replicas=4, accum=1)
+    monkeypatch.setattr(returning, "calibrate", lambda scene: Restarting(1.0, 0.1, 8.0))
+    monkeypatch.setattr(returning, "run_returning", lambda scene, place: failing_run(scene, 4))
+    monkeypatch.setattr(returning, "run_baseline", lambda scene, place: restarting_run(scene))
+    results = returning.bench_multi_returning(scene, 12, (1, 2), tmp_path / "returning.json")
+    assert [duel["interval"] for duel in results["duels"]] == [12, 24]
+    first, second = results["duels"]
+    assert first["away"] == pytest.approx([6.05, 6.05]), (
+        "a step struck, three with one less, and one that it joins"
+    )
+    assert first["ratio"] > second["ratio"] > 1
+    assert results["calm_ratio"] == pytest.approx(1.0)
+    assert results["crossing"] is None
+    costs = results["costs"]
+    assert (costs["full"], costs["less"], costs["join"]) == pytest.approx((1.0, 1.5, 0.25))
+    assert json.loads((tmp_path / "returning.json").read_text())["returning"]["crossing"] is None
+    monkeypatch.setattr(returning, "run_returning", lambda scene, place: failing_run(scene, 1000))
+    with pytest.raises(BenchmarkError, match="no replica came back within 12 steps"):
+        returning.bench_multi_returning(scene, 12, (1,), None)
+
+
+@pytest.mark.usefixtures("on_paper")
+def test_a_return_is_told_beside_those_of_others_and_who_is_absent_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object) -> Path:
+        raise Absent("it has no wheel for oak")
+
+    monkeypatch.setattr(coming_back, "install_torchft", absent)
+    monkeypatch.setattr(coming_back, "run_returning", lambda scene, place, awaited: returning_run())
+    baseline = Scene(replicas=3, steps=10, kills=((6, 2),), save_every=2)
+    monkeypatch.setattr(coming_back, "run_baseline", lambda scene, place: restarting_run(baseline))
+    results = coming_back.bench_return(3, 0.1, (1,), 2, None, tmp_path / "return.json")
+    (size,) = results["sizes"]
+    assert size["bytes"] == 5_000_000
+    assert size["bound"] == max(0.15, 1.3 * size["bytes"] / size["link_bytes_per_second"])
+    assert size["ours"]["stall"]["median"] == pytest.approx(0.7)
+    assert size["ours"]["rest"]["median"] == pytest.approx(0.1)
+    assert size["restart"]["wait"] == pytest.approx(8.0)
+    assert size["torchft"] == {"not_measured": "it has no wheel for oak"}

@@ -48,6 +48,7 @@ events = Events(place, rank, again)
 events.note("start", at=started)
 events.note("imported")
 torch.set_num_threads(1)
+patience = timedelta(seconds=job.get("timeout", 1800))  # with one who is silent
 if in_grid:  # a world of its own for every replica, and one group across for every place in it
     from torch.distributed.rendezvous import rendezvous
 
@@ -56,8 +57,10 @@ if in_grid:  # a world of its own for every replica, and one group across for ev
     dist.init_process_group("gloo", store=inner, rank=local, world_size=size)
     cross: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"across-{local}", store), replica, ranks // size)  # type: ignore[call-arg]
 else:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job.get("timeout", 1800)))
-saving_group = dist.new_group(backend="gloo")  # checkpoints are written while the other one reduces gradients
+    dist.init_process_group("gloo", timeout=patience)
+saving_group = dist.new_group(
+    timeout=patience, backend="gloo"
+)  # checkpoints are written while the other one reduces gradients
 events.note("joined")
 
 torch.manual_seed(job["seed"])
