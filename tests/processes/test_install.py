@@ -151,24 +151,109 @@ def test_the_wheel_alone_trains_through_a_death_and_names_what_is_missing(dist: 
     try_out(sys.executable, tmp_path, os.environ | {"PYTHONPATH": str(site)})
 
 
-def interpreters() -> list[str]:
-    """This one, and 3.12 and 3.13 where they are found and work."""
+def interpreters() -> dict[str, str]:
+    """By version: this one, and 3.12 and 3.13 where they are found, on the path or among pyenv's."""
     found = {f"{sys.version_info[0]}.{sys.version_info[1]}": sys.executable}
+    known = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for version in ("3.12", "3.13"):
-        path = shutil.which(f"python{version}")
-        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
-            found.setdefault(version, path)
-    return list(found.values())
+        own = sorted(map(str, known.glob(f"{version}.*/bin/python{version}")))
+        named = shutil.which(f"python{version}")
+        if own or (named and Path(named).parent != known.parent / "shims"):
+            found.setdefault(version, own[-1] if own else str(named))
+    return found
+
+
+PYTHONS = interpreters()
 
 
 @pytest.mark.soak
-def test_a_clean_environment_with_the_newest_torch_will_do(dist: Path, tmp_path: Path) -> None:
-    for number, python in enumerate(interpreters()):
-        place = tmp_path / str(number)
-        subprocess.run([python, "-m", "venv", str(place / "venv")], check=True, timeout=120)
-        own = str(place / "venv" / "bin" / "python")
-        install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
-        subprocess.run(install, check=True, timeout=1500)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        try_out(own, place, environment)
-        shutil.rmtree(place / "venv")
+@pytest.mark.parametrize("version", PYTHONS)
+def test_a_clean_environment_with_the_newest_torch_will_do(version: str, dist: Path, tmp_path: Path) -> None:
+    """As a stranger has it: the wheel, what pip brings with it, no checkout; then `docs/porting.md`, word by word."""
+    subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=300)
+    own = str(tmp_path / "venv" / "bin" / "python")
+    install = [own, "-m", "pip", "install", "--quiet", "--no-compile", str(wheel_in(dist))]
+    subprocess.run(install, check=True, timeout=3000)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{environment['PATH']}"
+    try_out(own, tmp_path, environment)
+    follow_the_page(tmp_path, environment)
+    shutil.rmtree(tmp_path / "venv")
+
+
+# What the page takes for granted: the names that its script uses and does not make.
+MINE = """
+import torch
+from types import SimpleNamespace
+
+torch.manual_seed(0)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+
+    def forward(self, tokens, labels):
+        logits = self.out(self.words(tokens)).flatten(0, 1)
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits, labels.flatten()))
+
+
+def collate(rows):
+    rows = torch.stack(rows)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+dataset = [torch.randint(0, 64, (17,)) for _ in range(512)]
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+"""
+
+
+def follow_the_page(place: Path, environment: dict[str, str]) -> None:
+    """Its script and its command as they stand there, but for the number of steps; through deaths, then resumed by
+    fewer replicas: the losses of one process that nothing happens to."""
+    page = (ROOT / "docs" / "porting.md").read_text()
+    script, command = (found[1] for found in re.finditer(r"```(?:python)?\n(.*?)```", page, re.DOTALL))
+    assert script.count("1000") == script.count("% 100 ") == 1
+
+    def losses(where: str, words: list[str], steps: int, **more: str) -> dict[int, float]:
+        (place / where).mkdir(exist_ok=True)
+        text = script.replace("1000", str(steps)).replace("% 100 ", "% 10 ")
+        (place / where / "train.py").write_text(MINE + text)
+        done = subprocess.run(
+            words, cwd=place / where, env=environment | more, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        found = re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)
+        return {int(step): float(loss) for step, loss in found}
+
+    words = command.split()
+    assert words == ["recover", "run", "-n", "4", "train.py"]
+    alone = losses("alone", ["python", "train.py"], 30)
+    killed = losses("many", words, 20, RECOVER_KILL="5:1:backward 13:0:in-reduce")
+    resumed = losses("many", [*words[:3], "2", *words[4:]], 30)
+    assert (list(killed), list(resumed)) == (list(range(1, 21)), list(range(21, 31)))
+    assert killed | resumed == pytest.approx(alone, abs=2e-4)
+
+
+def test_the_page_that_strangers_follow_can_be_followed_here(tmp_path: Path) -> None:
+    """The same from the checkout, in one process: names that its script does not make would be seen."""
+    page = (ROOT / "docs" / "porting.md").read_text()
+    script = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1]
+    script = (
+        script.replace("1000", "2").replace("% 100 ", "% 1 ").replace("global_batch=256", "global_batch=8")
+    )
+    (tmp_path / "train.py").write_text(MINE + script)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step (\d+) loss", done.stdout) == ["1", "2"]
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "step-2").is_dir()
