@@ -22,7 +22,7 @@ from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, write_marker
 from recover.launch.watched_job import WatchedJob, say
-from recover.liveness.board import WAITING, Board
+from recover.liveness.board import AT_WORK, Board
 from recover.world.ending import End
 
 _TICK = 0.05  # seconds between looks at orders and signals, when nothing happens
@@ -102,7 +102,7 @@ class HostRanks(WatchedJob):
 
     def at_it(self) -> bool:
         """Whether one of them does something that it need not wait for others to end."""
-        return any(self._board.now(rank).doing not in WAITING for rank in self.running)
+        return any(self._board.now(rank).doing in AT_WORK for rank in self.running)
 
     def dismiss(self, ranks: Iterable[int], why: str) -> None:
         """End those who were to join, and are not needed any more."""

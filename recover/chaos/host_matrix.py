@@ -155,10 +155,10 @@ def host_matrix(
     config = prepare_run(theirs, None, (), None).config
     started = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-calm-"))
+    calm = hosts.run(theirs, place / "calm", LIMIT)
+    if laws := list(hosts.violations(calm, config, ())):
+        raise ValueError(f"the run without faults is no good: {'; '.join(laws)}; see {calm.run_dir}")
     try:
-        calm = hosts.run(theirs, place / "calm", LIMIT)
-        if laws := list(hosts.violations(calm, config, ())):
-            raise ValueError(f"the run without faults is no good: {'; '.join(laws)}")
 
         def run(launch: HostLaunch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
             done = hosts.run(theirs, run_dir, LIMIT * jobs, launch.faults, running)

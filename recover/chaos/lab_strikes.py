@@ -12,13 +12,16 @@ from typing import Any
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.faults import Fault, lab_requests
-from recover.faults.fault import OF_HOST
+from recover.faults.fault import CUT, OF_HOST
 from recover.lab import namespaces
-from recover.lab.hosts import Host, Lab
+from recover.lab.hosts import Direction, Host, Lab
 
 PORT = 2379
 LEASE = 3.0  # seconds: a little more than the least, since all hosts share one machine
 BLINK = 0.5  # seconds
+BAD_FOR = 8.0  # seconds
+BAD = {"lossy": (0.0, 0.2), "slow": (200.0, 0.0)}  # milliseconds later, and the share that is lost
+DIRECTIONS: dict[str, Direction] = {"cut": "both", "deaf": "in", "mute": "out"}
 LEADER_STOPS = LEASE + 1.0
 ETCD_STOPS = 5.0
 _LOOK = 5.0  # seconds for somebody to lead
@@ -62,12 +65,13 @@ class LabStrikes:
             self.struck[name] = fault
         if what == "power":
             host.power_cut()
-        elif what == "cut":
-            host.cut()
+        elif fault.action in CUT:
+            host.cut(DIRECTIONS[what])
             self._until_given_up[name] = host.heal
-        elif what == "blink":
-            host.cut()
-            self._later.append((now + BLINK, lambda: host.heal() if host.up else None))
+        elif what in ("blink", "lossy", "slow") and name not in self.struck:
+            host.cut() if what == "blink" else host.shape(*BAD[what])
+            mend = lambda: host.heal() if host.up and name not in self.struck else None  # noqa: E731
+            self._later.append((now + (BLINK if what == "blink" else BAD_FOR), mend))
         elif what == "agent-kill":
             self._agents[name].kill()
         elif what == "agent-stop":

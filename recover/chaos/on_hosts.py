@@ -11,18 +11,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from recover.chaos.invariants import Left, violations
 from recover.chaos.lab_strikes import LEASE, PORT, LabStrikes
 from recover.faults import Fault, lab_requests
-from recover.faults.draw import EVEN, EVERYWHERE, draw_schedule
+from recover.faults.draw import EVEN, EVERYWHERE, draw_by_clock, draw_schedule
 from recover.faults.fault import OF_HOST
 from recover.faults.locations import AFTER_VERDICT, ANYTIME, IN_RECOVERY
 from recover.faults.schedule import impossible, write_schedule
 from recover.lab.hosts import Host, Lab
 from recover.records.lines import read
+from recover.saving import checkpoint
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 
@@ -32,15 +34,26 @@ ACTIONS = {
     "stop": 1.0,
     "pause:1": 1.0,
     "lab:power": 5.0,
-    "lab:cut": 3.0,
+    "lab:cut": 2.0,
+    "lab:deaf": 1.0,
+    "lab:mute": 1.0,
     "lab:agent-kill": 2.0,
     "lab:agent-stop": 2.0,
     "lab:leader-kill": 2.0,
 }
-QUIET = {"lab:blink": 2.0, "lab:leader-stop": 2.0, "lab:etcd-stop": 1.0, "pause:1": 1.0}  # these cost nobody
+QUIET = {  # these cost nobody
+    "lab:blink": 2.0,
+    "lab:lossy": 1.0,
+    "lab:slow": 1.0,
+    "lab:leader-stop": 2.0,
+    "lab:etcd-stop": 1.0,
+    "pause:1": 1.0,
+}
+BY_CLOCK = {"kill": 2.0, "lab:power": 3.0, "lab:cut": 2.0, "lab:agent-kill": 1.0}
 TAKES_A_MEMBER = (*OF_HOST, "lab:leader-kill", "lab:member-kill")  # those that agents start end with them
 RDZV_PATIENCE = 12.0  # seconds; longer than etcd is ever stopped
 ENDS = 30.0  # seconds for a host that is lost to be empty, after the others have ended
+_CODES = {"lab:power": (-9,), "lab:agent-kill": (-9,), "lab:agent-stop": (1, 0)}  # the last may end in time
 _LOOK = 0.005  # seconds between two looks
 
 
@@ -60,13 +73,17 @@ class LeftOnHosts:
 
 
 class Hosts:
-    """So many; each takes the same number of ranks. The first ones hold a member of etcd, an odd number of them."""
+    """So many; each takes the same number of ranks. The first ones hold a member of etcd, an odd number of them.
 
-    def __init__(self, hosts: int) -> None:
+    `shared`: they see the same run directory, as on a cluster's file system, also one whose cable is cut.
+    """
+
+    def __init__(self, hosts: int, shared: bool = False) -> None:
         if hosts < 3:
             raise ValueError(f"--hosts is {hosts}; it takes 3 or more, so that etcd outlives the loss of one")
         self.names = [f"h{number + 1}" for number in range(hosts)]
         self.members = self.names[: 3 if hosts < 5 else 5]
+        self._shared = shared
 
     def ranks_on_each(self, config: Config) -> int:
         ranks = config.replicas * config.replica_size
@@ -94,21 +111,16 @@ class Hosts:
         """Drawn as if each host were a replica, and its ranks those of it; so one host is spared."""
         rng, each = random.Random(f"hosts/{seed}"), self.ranks_on_each(config)
         locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
+        count, quiet = rng.randint(1, len(self.names) - 1), rng.randint(0, 2)
+        draw = partial(draw_schedule, len(self.names), each, steps=(1, config.steps), locations=locations)
         drawn: list[Fault] = []
-        for actions, count, salt in (
-            (ACTIONS, rng.randint(1, len(self.names) - 1), 0),
-            (QUIET, rng.randint(0, 2), 1),
-        ):
-            if count:
-                drawn += draw_schedule(
-                    len(self.names),
-                    each,
-                    2 * seed + salt,
-                    count=count,
-                    steps=(1, config.steps),
-                    locations=locations,
-                    actions=actions,
-                )
+        if rng.random() < 0.2:  # so that any instruction can be the last
+            mean = rng.choice((0.3, 1.0, 3.0))
+            drawn += draw_by_clock(len(self.names), each, seed, mtbf=mean, count=count, actions=BY_CLOCK)
+        else:
+            drawn += draw(2 * seed, count=count, actions=ACTIONS)
+        if quiet:
+            drawn += draw(2 * seed + 1, count=quiet, actions=QUIET)
         faults: list[Fault] = []
         for fault in self._with_etcd(drawn):
             replica, local = divmod(fault.replica * each + fault.local, config.replica_size)
@@ -121,7 +133,10 @@ class Hosts:
         """A place in a recovery in which nobody of this host is, for it was lost before."""
         host = self.host_of(fault, config)
         return any(
-            other.action in OF_HOST and self.host_of(other, config) == host and other.step <= fault.step
+            other.action in OF_HOST
+            and self.host_of(other, config) == host
+            and other.after is None
+            and other.step <= fault.step
             for other in faults
         )
 
@@ -194,7 +209,11 @@ class Hosts:
             if hung:
                 _show_stacks(lab)
             left = {
-                name: Left(run_dir / name, -9 if agent.returncode is None else agent.returncode, agent.pid)
+                name: Left(
+                    self._place(run_dir, name),
+                    -9 if agent.returncode is None else agent.returncode,
+                    agent.pid,
+                )
                 for name, agent in agents.items()
             }
             litter = [] if hung else [f"{host.name}: {what}" for host in lab for what in _litter(host, lab)]
@@ -224,8 +243,14 @@ class Hosts:
         environment |= {"TMPDIR": "/tmp", lab_requests.VARIABLE: str(run_dir / "asked")}
         with open(run_dir / f"{host.name}.out", "wb") as out:
             return host.start(
-                [*command, "--run-dir", str(run_dir / host.name)], stdout=out, stderr=out, env=environment
+                [*command, "--run-dir", str(self._place(run_dir, host.name))],
+                stdout=out,
+                stderr=out,
+                env=environment,
             )
+
+    def _place(self, run_dir: Path, host: str) -> Path:
+        return run_dir / ("all" if self._shared else host)
 
     def _given_up(
         self, run_dir: Path, config: Config, agents: dict[str, subprocess.Popen[Any]], host: str
@@ -235,7 +260,8 @@ class Hosts:
         others = [name for name in self.names if name != host]
         if all(agents[name].poll() is not None for name in others):
             return True
-        lines = (line for name in others for line in read(run_dir / name / "incidents.jsonl").whole)
+        places = {self._place(run_dir, name) for name in others}
+        lines = (line for place in places for line in read(place / "incidents.jsonl").whole)
         return any(mine & set(line["dead_replicas"]) for line in lines)
 
     # What must hold of it.
@@ -250,11 +276,12 @@ class Hosts:
         undisturbed = calm.one if calm is not None else None
         felt, whole = tuple(self._felt(faults, config)), 0
         for name, left in run.agents.items():
+            laws: Iterator[str]
             fault = run.struck.get(name)
             mine = {rank for replica in self.replicas_on(name, config) for rank in _ranks(replica, config)}
-            if mine.intersection(left.ranks_that("done")):
+            if fault is None and mine.intersection(left.ranks_that("done")):
                 whole += 1
-                laws = violations(left, config, felt, undisturbed)
+                laws = chain(violations(left, config, felt, undisturbed), _saved(left, config))
             else:
                 laws = self._of_a_lost_host(left, fault, config, undisturbed)
             yield from (f"{name}: {law}" for law in laws)
@@ -265,10 +292,13 @@ class Hosts:
         self, left: Left, fault: Fault | None, config: Config, calm: Left | None
     ) -> Iterator[str]:
         """It has committed nothing that the others have not, and nothing after it was struck."""
-        expected = {"lab:power": -9, "lab:agent-kill": -9}.get(fault.action, 1) if fault else 0
-        if left.code != expected:
-            yield f"exit code {left.code}, not {expected}"
-        steps = left.lines("steps.jsonl")
+        action = fault.action if fault else ""
+        expected = _CODES.get(action, (1,) if fault else (0,))
+        if fault is not None and fault.after is not None:
+            expected = (*expected, 0)  # it may have been on its way out
+        if left.code not in expected:
+            yield f"exit code {left.code}, not {' or '.join(map(str, expected))}"
+        steps = [] if self._shared else left.lines("steps.jsonl")
         kept = [(line["step"], line["microbatches"], line["data_digest"], line["loss"]) for line in steps]
         if calm is not None and config.samples == "exact" and config.reduction == "reproducible":
             told = calm.lines("steps.jsonl")[: len(kept)]
@@ -280,6 +310,22 @@ class Hosts:
             last = fault.step - (fault.location not in (*AFTER_VERDICT, *IN_RECOVERY))
             if kept and kept[-1][0] > last:
                 yield f"it was struck by {fault}, and has committed step {kept[-1][0]}"
+
+
+def _saved(left: Left, config: Config) -> Iterator[str]:
+    """The last state, whole and compared, whoever was writing when its host was lost."""
+    if not config.checkpoint.every or left.code:
+        return
+    found = checkpoint.latest(left.run_dir)
+    if found is None or found.step != config.steps or not found.is_confirmed:
+        yield f"the last checkpoint is {found}, and should be that of step {config.steps}"
+        return
+    try:
+        found.verify()
+    except checkpoint.CheckpointError as error:
+        yield str(error)
+    if found.facts()["parameters_digest"] != left.summary["parameters_digest"]:
+        yield f"{found.path} has other parameters than the summary says"
 
 
 def _ranks(replica: int, config: Config) -> range:

@@ -81,6 +81,9 @@ def chaos(
             help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
         ),
     ] = 0,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
+    ] = False,
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.bench.measure import tidy_on_sigterm
@@ -93,7 +96,7 @@ def chaos(
         limit = 10 if runs is None and minutes is None else runs
         if hosts and returns:
             raise ValueError("--hosts and --return: give one of them; returns are tried on one machine")
-        ground = _hosts(hosts) if hosts else None
+        ground = _hosts(hosts, shared) if hosts else None
         raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, returns, ground))
 
 
@@ -112,6 +115,9 @@ def matrix(
             help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
         ),
     ] = 0,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
+    ] = False,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
     from recover.bench.measure import tidy_on_sigterm
@@ -122,15 +128,15 @@ def matrix(
         if hosts:
             from recover.chaos.host_matrix import host_matrix
 
-            raise typer.Exit(host_matrix(_keys(words), _hosts(hosts), launches, write, jobs))
+            raise typer.Exit(host_matrix(_keys(words), _hosts(hosts, shared), launches, write, jobs))
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs))
 
 
-def _hosts(count: int) -> Hosts:
+def _hosts(count: int, shared: bool) -> Hosts:
     from recover.chaos.on_hosts import Hosts
     from recover.lab.hosts import unavailable
 
-    hosts = Hosts(count)
+    hosts = Hosts(count, shared)
     if reason := unavailable():
         raise ValueError(f"--hosts {count}: {reason}")
     return hosts

@@ -28,7 +28,11 @@ ACTIONS: dict[str, str] = {
     "nan": "a NaN gets into its local gradient, before it is reduced",
     "lab:power": "its host loses its power",
     "lab:cut": "the cable of its host is cut, until the others have given it up",
+    "lab:deaf": "the same, for what comes in: it hears nothing, and is heard",
+    "lab:mute": "the same, for what goes out: it hears, and is not heard",
     "lab:blink": "the cable of its host is cut for half a second",
+    "lab:lossy": "the cable of its host loses one frame in five, for some seconds",
+    "lab:slow": "the cable of its host takes 200 ms longer, for some seconds",
     "lab:agent-kill": "the agent of its host gets SIGKILL",
     "lab:agent-stop": "the agent of its host is stopped, until the others have given it up",
     "lab:member-kill": "the member of etcd on its host gets SIGKILL",
@@ -37,19 +41,11 @@ ACTIONS: dict[str, str] = {
     "lab:etcd-stop": "all members of etcd are stopped, for some seconds",
 }
 LAB = "lab"  # what a lab does to the hosts of a job, when a rank of the host has come there
-OF_HOST = (
-    "lab:power",
-    "lab:cut",
-    "lab:agent-kill",
-    "lab:agent-stop",
-)  # all replicas with a rank on it are lost
-LETHAL = (
-    "kill",
-    "exit",
-    "stop",
-    "corrupt:weights",
-    *OF_HOST,
-)  # the replica is lost: by eviction, where it is corrupt
+CUT = ("lab:cut", "lab:deaf", "lab:mute")
+# All replicas with a rank on the host are lost.
+OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop")
+# The replica is lost; by eviction, where it is corrupt.
+LETHAL = ("kill", "exit", "stop", "corrupt:weights", *OF_HOST)
 BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; the others need a place
 IN_GRADIENT = ("corrupt:gradient", "nan")
 WITH_AMOUNT = {  # what the number of an action is

@@ -33,7 +33,8 @@ DOING = (
     *("voting", "repairing", "updating", "between steps", "ending"),
 )
 STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATING, BETWEEN, ENDING = range(10)
-WAITING = tuple(DOING[what] for what in (REDUCING, VOTING, REPAIRING))  # for others
+# By itself, so that it comes to an end of it without the others.
+AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
 ENDED = -1  # in the column of steps: the script has ended
 COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
