@@ -77,7 +77,7 @@ from recover.etcd.etcd_client import (
 from recover.etcd.etcd_host import GRACE, HOST, HostsSeen
 from recover.etcd.etcd_mail import Expected, Fetch, Mailbox, Sent, check_size, mail_key, told_key
 from recover.etcd.etcd_mates import Said, Speaker, Spoken
-from recover.etcd.etcd_news import News
+from recover.etcd.etcd_news import WITH_REPLICA, News
 from recover.etcd.etcd_watch import EtcdWatch
 from recover.fabrics.base import Admission, FabricError, NotAdmittedError
 from recover.liveness.board import Board
@@ -125,7 +125,7 @@ class EtcdFabric:
         self.agreed = Decision.before_all(size)  # the last agreement that this rank was in
         self._client, self._host, self._hang_limit, self._end = client, host, hang_limit, end
         self._replica, self._limit = mates(rank, replica_size), limit
-        self._news = News(rank, self.agreed, takes_part=rank < size)
+        self._news = News(rank, self.agreed, rank < size, self._replica)
         self._acknowledged: frozenset[int] = frozenset()
         self._mailbox = Mailbox(client, rank)
         self._hosts = HostsSeen(client, grace)
@@ -200,7 +200,7 @@ class EtcdFabric:
                 answer = self._client.read(*GLANCE, get(key_of(CLAIM, self.rank)))
                 self._learn(answer)
                 if not answer.found[3]:
-                    self._leave(f"rank {self.rank} was declared dead, and is forgotten")
+                    self._leave(f"{self._news.lost}: rank {self.rank} is forgotten")
             self._check()
             # The next agreement needs this rank's vote, so there is no later decision.
             self._news.takes_part, self.agreed = True, self._news.decision
@@ -391,7 +391,7 @@ class EtcdFabric:
             # Whoever watches its mates ends by itself.
             self._alone_since = self._alone_since or time.monotonic()
             if time.monotonic() > self._alone_since + ORPHANED:
-                self._leave(f"ranks {sorted(lost)} of its replica are dead")
+                self._leave(f"{WITH_REPLICA}: ranks {sorted(lost)} of it are dead")
 
     def _leave(self, why: str) -> NoReturn:
         self._news.over = self._news.over or why

@@ -8,16 +8,24 @@ from collections.abc import Callable, Sequence
 from recover.etcd.etcd_agreement import ASKING, DEAD, DECISION, ENDED, Decision, rank_of
 from recover.etcd.etcd_client import KeyValue
 
+WITH_REPLICA = "lost with its replica"  # so begins what it is told that is itself not at fault
+
 
 class News:
-    """It never forgets a death, and knows why this rank itself must not act any more, if so."""
+    """It never forgets a death, and knows why this rank itself must not act any more, if so.
 
-    def __init__(self, rank: int, start: Decision, takes_part: bool) -> None:
+    `replica`: the ranks of its replica, itself included.
+    """
+
+    def __init__(self, rank: int, start: Decision, takes_part: bool, replica: Sequence[int] = ()) -> None:
         self.decision = start  # the last one that there is, as far as this rank knows
         self.takes_part = takes_part
         self.ended = ""  # why nobody can join any more
         self.over = ""  # why this rank must not act any more
-        self._rank = rank
+        self._rank, self._has_mates = rank, len(replica) > 1
+        self.lost = (
+            WITH_REPLICA if self._has_mates else "declared dead"
+        )  # where nobody can tell of whom it was said
         self._arrived = threading.Condition()
         self._dead: list[int] = []  # in the order of their revisions, which is the same for all
         self._asking: set[int] = set()
@@ -50,6 +58,9 @@ class News:
                     self.ended = found.value.decode()
                 elif found.key == DECISION and found.version > self.decision.number:
                     self.decision = decision = Decision.of(found)
+                    if self._has_mates and self._rank in decision.dead and not self.over:
+                        # Nobody has declared this one: a mate of its.
+                        self.over = f"{WITH_REPLICA}: agreement {decision.number} counts it among the dead"
                     for rank in sorted(decision.dead):  # also if their own keys are gone by now
                         self._note(rank, f"agreement {decision.number} counts it among the dead")
                     if self.takes_part and self._rank not in decision.participants:

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from recover.carriers import choose
 from recover.carriers.worker import Worker
@@ -131,7 +131,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         job.token,
         job.host,
         grace=job.grace,
-        end=lambda why: ending.die(ending.End.FENCED, why),
+        end=_leave_etcd,
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
         limit=job.limit,
@@ -150,6 +150,13 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
     client.give_up()
     if _current is not None:
         _current.let_go("etcd is lost")
+
+
+def _leave_etcd(why: str) -> NoReturn:
+    """The others go on without this rank: it was given up, or a mate of its was."""
+    from recover.etcd.etcd_news import WITH_REPLICA
+
+    ending.die(ending.End.ORPHAN if why.startswith(WITH_REPLICA) else ending.End.FENCED, why)
 
 
 def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:

@@ -34,6 +34,7 @@ from recover.faults.fault import parse_faults
 from recover.faults.probe import Probe
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
+from recover.launch.join import _leave_etcd
 from recover.liveness.board import Board
 from recover.models import Llama
 from recover.replica import rows
@@ -68,7 +69,7 @@ def enter_world(rank: int) -> World:
         SIZE,
         board,
         "secret",
-        end=lambda why: ending.die(ending.End.FENCED, why),
+        end=_leave_etcd,
         replica_size=grid.replica_size,
     )
     parts = Parts(
