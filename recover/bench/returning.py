@@ -74,15 +74,10 @@ def bench_multi_returning(
 def _duel(
     scene: Scene, interval: int, save_every: int, ours: Sequence[Event], theirs: Sequence[Event]
 ) -> dict[str, Any]:
-    away = _away(ours, scene.replicas)
-    if not away:
-        raise BenchmarkError(
-            f"no replica came back within {interval} steps: give a longer --interval, or a larger --pace"
-        )
     speeds = [_tokens_an_hour(scene, events) for events in (ours, theirs)]
-    alive = steps_by_alive(ours)
-    costs = restarting([theirs])
-    return {
+    away, stalls = _away(ours, scene.replicas), [join["stall"] for join in joins(ours)]
+    alive, costs = steps_by_alive(ours), restarting([theirs])
+    duel: dict[str, Any] = {
         "interval": interval,
         "save_every": save_every,
         "share": costs.stall / (interval * costs.step),
@@ -90,25 +85,30 @@ def _duel(
         "restart": speeds[1],
         "ratio": speeds[0] / speeds[1],
         "away": away,
-        "stalls": [join["stall"] for join in joins(ours)],
-        "replicas_at_the_end": max(
-            e["replicas"] for e in ours if e.get("step") == scene.steps and "loss" in e
-        ),
-        "pieces": ReturningCosts(
+        "stalls": stalls,
+    }
+    if away and stalls:
+        duel["pieces"] = ReturningCosts(
             scene.replicas,
             costs,
             recovery_seconds(ours),
-            fmean(join["stall"] for join in joins(ours)),
+            fmean(stalls),
             fmean(away),
             alive[scene.replicas],
             alive.get(scene.replicas - 1, alive[scene.replicas]),
-        ),
-    }
+        )
+    return duel
 
 
 def _pieces(duels: Sequence[dict[str, Any]]) -> ReturningCosts:
     """Of the run with the rarest failures: there most steps are those of all, or of one less."""
-    pieces: ReturningCosts = max(duels, key=lambda each: each["interval"])["pieces"]
+    whole = [each for each in duels if "pieces" in each]
+    if not whole:
+        raise BenchmarkError(
+            f"no replica came back within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
+            "or a larger --pace"
+        )
+    pieces: ReturningCosts = max(whole, key=lambda each: each["interval"])["pieces"]
     return pieces
 
 

@@ -205,13 +205,25 @@ def _peers(wanted: Wanted, environment: Path | None, console: Console) -> dict[s
                     found[name] = facts | {"inside_restart": restart.inside_restart()}
                 else:
                     python = install_torchft(environment or torchft_home(), console)
-                    found[name] = judge(
-                        run_torchft_struck(hall, scene, per_host, python, "Manager.allreduce", run)
-                    )
+                    events = run_torchft_struck(hall, scene, per_host, python, "Manager.allreduce", run)
+                    found[name] = judge(without_the_lost(events, scene.replicas))
             except (Absent, BenchmarkError) as reason:
                 console.print(f"{name}: {reason}", markup=False)
                 found[name] = {"seconds": f"not measured: {str(reason).splitlines()[0]}"}
     return {"scene": scene.to_json(), "systems": found}
+
+
+def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
+    """Without steps that were committed by all although one was struck in them.
+
+    torchft commits a step as soon as its sum is there. One that waits to be struck has given its part already.
+    """
+    struck = failures(events)[0]["at"]
+    return [
+        event
+        for event in events
+        if event["what"] != "step-end" or event["at"] < struck or event["microbatches"] < replicas
+    ]
 
 
 def _times(replicas: int, agreements: int) -> list[list[list[float]]]:

@@ -173,7 +173,7 @@ def _returning(results: dict[str, Any]) -> Rows:
                 f"{duel['share']:.0%} of {SHARE} (a failure every {duel['interval']})",
                 *(f"{duel[side]:,.0f}" for side in ("ours", "restart")),
                 f"{duel['ratio']:.2f} times",
-                ", ".join(f"{seconds:.1f} s" for seconds in duel["away"]),
+                ", ".join(f"{seconds:.1f} s" for seconds in duel["away"]) or "not in time",
             ]
         )
     crossing, calm = results["crossing"], f"{results['calm_ratio']:.2f} times without failures"

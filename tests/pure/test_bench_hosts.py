@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from recover.bench import coming_back, measure, returning
+from recover.bench.peers import judge
 from recover.bench.returning import _away
-from recover.bench.several_hosts import kill_samples, strikes_on
+from recover.bench.several_hosts import kill_samples, strikes_on, without_the_lost
 from recover.peers.came_back import came_back, joins
 from recover.peers.costs import Restarting, ReturningCosts
 from recover.peers.ended import BenchmarkError
@@ -83,6 +84,16 @@ def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_aga
     )
     with pytest.raises(BenchmarkError, match="not committed on 7 microbatches"):
         kill_samples(events, 7)
+
+
+def test_a_step_that_nobody_was_missed_in_says_nothing_about_a_loss() -> None:
+    events = [
+        event(10.0, "failure", 4, step=7),
+        step_end(10.04, 7, 6, microbatches=6),
+        event(15.1, "discarded", step=8),
+        step_end(15.5, 8, 4, microbatches=4),
+    ]
+    assert judge(without_the_lost(events, 6)) == {"seconds": 5.5, "microbatches": 4, "discarded": 1}
 
 
 def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
