@@ -14,6 +14,7 @@ from typing import Any
 from recover.data.readers import Readers
 from recover.data.shuffle import Shuffle
 from recover.step.handed_out import loader_mend
+from recover.step.position import is_whole
 from recover.step.randomness import Randomness
 
 WINDOW = 1024
@@ -45,8 +46,14 @@ def stream(
     window:      of an iterable: how many microbatches back one may be asked for again. At least a whole step (B)
     """
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("epochs", epochs, 1)):
+        if value is not None and not is_whole(value):
+            raise TypeError(f"{name}={value!r} must be a whole number")
         if value is not None and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(
+            f"collate_fn={collate_fn!r} must be a function that makes a microbatch of a list of items"
+        )
     if (mend := loader_mend(dataset)) is not None:
         raise TypeError(f"recover.stream was given a DataLoader, which has an order of its own; {mend}")
     if isinstance(dataset, Mapping | str) or not (_is_map_style(dataset) or isinstance(dataset, Iterable)):
@@ -71,6 +78,8 @@ class ReadAhead:
         self._readers = Readers(self._read, self._read_here, workers)
 
     def __getitem__(self, index: int) -> Any:
+        if not is_whole(index):
+            raise TypeError(f"microbatch {index!r}: a stream gives one at a time, by its number")
         if index < 0:
             raise IndexError(f"microbatch {index}: microbatches are numbered from 0")
         return self._readers.get(index)

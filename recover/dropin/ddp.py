@@ -68,6 +68,8 @@ class _DDPBucket:
 class DDPGradients:
     """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
+    came = False  # DDP itself refuses a second backward
+
     def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
         if restore not in ("auto", "blocking", "non-blocking"):
             raise ValueError(f"restore={restore!r} is not known; choose 'auto', 'blocking' or 'non-blocking'")

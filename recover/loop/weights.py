@@ -24,6 +24,10 @@ def weights_of(
 
     `ran_with` are those that a pipeline has used for its backward passes already; `exact` sums take whole ones only.
     """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the loss is a {type(loss).__name__}; give step.backward the tensor itself, as loss.backward()"
+        )
     if isinstance(given, torch.Tensor):
         given = given.tolist()
     if given is None:
@@ -74,8 +78,16 @@ def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
     return [Later(lambda one: float(one[0]), value) for value in values.split(1)]
 
 
-def refuse_without_graph(loss: torch.Tensor, by_rounds: bool) -> None:
-    if not loss.requires_grad and not by_rounds:
+def refuse_other_backwards(loss: torch.Tensor, came: bool, by_rounds: bool) -> None:
+    """`came`: gradients have, since the microbatch was handed out. Those of a round may: its pipeline runs backward."""
+    if by_rounds:
+        return
+    if came:
+        raise RuntimeError(
+            "the microbatch has gradients before step.backward: somebody has called backward() on a loss of it, which "
+            "would count beside this one; leave loss.backward() out, or give the sum of all losses to step.backward"
+        )
+    if not loss.requires_grad:
         raise ValueError(
             "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
             "whose backward passes have run already may be recorded without one"

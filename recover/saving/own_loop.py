@@ -65,13 +65,16 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     do_despite_losses(world, act, lambda *_: None)
 
 
-def resume(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def resume(
+    step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, *, rebatch: bool = False
+) -> dict[str, Any] | None:
     """Go on from the newest good checkpoint under `path`; None if there is none, and the run begins at its beginning.
 
     To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
     whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
     Objects in `extra` get back their state, by name. Returns all extras that were saved, as plain values and tensors.
-    A replica that joins goes on from no checkpoint (None): it is given what the others have.
+    A replica that joins goes on from no checkpoint (None): it is given what the others have. `rebatch`: with another
+    global batch, too; no sample is used twice, and none is left out.
     """
     if step.world.outside:
         return None
@@ -103,7 +106,7 @@ def resume(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None)
             for name, packed in facts["state"].items()
             if name.startswith(StepState.EXTRA)
         }
-    step.load_state_dict(facts["position"])
+    step.load_state_dict(facts["position"], rebatch=rebatch)
     return saved
 
 

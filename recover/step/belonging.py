@@ -123,6 +123,11 @@ class Belonging:
 
 def refuse_scheduler(scheduler: Any) -> None:
     """One that is told of a metric is the user's to call: Step does not know which."""
+    if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
+        what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
+        raise TypeError(
+            f"scheduler is {what}; give one that was made for the optimizer, with a step() to call"
+        )
     if scheduler is not None and _needs(scheduler.step, "metrics"):
         raise ValueError(
             f"{type(scheduler).__name__}.step() takes a metric; leave scheduler= out, and call "

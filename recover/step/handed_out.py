@@ -51,6 +51,17 @@ def loader_mend(stream: Any) -> str | None:
     return f"write recover.stream(loader.dataset, {words}{collate})"
 
 
+def _microbatch(stream: Stream[T], index: int) -> T:
+    try:
+        return stream[index]
+    except LookupError as error:
+        error.add_note(
+            f"recover: the stream was asked for microbatch {index}; it must have as many as the loop takes steps of B, "
+            "numbered from 0: end the loop before, or make one that goes round and round, by recover.stream(dataset)"
+        )
+        raise
+
+
 class HandedOut:
     """One microbatch, or all of a round. `pending`: slots and samples whose backward is to come."""
 
@@ -77,7 +88,7 @@ class HandedOut:
             self._show(self._suspects)
             self._world.hooks.reading(slot)
             self._randomness.read(step, slot)
-            batches.append(stream[self._suspects[0][1]])
+            batches.append(_microbatch(stream, self._suspects[0][1]))
             self.pending += self._suspects
         self._suspects = self.pending
         self._show(self._suspects)

@@ -12,14 +12,45 @@ from recover.sums.inside import replica_of
 from recover.world.world import World
 
 
-def check_arguments(global_batch: int, clip: float | None, reduction: str, gradients: Any) -> None:
-    """Raises ValueError if no step can be taken like this."""
+def is_whole(value: Any) -> bool:
+    """An integer of Python's, numpy's or whoever's; True is none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
+
+
+def check_arguments(
+    world: Any,
+    model: Any,
+    optimizer: Any,
+    global_batch: int,
+    clip: float | None,
+    reduction: str,
+    gradients: Any,
+    bucket_mb: float | None,
+    extra: Mapping[str, Any] | None,
+) -> None:
+    """Raises TypeError, ValueError if no step can be taken like this."""
+    kinds = (hasattr(world, "grid"), isinstance(model, torch.nn.Module), hasattr(optimizer, "param_groups"))
+    if not all(kinds):
+        given = ", ".join(type(each).__name__ for each in (world, model, optimizer))
+        raise TypeError(
+            f"Step was given a {given}; give it recover.Step(world, model, optimizer, global_batch=...), with the "
+            "world from recover.init(), a module and an optimizer of torch's"
+        )
+    if not is_whole(global_batch):
+        raise TypeError(f"global_batch is {global_batch!r}; give a whole number of microbatches")
     if global_batch < 1:
         raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    for name, value in (("clip", clip), ("bucket_mb", bucket_mb)):
+        if value is not None and (isinstance(value, bool | str) or not value > 0):
+            raise ValueError(f"{name} is {value!r}; it must be a positive number, or None")
     if gradients is not None and reduction != "fast":
         raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
+    for name, value in (extra or {}).items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise TypeError(
+                f"extra[{name!r}] is a {type(value).__name__}, and a replica that joins could not be given it; give "
+                "objects with state_dict() and load_state_dict()"
+            )
 
 
 def refuse_other_size(world: World, model: torch.nn.Module) -> None:
@@ -82,6 +113,6 @@ def check_position(state: Mapping[str, Any], here: dict[str, Any], rebatch: bool
     if state["global_batch"] != here["global_batch"] and not rebatch:
         raise ValueError(
             f"this state was saved with global_batch={state['global_batch']}, and this step has "
-            f"global_batch={here['global_batch']}; give the same, or load_state_dict(state, rebatch=True) to go on "
-            "from the next sample with another batch"
+            f"global_batch={here['global_batch']}; give the same, or rebatch=True (to recover.resume, or "
+            "load_state_dict) to go on from the next sample with another batch"
         )

@@ -21,7 +21,7 @@ from recover.journal.own_records import records_of
 from recover.loop.clock import clock_of
 from recover.loop.habits import Habits
 from recover.loop.stragglers import Stragglers
-from recover.loop.weights import Weight, losses_of, refuse_without_graph, weighted, weights_of
+from recover.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
 from recover.step.belonging import Belonging, refuse_scheduler
 from recover.step.beside_training import BesideTraining
@@ -87,7 +87,7 @@ class Step(BesideTraining):
         buffers: Iterable[str] = (),
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
-        check_arguments(global_batch, clip, reduction, gradients)
+        check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
         replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
@@ -169,7 +169,7 @@ class Step(BesideTraining):
             )
         ran_with = self._transaction.replica.weights_of_round()
         weights = weights_of(weight, ran_with, loss, len(pending), self._exact_sum)
-        refuse_without_graph(loss, self._by_rounds)
+        refuse_other_backwards(loss, self._gradients.came, self._by_rounds)
         self._world.hooks("backward")
         self._moving.take()
         self._gradients.ready()

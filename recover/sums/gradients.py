@@ -42,6 +42,7 @@ class Gradients(Protocol):
 
     sum: Sum
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
+    came: bool  # whether any gradient has, since the last `expect`
 
     @property
     def usage(self) -> list[float]:
@@ -229,7 +230,7 @@ class OwnedGradients:
             bucket.held = NO_SLOTS
 
     def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
-        self._open, self._post, self._next = True, post, 0
+        self._open, self._post, self._next, self.came = True, post, 0, False
         self._after = with_slots(self.buckets[0].held, slots)
         self._seen.clear()
         # A tray is full when the round is through, and not before.
@@ -288,7 +289,7 @@ class OwnedGradients:
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
                 "with activation checkpointing of shared weights use use_reentrant=False"
             )
-        taken = self._taken[index]
+        taken, self.came = self._taken[index], True
         if place in taken:
             self._add_taken(index)  # this is its second one
         taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(parameter)

@@ -337,8 +337,20 @@ def test_what_is_no_stream_is_refused_by_the_name_of_its_mend() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             recover.stream(Noisy(), **given_)
+    for given_, text in (
+        ({"batch_size": "4"}, "batch_size='4' must be a whole number"),
+        ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
+        ({"workers": 1.5}, "workers=1.5 must be a whole number"),
+        ({"epochs": True}, "epochs=True must be a whole number"),
+        ({"collate_fn": 3}, "collate_fn=3 must be a function"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            recover.stream(Noisy(), **given_)
     with pytest.raises(IndexError, match="numbered from 0"):
         recover.stream(Noisy())[-1]
+    with pytest.raises(TypeError, match="one at a time, by its number"):
+        recover.stream(Noisy())[0:2]
+    assert recover.stream(Noisy(), batch_size=np.int64(4))[np.int64(0)] is not None
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +17,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import MEMORY, Model, Stream, loss_of, make_optimizer
+from lone_world import BATCH, World, begin
+from toy import MEMORY, Model, Stream, loss_of
 
 import recover
-from recover.job.grid import Grid
-from recover.job.spec import JobSpec
 from recover.policy import SlotSet
 from recover.step.errors import OutOfRangeError
 from recover.step.handed_out import HandedOut
@@ -35,64 +32,9 @@ from recover.sums.later import Later, fetch, now
 from recover.sums.parts import on_device
 from recover.sums.reduction import ReproducibleSum
 from recover.sums.state_hash import fingerprint
-from recover.world.hooks import NoHooks
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
-BATCH = 4
-
-
-class Cross:
-    """A group of one."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def all_reduce(self, source: Any, out: Any = None) -> SimpleNamespace:
-        if out is not None:
-            out[:] = source
-        self._log.append("totals" if isinstance(source, np.ndarray) else "bucket")
-        return self.broadcast(source)
-
-    def broadcast(self, data: Any) -> SimpleNamespace:
-        return SimpleNamespace(ok=True, refused=False, wait=lambda: True)
-
-    def drain(self) -> None:
-        self._log.append("drain")
-
-    def break_off(self, why: str = "") -> None:
-        pass
-
-
-class World:
-    """One replica of one rank, alone."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.job = JobSpec(1)
-        self.grid, self.rank, self.replica, self.shard, self.epoch = Grid(1, 1), 0, 0, 0, 1
-        self.replicas, self.noticed_at, self.closing = (0,), None, list[object]()
-        self.outside, self.asking, self.steps_made = False, (), 0
-        self.cross, self.hooks = Cross(self.log), NoHooks()
-        self.board = SimpleNamespace(
-            **dict.fromkeys(("come_to_vote", "compute", "touch", "accomplish"), lambda *_: None)
-        )
-        self.notes = SimpleNamespace(read=lambda step: ())
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        yield
-
-    def agree(self, word: int) -> int:
-        self.log.append("agree")
-        return word
-
-    def linger(self) -> None:
-        pass
-
-
-def begin(world: World, model: torch.nn.Module, **options: Any) -> recover.Step:
-    return recover.Step(world, model, make_optimizer(model), BATCH, bucket_mb=0.002, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -159,26 +101,6 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0
     assert step._transaction.totals.paces[0] > 0, "the device's own time was not read"
-
-
-def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbatches(tmp_path: Path) -> None:
-    model = Model().eval()
-    step, did = begin(World(), model), list[int]()
-    for number, (inputs, target, index) in enumerate(step.microbatches(Stream())):
-        for name, act in (("step.on_first", step.on_first), ("recover.save", recover.save)):
-            arguments = (did.append, 1) if name == "step.on_first" else (step, tmp_path)
-            with pytest.raises(
-                RuntimeError, match=rf"{name} was called inside the loop .* call it after the loop"
-            ):
-                act(*arguments)
-        step.backward(loss_of(model, (inputs, target, index)))
-        with pytest.raises(RuntimeError, match="inside the loop"):
-            step.on_first(did.append, number)
-    assert (step.index, did) == (1, [])
-    step.refuse_inside_step("anything")
-    with pytest.warns(UserWarning, match="left before it was complete"):
-        next(iter(step.microbatches(Stream())))
-    step.refuse_inside_step("anything")
 
 
 class Equals:

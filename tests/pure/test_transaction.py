@@ -68,7 +68,7 @@ class World:
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
         self.notes = SimpleNamespace(read=lambda step: ())
-        self.outside, self.asking = False, ()
+        self.outside, self.asking, self.steps_made = False, (), 0
 
     @property
     def replicas(self) -> tuple[int, ...]:

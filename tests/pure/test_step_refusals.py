@@ -1,0 +1,105 @@
+"""What a user gives to Step, or does inside of it, by mistake: refused by name, with the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lone_world import BATCH, World, begin
+from toy import Model, Stream, loss_of, make_optimizer
+
+import recover
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"world": None}, r"a NoneType, Model, .* recover.Step\(world, model, optimizer, global_batch=...\)"),
+        ({"model": make_optimizer(Model())}, "Step was given a World, "),
+        ({"optimizer": Model()}, "a World, Model, Model; give it"),
+        ({"global_batch": "8"}, "global_batch is '8'; give a whole number"),
+        ({"global_batch": 8.0}, "global_batch is 8.0; give a whole number"),
+        ({"global_batch": True}, "global_batch is True"),
+        ({"global_batch": 0}, "global_batch is 0; it must be at least 1"),
+        ({"clip": "1"}, "clip is '1'; it must be a positive number, or None"),
+        ({"clip": 0}, "clip is 0; it must be a positive number, or None"),
+        ({"bucket_mb": 0}, "bucket_mb is 0; it must be a positive number"),
+        ({"extra": {"best": 3}}, r"extra\['best'\] is a int, .* state_dict\(\)"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR},
+            "scheduler is the class StepLR; give one that was made",
+        ),
+        ({"scheduler": 0.1}, "scheduler is float; give one"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_by_name_and_mend(given: dict[str, Any], told: str) -> None:
+    model = Model()
+    usual = {"world": World(), "model": model, "optimizer": make_optimizer(model), "global_batch": BATCH}
+    with pytest.raises((TypeError, ValueError), match=told):
+        recover.Step(**usual | given)
+
+
+def test_losses_and_streams_of_the_wrong_kind_are_refused_by_name_and_mend() -> None:
+    model = Model().eval()
+    step = begin(World(), model)
+
+    def take(stream: Any, backward: Callable[[Any], object]) -> None:
+        for inputs, target, index in step.microbatches(stream):
+            backward(loss_of(model, (inputs, target, index)))
+
+    def twice(number: int) -> Callable[[torch.Tensor], None]:
+        passed = count()
+
+        def backward(loss: torch.Tensor) -> None:
+            if next(passed) == number:
+                loss.backward(retain_graph=True)
+            step.backward(loss)
+
+        return backward
+
+    all_of_one = [Stream()[index] for index in range(BATCH)]
+    take(all_of_one, step.backward)
+    with pytest.raises(IndexError) as short:
+        take(all_of_one, step.backward)
+    assert (
+        "asked for microbatch 4; it must have as many as the loop takes steps of B"
+        in short.value.__notes__[0]
+    )
+    with (
+        pytest.warns(UserWarning, match="left before"),
+        pytest.raises(TypeError, match="the loss is a float; give"),
+    ):
+        take(Stream(), lambda loss: step.backward(loss.item()))
+    for number in range(BATCH):  # not in the last microbatch alone
+        with (
+            pytest.warns(UserWarning, match="left before"),
+            pytest.raises(
+                RuntimeError, match=r"gradients before step.backward: .* leave loss.backward\(\) out"
+            ),
+        ):
+            take(Stream(), twice(number))
+    assert step.index == 1
+
+
+def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbatches(tmp_path: Path) -> None:
+    model = Model().eval()
+    step, did = begin(World(), model), list[int]()
+    for number, (inputs, target, index) in enumerate(step.microbatches(Stream())):
+        for name, act in (("step.on_first", step.on_first), ("recover.save", recover.save)):
+            arguments = (did.append, 1) if name == "step.on_first" else (step, tmp_path)
+            with pytest.raises(
+                RuntimeError, match=rf"{name} was called inside the loop .* call it after the loop"
+            ):
+                act(*arguments)
+        step.backward(loss_of(model, (inputs, target, index)))
+        with pytest.raises(RuntimeError, match="inside the loop"):
+            step.on_first(did.append, number)
+    assert (step.index, did) == (1, [])
+    step.refuse_inside_step("anything")
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        next(iter(step.microbatches(Stream())))
+    step.refuse_inside_step("anything")
