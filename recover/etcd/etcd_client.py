@@ -284,8 +284,8 @@ class EtcdClient:
             self.go_on()
             return UnansweredError(f"etcd at {where} cannot answer {path} now: {said}")
         mend = "is this etcd 3.4 or later, with its JSON gateway on?" if status == 404 else ""
-        if "HTTPS server" in said:
-            mend = "give --etcd-ca: the file that says who signed its certificate"
+        if "CommonName" in said:
+            mend = "where it has users and asks for certificates, show one whose subject has no CN, as /O=recover"
         if NO_SPACE in said:
             mend = "compact and defragment it, or raise --quota-backend-bytes, and disarm its alarm"
         elif code in (7, UNAUTHENTICATED) or "auth" in said or "user name" in said:

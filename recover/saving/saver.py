@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from recover.saving import checkpoint
-from recover.saving.checkpoint import FACTS, FORMAT, UNCONFIRMED, CheckpointError
+from recover.saving.checkpoint import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
 from recover.saving.tensors import Snapshot, Stored, Tensors
 from recover.sums.state_hash import parameters_digest
 from recover.world import ending
@@ -148,10 +148,14 @@ class Saver:
         try:
             if not (draft / FACTS).exists():
                 return  # it could not be written
-            if path.exists():
-                _remove(path)
-            draft.rename(path)
-            _flush(self._directory)
+            # One that was declared dead, and lives, may do the same at this moment: a good one is never taken away.
+            if path.exists() and _are_copies(draft, path):
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
+                if path.exists():
+                    _remove(path)
+                draft.rename(path)
+                _flush(self._directory)
             old = checkpoint.all_good(self._run_dir)[: -self._keep]
             old += [found for found in checkpoint.unconfirmed(self._run_dir) if found.step <= step]
             for found in old:
@@ -184,6 +188,13 @@ class Saver:
             shutil.rmtree(leftover, ignore_errors=True)
         found = checkpoint.all_good(self._run_dir)
         return found[-1].step if found else 0
+
+
+def _are_copies(draft: Path, path: Path) -> bool:
+    try:
+        return Found(draft, 0).identity() == Found(path, 0).identity()
+    except CheckpointError:
+        return not (draft / FACTS).exists()  # it has just become the other one
 
 
 def _remove(path: Path) -> None:

@@ -35,9 +35,10 @@ def certificates(place: Path) -> None:
         key = (*EC, "-nodes", "-keyout", f"{name}.key")
         openssl(place, "req", "-x509", *key, *subject, "-out", f"{name}.pem")
     (place / "uses").write_text(f"subjectAltName=IP:{HERE}\nextendedKeyUsage=serverAuth,clientAuth\n")
-    for name in ("server", "client"):
+    subjects = {"server": "/CN=server", "client": "/O=recover", "named": "/CN=trainer"}
+    for name, subject in subjects.items():
         key = (*EC, "-nodes", "-keyout", f"{name}.key")
-        openssl(place, "req", *key, "-subj", f"/CN={name}", "-out", f"{name}.csr")
+        openssl(place, "req", *key, "-subj", subject, "-out", f"{name}.csr")
         sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "uses")
         openssl(place, "x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
 
@@ -96,6 +97,7 @@ def test_a_job_meets_in_an_etcd_with_tls_and_users_and_whoever_is_nobody_there_i
     job += ["--etcd-prefix", "/ours", "--join-timeout", "20"]
     ca = ["--etcd-ca", str(tmp_path / "ca.pem")]
     me = ["--etcd-cert", str(tmp_path / "client.pem"), "--etcd-key", str(tmp_path / "client.key")]
+    named = [word.replace("client.", "named.") for word in me]
     user = ["--etcd-user", "trainer", "--etcd-password-file", str(tmp_path / "a-password")]
     other_ca, guess = ["--etcd-ca", str(tmp_path / "another-ca.pem")], [*user[:-1], str(tmp_path / "another")]
     for words, said in (
@@ -103,6 +105,7 @@ def test_a_job_meets_in_an_etcd_with_tls_and_users_and_whoever_is_nobody_there_i
         ([*other_ca, *me, *user], "is not trusted"),
         ([*ca, *user], "--etcd-cert"),
         ([*ca, *me], "give a user"),
+        ([*ca, *named, *user], "show one whose subject has no CN"),
         ([*ca, *me, *guess], "may user 'trainer' read and write under /ours/tls/"),
     ):
         refused = Job(tmp_path / str(len(said)), SCRIPT, *job, *words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,26 @@ def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_so
     one.found_equal(3, [0])
     one.finish()
     assert names(tmp_path) == ["step-2"]
+
+
+def test_two_who_name_the_same_draft_leave_one_good_checkpoint_and_never_none(tmp_path: Path) -> None:
+    """A host that is cut off and sees the same directory may still be at it, when its successor takes over."""
+    one, successor = saver(tmp_path), saver(tmp_path, replica=1)
+    save(one, 1)
+    draft, path = (tmp_path / "checkpoints" / name for name in ("draft-1", "step-1"))
+    shutil.copytree(draft, tmp_path / "copy")
+    one.found_equal(2, [0, 1])
+    one.finish()
+    kept = path.stat().st_ino
+    (tmp_path / "copy").rename(draft)  # the successor has seen it before it got its name
+    successor.found_equal(2, [0, 1])
+    assert successor.newest() == 1
+    assert (names(tmp_path), path.stat().st_ino) == (["step-1"], kept), "it was taken away for a moment"
+    save(one, 1, seed=1)  # another state of that step: of a run that was begun anew there
+    one.found_equal(2, [0])
+    one.finish()
+    assert names(tmp_path) == ["step-1"]
+    assert path.stat().st_ino != kept
 
 
 def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
