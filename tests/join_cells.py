@@ -22,7 +22,7 @@ STEP_PLACES = tuple(
 MEMBERS, EVERYBODY = ("first", "other"), ("newcomer", "first", "other")
 PENDING, ADMITTED, TRANSFER, FIRST_STEP = "pending", "being admitted", "in transfer", "in its first step"
 AT_WORK = 3  # members before each event
-PATIENCE = 60.0  # seconds
+PATIENCE = 150.0  # seconds; a rank that hangs is fenced after 60
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def play(ranks: JoiningRanks, event: Event) -> bool:
 
     came = ranks.start_another()
     assert came[0] == event.newcomer * size
-    assert wait_until(lambda: settled() or missed(), PATIENCE), (
-        f"{event}: {ranks.diary(event.left[0] * size)[-1:]}"
-    )
+    if not wait_until(lambda: settled() or missed(), PATIENCE):
+        ranks.write_stacks()
+        raise AssertionError(f"{event}: {ranks.diary(event.left[0] * size)[-1:]}; see ranks/*.stack")
     return settled()
 
 

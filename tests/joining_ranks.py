@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from launching import wait_until
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.etcd.etcd_entry import place
+from recover.world.ending import STACK_SIGNAL
 
 PROGRAM = Path(__file__).parent / "programs" / "joining.py"
 
@@ -96,6 +99,14 @@ class JoiningRanks:
 
     def kill(self, rank: int) -> None:
         os.kill(self.diary(rank, "started")[0]["pid"], signal.SIGKILL)
+
+    def write_stacks(self) -> None:
+        """Of all that live, to `ranks/N.stack`: what they wait for."""
+        for path in self.directory.glob("diary-*.jsonl"):
+            for line in self.diary(int(path.stem.partition("-")[2]), "started"):
+                with suppress(ProcessLookupError):
+                    os.kill(line["pid"], STACK_SIGNAL)
+        time.sleep(1.0)
 
     def wait_for(self, rank: int, commits: int) -> None:
         """Until it has committed so many steps."""

@@ -97,7 +97,9 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
     for name in ("launcher", "etcd", "rank 0"):
         for what in ("files", "threads"):
             assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
-        assert last[name]["MiB"] <= 1.2 * first[name]["MiB"] + 16, (name, first, last)
+        # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
+        most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
+        assert last[name]["MiB"] <= most, (name, first, last)
     assert last["keys"] == first["keys"]
     assert last["files"] == first["files"]
     early, late = pace(run_dir, slice(20, 120)), pace(run_dir, slice(-100, None))
@@ -137,7 +139,7 @@ def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
             deaths += len(victims)
             if first is None and deaths >= SETTLED * DEATHS:
                 first = look()
-        ranks.wait_for(0, STEPS)
+        wait(lambda: len(ranks.diary(0)) >= STEPS, "too few steps", 900)
         last = look()
         ranks.finish(work)
         steps = ranks.diary(0)
@@ -150,7 +152,9 @@ def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
     for name in ("etcd", "rank 0"):
         for what in ("files", "threads"):
             assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
-        assert last[name]["MiB"] <= 1.2 * first[name]["MiB"] + 16, (name, first, last)
+        # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
+        most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
+        assert last[name]["MiB"] <= most, (name, first, last)
     assert last["keys"] == first["keys"]
     assert late < SLOWER * early
     assert {line["weight"] for line in steps} == {8.0}
