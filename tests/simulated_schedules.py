@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, JOIN_PHASES, LOCATIONS, REPAIR_PHASES
+from recover.faults.locations import (
+    AFTER_VERDICT,
+    IN_RECOVERY,
+    JOIN_PHASES,
+    LOCATIONS,
+    OUTSIDE,
+    REPAIR_PHASES,
+)
 from recover.job.grid import Grid
 from recover.policy import get_policy
 from recover.world.membership import WORD_BITS
@@ -16,7 +23,9 @@ STEPS = 3
 BATCH = 6
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 # Where real faults strike; those that are left out are places of tensors and of files.
-PLACES = tuple(place for place in LOCATIONS if place not in (*IN_RECOVERY, "backward", "checkpoint"))
+PLACES = tuple(
+    place for place in LOCATIONS if place not in (*IN_RECOVERY, *OUTSIDE, "backward", "checkpoint")
+)
 
 
 @dataclass(frozen=True)

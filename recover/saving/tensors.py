@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from recover.replica import plain_name
 from recover.saving.checkpoint import CheckpointError, file_digest
 
+CONTENTS = "contents"  # of a file: what its tensors are, and what is no tensor
+
 
 @dataclass(frozen=True)
 class Part:
@@ -153,9 +155,9 @@ class Stored:
                 raise CheckpointError(f"{directory} lists a file outside of itself: {name!r}; do not use it")
             try:
                 file = safe_open(str(directory / name), framework="pt")
-                header = file.metadata()
-                self._values |= json.loads(header["values"])
-                for tensor, (shape, offsets) in json.loads(header["parts"]).items():
+                header = _contents(file.metadata())
+                self._values |= header["values"]
+                for tensor, (shape, offsets) in header["parts"].items():
                     self._parts.setdefault(tensor, []).append((file, tuple(offsets)))
                     self._shapes[tensor] = tuple(shape)
             except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -223,10 +225,18 @@ def _copy(part: Part) -> Part:
 
 def _write(path: Path, parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
     where = {name: (part.shape, part.offsets) for name, part in parts.items()}
-    header = {"parts": json.dumps(where), "values": json.dumps(values)}
+    # Under one name: safetensors writes several in any order, and the same must have the same digest everywhere.
+    header = {CONTENTS: json.dumps({"parts": where, "values": values})}
     save_file({name: part.tensor for name, part in parts.items()}, path, metadata=header)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _contents(header: Mapping[str, str]) -> dict[str, Any]:
+    """What a file holds; older ones say it under two names."""
+    if CONTENTS in header:
+        return dict(json.loads(header[CONTENTS]))
+    return {name: json.loads(header[name]) for name in ("parts", "values")}
 
 
 def _options() -> StateDictOptions:
