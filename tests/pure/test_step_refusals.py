@@ -19,7 +19,6 @@ import recover
     ("given", "told"),
     [
         ({"world": None}, r"a NoneType, Model, .* recover.Step\(world, model, optimizer, global_batch=...\)"),
-        ({"model": make_optimizer(Model())}, "Step was given a World, "),
         ({"optimizer": Model()}, "a World, Model, Model; give it"),
         ({"global_batch": "8"}, "global_batch is '8'; give a whole number"),
         ({"global_batch": 8.0}, "global_batch is 8.0; give a whole number"),
@@ -41,6 +40,12 @@ def test_arguments_of_the_wrong_kind_are_refused_by_name_and_mend(given: dict[st
     usual = {"world": World(), "model": model, "optimizer": make_optimizer(model), "global_batch": BATCH}
     with pytest.raises((TypeError, ValueError), match=told):
         recover.Step(**usual | given)
+
+
+def test_swapped_arguments_are_told_as_they_were_given() -> None:
+    model = Model()
+    with pytest.raises(TypeError, match="Step was given a World, SGD, Model"):
+        recover.Step(World(), make_optimizer(model), model, BATCH)  # type: ignore[arg-type]
 
 
 def test_losses_and_streams_of_the_wrong_kind_are_refused_by_name_and_mend() -> None:
