@@ -81,6 +81,7 @@ def _facts(line: dict[str, object]) -> dict[str, object]:
     return {name: line[name] for name in kept}
 
 
+@pytest.mark.soak
 def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Path) -> None:
     """Of four hosts, one agent is killed, one stopped, one host cut off from the others; the last one trains on."""
     with Lab(hosts=4, shared=[tmp_path]) as lab:

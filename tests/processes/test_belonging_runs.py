@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from worlds import run_world
 
 
@@ -54,6 +55,7 @@ def test_what_is_frozen_unfrozen_or_unused_moves_as_in_one_process_through_death
         assert "bf16 autocast" in outcome.notes(rank, "scaled")[0]["error"]
 
 
+@pytest.mark.soak
 def test_a_sharded_replica_freezes_and_leaves_alone_what_it_does_not_use(tmp_path: Path) -> None:
     """After an evaluation, too, and with a death in the step of the freeze."""
     sections = [["frozen", "hsdp"], ["double", "hsdp"]]

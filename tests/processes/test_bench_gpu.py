@@ -19,6 +19,7 @@ from recover.peers.kills import judge
 from recover.publish.page import build
 
 
+@pytest.mark.soak
 def test_every_part_of_the_gpu_benchmark_yields_its_figures(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from recover.peers.scene import Scene
 SCENE = Scene(replicas=2, accum=2, pace=0.02, steps=5, kills=((4, 1),), save_every=1, seq_len=32)
 
 
+@pytest.mark.soak
 def test_after_a_kill_both_sides_end_where_the_undisturbed_run_ends(tmp_path: Path) -> None:
     run_both_sides(SCENE, tmp_path)
 

@@ -30,17 +30,19 @@ SUBSTRATES = {
     ("job", "number", "roles", "modes"),
     [
         ("replicas=6 parallel=ddp", 12, ROLES, MODES),  # between two steps, in a repair and over checkpoints
-        (  # in extra work
+        pytest.param(  # in extra work
             "replicas=4 parallel=hsdp shard=2 microbatch_size=2",
             8,
             ("major", "minor", "rank 0"),
             ("one", "then"),
+            marks=pytest.mark.soak,
         ),
-        (  # in the last reduction of the step
+        pytest.param(  # in the last reduction of the step
             "replicas=4 parallel=3d tp=2",
             12,
             ("spare", "rank 0", "writer"),
             ("one", "two"),
+            marks=pytest.mark.soak,
         ),
         pytest.param("replicas=6 parallel=ddp", 10, ROLES, MODES, marks=pytest.mark.soak),
     ],
@@ -86,6 +88,7 @@ def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.soak
 def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "25", "--runs", "1", "--output", str(tmp_path / "kept"))
     assert result.returncode == 0, result.stdout + result.stderr

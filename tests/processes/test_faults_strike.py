@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from test_step import check, commits, train
@@ -74,6 +75,7 @@ def test_a_nan_is_skipped_by_all_and_a_wrong_gradient_is_seen_by_nobody(tmp_path
     assert abs(told[2] - losses[2]) > 1e-4 * losses[2]  # all replicas took the same wrong step
 
 
+@pytest.mark.soak
 def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_digest(tmp_path: Path) -> None:
     """The vote on step 4 tells of the flip after step 3, whose checkpoint goes. After step 5 no vote follows."""
     words = [*small_world(tmp_path), "global_batch=6", "steps=5", "reduction=reproducible"]

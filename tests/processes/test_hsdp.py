@@ -113,6 +113,7 @@ def commits(outcome: Outcome, rank: int, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_a_model_wrapped_in_fsdp1_goes_the_same_way(tmp_path: Path, use_orig_params: bool) -> None:
     outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce:1"], fsdp1=use_orig_params)
     check(outcome, {0, 1}, batch=6)

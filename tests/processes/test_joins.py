@@ -15,7 +15,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 @pytest.mark.parametrize(
     ("kind", "replica_size"),
-    [("plain", 1), ("hsdp", 2), ("pipeline", 2), pytest.param("grid", 4, marks=pytest.mark.soak)],
+    [
+        ("plain", 1),
+        ("hsdp", 2),
+        pytest.param("pipeline", 2, marks=pytest.mark.soak),
+        pytest.param("grid", 4, marks=pytest.mark.soak),
+    ],
     ids=lambda value: str(value),
 )
 def test_a_run_that_loses_replicas_and_gets_others_has_the_bits_of_the_calm_run(

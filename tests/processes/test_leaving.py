@@ -29,7 +29,7 @@ def check_memory(outcome: Outcome) -> None:
         assert late[-1]["os"][1] <= threads + 1
 
 
-@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+@pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_step_may_be_left_early_in_any_way_and_by_anybody(
     tmp_path: Path, carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

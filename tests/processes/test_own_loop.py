@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from constructs import Construct, Padded, of_model, plain, qwen2, targets_of
 from own_loop import digest, make_stream, reference
@@ -62,6 +63,7 @@ def check_batches(outcome: Outcome, steps: range) -> None:
         assert seen == expected, f"step {step}\n{outcome.output}"
 
 
+@pytest.mark.soak
 def test_sharded_replicas_save_and_others_go_on_from_it(tmp_path: Path) -> None:
     """A Qwen2, whose blocks lie deep, on two replicas of two ranks with recomputation, one of which dies; then on plain
     replicas. Weights and their average, an extra, are those of one process, over all tokens of padded batches."""

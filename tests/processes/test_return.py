@@ -121,6 +121,7 @@ while world.agree((here / "warm").exists()) != 1:
 """
 
 
+@pytest.mark.soak
 def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> None:
     """The first that is to join raises, the second one is not ready when the job ends."""
     job = Job(tmp_path, WARMING_UP, "-n", "3", "--return", "--return-delay", "0", "--forgive", "0")
@@ -179,6 +180,7 @@ print("step", step.index, "of", world.members)
 """
 
 
+@pytest.mark.soak
 def test_a_script_of_ones_own_has_its_replica_back_labelled_written_down_and_witnessed(
     tmp_path: Path,
 ) -> None:

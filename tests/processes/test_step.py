@@ -137,7 +137,7 @@ def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, vi
 @pytest.mark.parametrize(
     ("restore", "views", "accum"),
     [
-        ("blocking", True, 1),
+        pytest.param("blocking", True, 1, marks=pytest.mark.soak),
         ("non-blocking", False, 3),
         pytest.param("blocking", False, 2, marks=pytest.mark.soak),
         pytest.param("non-blocking", True, 2, marks=pytest.mark.soak),

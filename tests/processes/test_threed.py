@@ -98,6 +98,7 @@ def test_a_pipeline_and_an_expert_group_die_from_inside(tmp_path: Path) -> None:
     assert first["digest"] == second["digest"]
 
 
+@pytest.mark.soak
 def test_the_bits_of_a_grid_do_not_depend_on_failures(tmp_path: Path) -> None:
     """Two by two: one replica undisturbed, and two of which one dies in the middle of its pipeline.
 

@@ -18,6 +18,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.soak
 def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_named_and_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -44,6 +44,7 @@ def cut_off(run: Trained) -> Path:
     return run.run_dir
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_under_another_grid_and_another_number_of_replicas(tmp_path: Path) -> None:
     """Tied embeddings in one piece, then at both ends of a pipeline that loses a replica."""
     whole = grid(tmp_path / "whole", "replicas=1", "tp=2")

@@ -140,6 +140,7 @@ def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
     return outcome, {rank: log.read_text() if log.exists() else "" for rank, log in logs.items()}
 
 
+@pytest.mark.soak
 def test_a_held_lock_and_a_stall_of_the_many_cost_nobody_and_a_slow_sample_costs_one(tmp_path: Path) -> None:
     outcome, logs = stalls(tmp_path)
     assert outcome.code == 0, outcome.output

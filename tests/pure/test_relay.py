@@ -129,11 +129,11 @@ def test_what_was_open_for_a_rank_is_closed_when_it_is_forgotten(
         relay._read(rank_outputs.make(tmp_path, [rank]), tmp_path)
     with open(tmp_path / "7.1", "wb", buffering=0) as place:
         place.write(b"last words")
-    relay.pump(0)
+    relay.pump(5.0)  # a terminal passes on what was written a moment later
     for rank in (7, 8):
         relay.forget(rank_outputs.label(rank))
         rank_outputs.remove(tmp_path, rank)
     relay._selector.close()
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.out", "8.out"]
     assert (tmp_path / "7.out").read_bytes() == b"last words"
