@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import statistics
 import subprocess
 import sys
@@ -79,17 +80,22 @@ def bench_watch(model: str, replicas: int, seconds: float, turns: int, output: P
                 job.kill()  # its guardian ends the ranks
                 job.wait()
     spans: dict[bool, list[list[float]]] = {True: [], False: []}
-    for watched, begun, ended in windows:
+    beside: dict[bool, list[float]] = {True: [], False: []}
+    for watched, begun, ended, computed in windows:
+        beside[watched].append(computed)
         within = [s["seconds"] * 1e3 for s in lines if begun < s["at"] - s["seconds"] and s["at"] < ended]
         spans[watched].append(within)
     alone, seen = ([statistics.median(turn) for turn in spans[watched]] for watched in (False, True))
     ratio, low, high = paired_ratio(seen, alone)
+    more = statistics.mean(beside[True]) - statistics.mean(beside[False])
+    share = more / (os.cpu_count() or 1)
     facts = {
         "model": model,
         "replicas": replicas,
         "alone_ms": summary([step for turn in spans[False] for step in turn]),
         "watched_ms": summary([step for turn in spans[True] for step in turn]),
         "ratio": {"mean": ratio, "low": low, "high": high, "turns": turns},
+        "share_of_cores": share,
     }
     write(output, {"watch": facts})
     console.print(
@@ -97,12 +103,17 @@ def bench_watch(model: str, replicas: int, seconds: float, turns: int, output: P
         f"{statistics.median(alone):.1f} ms while nobody looks and {statistics.median(seen):.1f} ms while a page is "
         f"open and Prometheus asks every {SCRAPE:g} s: {ratio - 1:+.2%} (95%: {low - 1:+.2%} to {high - 1:+.2%})"
     )
+    console.print(
+        f"beside the ranks {1e3 * more:.1f} ms more are computed in a second: {share:+.2%} of the cores, which is what "
+        "it costs where the ranks take all of them"
+    )
     console.print(place())
 
 
 def _take_turns(
     run_dir: Path, job: subprocess.Popen[bytes], seconds: float, turns: int
-) -> list[tuple[bool, float, float]]:
+) -> list[tuple[bool, float, float, float]]:
+    """Whether it was looked at, from when to when, and how much was computed beside the ranks, per second."""
     deadline = time.monotonic() + _START
     while len(list(read_lines(run_dir / "steps.jsonl"))) < WARM:
         if job.poll() is not None or time.monotonic() > deadline:
@@ -115,6 +126,7 @@ def _take_turns(
     for turn in range(2 * turns):
         watched = turn % 4 in (0, 3)  # neither always goes first
         begun = time.time()
+        spent = _computed(job.pid)
         if watched:
             with _Onlookers(port) as onlookers:
                 _wait(run_dir, job, begun, seconds)
@@ -122,8 +134,22 @@ def _take_turns(
                 raise BenchmarkError("the page was told nothing")
         else:
             _wait(run_dir, job, begun, seconds)
-        windows.append((watched, begun, time.time()))
+        ended = time.time()
+        windows.append((watched, begun, ended, (_computed(job.pid) - spent) / (ended - begun)))
     return windows
+
+
+def _computed(launcher: int) -> float:
+    """Seconds that a launcher and the processes beside it have computed, its ranks aside: they are mpirun's."""
+    total = 0
+    threads = Path(f"/proc/{launcher}/task").glob("*/children")
+    for pid in (launcher, *(int(child) for path in threads for child in path.read_text().split())):
+        try:
+            numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        total += int(numbers[11]) + int(numbers[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _wait(run_dir: Path, job: subprocess.Popen[bytes], begun: float, seconds: float) -> None:
