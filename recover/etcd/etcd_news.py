@@ -63,8 +63,8 @@ class News:
                         self.over = f"{WITH_REPLICA}: agreement {decision.number} counts it among the dead"
                     for rank in sorted(decision.dead):  # also if their own keys are gone by now
                         self._note(rank, f"agreement {decision.number} counts it among the dead")
-                    if self.takes_part and self._rank not in decision.participants:
-                        self._note(self._rank, f"it is no participant after agreement {decision.number}")
+                    if self.takes_part and self._rank not in decision.participants and not self.over:
+                        self.over = f"{self.lost}: it is no participant after agreement {decision.number}"
             self._arrived.notify_all()
 
     def wake(self) -> None:
