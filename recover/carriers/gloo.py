@@ -2,7 +2,9 @@
 
 It makes no MPI communicator, so nothing can crash in one. Its weakness is that a waiter whose own peers live
 never hears of a death elsewhere, and that gloo's own abort does not wake it. So the group's sockets are known here: a
-waiter is freed by shutting down duplicates of them. (Closing gloo's own descriptors would crash it.)
+waiter is freed by shutting down duplicates of them. (Closing gloo's own descriptors would crash it.) Even so gloo
+forgets a waiter whose message was halfway through when its connection closed: such a one is left behind in gloo, and
+its group is kept, because to destroy it would be to wait for it.
 
 Peers find each other by the census, which members alone take part in: there is no store that listens. Gloo's own
 listener takes whoever names a small number for a peer, so every connection must show a token before it is used.
@@ -10,6 +12,7 @@ listener takes whoever names a small number for a peer, so every connection must
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import json
 import os
@@ -17,9 +20,10 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,11 @@ from recover.job.process import on_one_host
 PATIENCE = 10.0  # seconds; all members make the group at the same moment, and if one is late they try again
 # A slow replica is not a dead one: whoever waits is freed by the watcher, not by gloo's clock.
 OPERATION_TIMEOUT = timedelta(hours=12)
+LOOK = 0.05  # seconds between two looks at the connections of a group in which this rank waits
+# Looks at a broken group without a word of gloo's, after which the wait is given up. They are counted, not timed: a
+# process that was stopped for a while has not waited.
+LOOKS = 10
+CONNECTED = 1  # TCP's own number for a connection that neither side has closed
 
 
 class GlooCarriers(DataCarriers):
@@ -46,6 +55,7 @@ class GlooCarriers(DataCarriers):
         self._lanes = AllLanes()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
+        _let_go_of_ended()
         return GlooCarrier(self._fabric.rank, self._grid, self._worker, members, self._lanes, self._address)
 
 
@@ -74,6 +84,7 @@ class GlooCarrier(HostCarrier):
         self._lines: list[socket.socket] = []
         self._lock = threading.Lock()
         self._freed = False
+        self._begun: deque[Any] = deque()  # gloo's works that have perhaps not ended
 
     def offer(self) -> bytes:
         self._maker.start()
@@ -175,6 +186,8 @@ class GlooCarrier(HostCarrier):
     def free(self) -> None:
         self._meeting.cancel()
         with self._lock:
+            if not self._freed and self._group is not None:
+                _keep_until_ended(self._group, self._begun)
             self._freed = True
             for line in self._lines:
                 try:
@@ -202,32 +215,99 @@ class GlooCarrier(HostCarrier):
         self._begin(lambda: self._group.allgather([rows], [tensor]))()
 
     def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None:
-        waits = [
-            self._begin(lambda peer=peer, data=data: self._group.send([torch.from_numpy(data)], peer, 1))  # type: ignore[misc]
-            for peer, data in out.items()
-        ]
-        waits += [
-            self._begin(lambda peer=peer, data=data: self._group.recv([torch.from_numpy(data)], peer, 1))  # type: ignore[misc]
-            for peer, data in into.items()
-        ]
-        for wait in waits:
-            wait()
+        self._check()
+        ended: list[str] = []
+
+        def wait() -> None:
+            # For these gloo takes no limit without breaking the group by it; so they are waited for aside.
+            try:
+                works = [self._group.send([torch.from_numpy(data)], to, 1) for to, data in out.items()]
+                works += [self._group.recv([torch.from_numpy(data)], to, 1) for to, data in into.items()]
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                ended.append(str(error))
+
+        aside = threading.Thread(target=wait, name="recover-gloo-swap", daemon=True)
+        aside.start()
+
+        def through() -> bool:
+            aside.join(LOOK)
+            return not aside.is_alive()
+
+        self._see(through)
+        if ended:
+            self._fail(ended[0])
 
     def meet(self) -> None:
         self._begin(lambda: self._group.barrier())()
 
     def _begin(self, operation: Callable[[], Any]) -> Wait:
+        self._check()
+        while self._begun and self._begun[0].is_completed():
+            self._begun.popleft()
+        try:
+            work = operation()
+        except RuntimeError as error:
+            self._fail(str(error))
+        self._begun.append(work)
+        return lambda: self._wait(work)
+
+    def _wait(self, work: Any) -> None:
+        def through() -> bool:
+            try:
+                work.wait(timedelta(seconds=LOOK))
+            except RuntimeError:
+                pass  # the limit, or an error that comes again below
+            return bool(work.is_completed())
+
+        self._see(through)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(str(error))
+
+    def _see(self, through: Callable[[], bool]) -> None:
+        """Until gloo is `through`, which takes a look at a time to tell. Raises CarrierError if it will never be."""
+        looks = 0
+        while not through():
+            looks = looks + 1 if self._broken() else 0
+            if looks == LOOKS:
+                self._fail("a connection was closed in the middle of a message")
+
+    def _broken(self) -> bool:
+        """Whether this rank or a peer has closed a connection of the group."""
+        with self._lock:
+            return self._freed or not all(map(_is_connected, self._lines))
+
+    def _check(self) -> None:
         if self._freed:
             raise CarrierError("the group was freed after a death")
-        work = self._guarded(operation)
-        return lambda: self._guarded(work.wait)
 
-    def _guarded(self, part: Callable[[], Any]) -> Any:
-        try:
-            return part()
-        except RuntimeError as error:
-            self.free()
-            raise CarrierError(f"gloo: {error}") from None
+    def _fail(self, why: str) -> NoReturn:
+        self.free()
+        raise CarrierError(f"gloo: {why}")
+
+
+# Groups with works that gloo may have forgotten. Not even the end of the process may destroy them.
+_kept: list[tuple[Any, deque[Any]]] = []
+
+
+def _keep_until_ended(group: Any, works: deque[Any]) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _kept.append((group, works))
+
+
+def _let_go_of_ended() -> None:
+    for kept in list(_kept):
+        group, works = kept
+        if all(work.is_completed() for work in tuple(works)):
+            _kept.remove(kept)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def _is_connected(line: socket.socket) -> bool:
+    return line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CONNECTED
 
 
 class _Meeting(dist.Store):

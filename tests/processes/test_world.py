@@ -222,6 +222,17 @@ def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> Non
     assert "one per member" in outcome.output
 
 
+def test_whoever_waits_for_the_rest_of_a_message_is_freed_when_it_will_not_come() -> None:
+    program = Path(__file__).parent.parent / "programs" / "half_a_message.py"
+    found = subprocess.run(
+        [sys.executable, "-P", program], capture_output=True, text=True, timeout=200, check=True
+    )
+    ends = dict(line.rsplit(": ", 1) for line in found.stdout.splitlines())
+    assert len(ends) == 12, found.stdout + found.stderr  # every operation, with every end
+    assert "forgotten" not in ends.values(), found.stdout
+    assert {ends[f"{each}, a sender that dies"] for each in ("broadcast", "exchange")} == {"freed"}
+
+
 def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
     outcome = run_world("strangers.py", tmp_path / "run", 3)
     assert outcome.code == 0, outcome.output
