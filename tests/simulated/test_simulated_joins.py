@@ -44,6 +44,26 @@ def test_a_death_at_every_place_of_a_join_is_an_ordinary_death() -> None:
     assert seen["joined"] > AIMED // 3, seen
 
 
+def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
+    """It changes by itself after it has given. Two who hold the same might be right, or spoiled alike on their way."""
+    kills, joins = {0: 19, 3: 32}, {4: 15, 5: 55}
+    played = play(
+        Schedule(
+            609818,
+            Grid(4),
+            "balanced",
+            kills,
+            drifts={1: 3},
+            leaves={1: 3},
+            joins=joins,
+            suspicions={2: 63},
+            kept=True,
+        )
+    )
+    assert set(played.simulation.finished) == {1}
+    assert {played.simulation.dead[4], played.simulation.dead[5]} == {"excluded"}
+
+
 @pytest.mark.soak
 def test_no_schedule_out_of_a_hundred_thousand_with_joins_tears_hangs_or_corrupts_the_world() -> None:
     explore(range(100_000), joining_schedule)
