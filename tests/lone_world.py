@@ -32,7 +32,7 @@ class Cross:
         return self.broadcast(source)
 
     def broadcast(self, data: Any) -> SimpleNamespace:
-        return SimpleNamespace(ok=True, refused=False, wait=lambda: True)
+        return SimpleNamespace(ok=True, refused=False, wait=lambda: True, behind=lambda: None)
 
     def drain(self) -> None:
         self._log.append("drain")

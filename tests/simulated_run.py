@@ -83,6 +83,8 @@ class Sums:
             bucket.rewind()
 
     def squared_norm(self) -> float:
+        if not all(bucket.is_coming() for bucket in self.buckets):
+            return 0.0
         return float(sum((bucket.result**2).sum() for bucket in self.buckets))
 
     def loss(self, value: float) -> float:

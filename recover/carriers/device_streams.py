@@ -16,6 +16,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """The host waits until the stream has passed it."""
 
+    def wait(self) -> None:
+        """What this thread asks of the device from here on happens behind it."""
+
 
 class Stream(Protocol):
     def wait(self, event: Any) -> None:

@@ -101,7 +101,8 @@ class Lanes:
             self._up.record().synchronize()
             self._slots, self._spare = self._spare or self._make(), self._slots
             raise
-        return Rest(self._up.record().synchronize)
+        passed = self._up.record()
+        return Rest(passed.synchronize, passed)
 
 
 def cuda_lanes(device: Any) -> Lanes:

@@ -6,13 +6,17 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 
 class Rest:
-    """What is left of an operation that a device goes on with: `wait` until it is through. May raise."""
+    """What is left of an operation that a device goes on with: `wait` until it is through. May raise.
 
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
+    `passed`: the device's own event of that, if there is one: what is asked of the device behind it finds the result.
+    """
+
+    def __init__(self, wait: Callable[[], object], passed: Any = None) -> None:
+        self.wait, self.passed = wait, passed
 
 
 class Work:
@@ -21,6 +25,8 @@ class Work:
     def __init__(self, task: Callable[[], object]) -> None:
         self._task: Callable[[], object] | None = task
         self._finished = threading.Event()
+        self._handed_on = threading.Event()
+        self._passed: Any = None
         self.started = threading.Event()
         self.error: BaseException | None = None
         self.refused = False  # before it began: no library has seen its buffers
@@ -31,7 +37,7 @@ class Work:
         work = cls(lambda: None)
         work.error, work.refused = error, True
         work.started.set()
-        work._finished.set()
+        work._end()
         return work
 
     @property
@@ -47,12 +53,20 @@ class Work:
         self._finished.wait(timeout)
         return self.ok
 
+    def behind(self) -> Any:
+        """Wait until it has ended, or a device goes on with it: then the device's event of its end, else None."""
+        self._handed_on.wait()
+        return self._passed
+
     def run(self) -> Rest | None:
         """Run it, or, if a device goes on with it, begin it: then `finish` must be called with what is left."""
         self.started.set()
         assert self._task is not None
         rest = self._try(self._task)
         if isinstance(rest, Rest) and self.error is None:
+            if rest.passed is not None:
+                self._passed = rest.passed
+                self._handed_on.set()
             return rest
         self._end()
         return None
@@ -72,6 +86,7 @@ class Work:
         if self.error is None:
             self._task = None  # frees the buffers; those of a failed operation may still be written to
         self._finished.set()
+        self._handed_on.set()
 
 
 class Worker:

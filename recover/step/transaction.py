@@ -92,6 +92,7 @@ class Transaction:
         self.totals.begin(len(self.gradients.parameters))
         self._tainted = False
         self._in_range = True
+        self._squared_norm = 0.0
         self._fruitless = 0  # repairs in a row that found nobody dead
         self.layout = self.policy.layout(self.world.replicas, self.global_batch)
         self.share = self.layout.share(self.world.replica)
@@ -169,6 +170,7 @@ class Transaction:
         self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
         self.world.hooks.under_way("in-totals", work)
+        self._squared_norm = self.gradients.squared_norm()
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
@@ -235,7 +237,7 @@ class Transaction:
         """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
         if not self._complete:
             return [0.0] * (3 + self.moving.size)
-        return [self.gradients.squared_norm(), *self.totals.rows_of_replica().tolist()]
+        return [self._squared_norm, *self.totals.rows_of_replica().tolist()]
 
     def recover(self) -> bool:
         """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""

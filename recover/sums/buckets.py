@@ -54,6 +54,16 @@ class Bucket:
         """Whether the result is the sum over the members of this epoch. Stale results are never mixed in."""
         return self._epoch == epoch and self._work is not None and self._work.ok
 
+    def is_coming(self) -> bool:
+        """Whether it was reduced, or a device is about to: then whatever this thread asks of it finds the result."""
+        if self._work is None:
+            return False
+        passed = self._work.behind()
+        if passed is None:
+            return self._work.ok
+        passed.wait()
+        return True
+
     def rewind(self) -> None:
         """Make the local sum what it was before it was reduced."""
         if self._in_place and self._epoch is not None:

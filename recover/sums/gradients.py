@@ -53,7 +53,10 @@ class Gradients(Protocol):
         """What `usage` and `in_range` will read of a device, so that it can be read together with other things."""
 
     def squared_norm(self) -> float:
-        """Of the reduced sums, in their own unit: this rank's part of it, what others hold too counted once."""
+        """Of the reduced sums, in their own unit: this rank's part of it, what others hold too counted once.
+
+        Waits for them; 0 if one of them has failed.
+        """
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Some were frozen or unfrozen: make buckets for those that require a gradient now."""
@@ -106,6 +109,18 @@ class Place:
     parameter: torch.nn.Parameter
     index: int  # of the bucket
     room: torch.Tensor
+    _seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the part of it
+
+    def part_of(self, mean: torch.Tensor) -> torch.Tensor:
+        """This place's part of a whole bucket's mean. Mostly that is the same tensor in every step: while the optimizer
+        is about to run, a device has nothing to do, and every call for a parameter counts."""
+        if self._seen is not None and self._seen[0] is mean:
+            return self._seen[1]
+        room = self.room
+        part = mean.as_strided(room.shape, room.stride(), room.storage_offset())
+        if mean.dtype is room.dtype:  # otherwise it was made for this step alone
+            self._seen = mean, part
+        return part
 
 
 class OwnedGradients:
@@ -270,11 +285,8 @@ class OwnedGradients:
     def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
         for place, anybody in zip(self._places, used, strict=True):
-            if not anybody:
-                continue
-            room = place.room
-            view = means[place.index].as_strided(room.shape, room.stride(), room.storage_offset())
-            place.parameter.grad = as_gradient(place.parameter, view)
+            if anybody:
+                place.parameter.grad = as_gradient(place.parameter, place.part_of(means[place.index]))
 
     def release(self) -> None:
         for parameter in self.parameters:
@@ -370,7 +382,10 @@ def _marked(places: list[Place], marks: torch.Tensor) -> Later[set[Place]]:
 
 
 def squared_norm(buckets: Sequence[Bucket]) -> float:
-    """Read at once, whatever their number."""
+    """Read at once, whatever their number. A device is asked for it before its sums are through, so that it goes on
+    from them without a word of the host. If one of them fails it is of no account."""
+    if not all(bucket.is_coming() for bucket in buckets):
+        return 0.0
     copies = torch.tensor([bucket.copies for bucket in buckets], dtype=torch.float64)
 
     def total(*norms: Numbers) -> float:

@@ -98,13 +98,26 @@ def _transfer(tensors: list[torch.Tensor]) -> list[Numbers]:
     for kind, members in kinds.items():
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in members])
         bits.append(flat.to(torch.float64 if kind.is_floating_point else torch.int64).view(torch.int64))
-    arrived = torch.cat(bits).cpu().split([part.numel() for part in bits])
+    arrived = _to_host(torch.cat(bits)).split([part.numel() for part in bits])
     read: list[Numbers] = [np.zeros(0)] * len(tensors)
     for (kind, members), part in zip(kinds.items(), arrived, strict=True):
         numbers = part.view(torch.float64) if kind.is_floating_point else part
         for index, own in zip(members, numbers.split([tensors[i].numel() for i in members]), strict=True):
             read[index] = own.numpy()
     return read
+
+
+def _to_host(numbers: torch.Tensor) -> torch.Tensor:
+    """By way of pinned memory: the thread then waits for its stream alone, and inside no call that others need, who may
+    have to end what the stream waits for."""
+    import torch
+
+    if numbers.device.type != "cuda":
+        return numbers.cpu()
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    torch.cuda.current_stream(numbers.device).synchronize()
+    return there
 
 
 def _copy(tensor: torch.Tensor) -> Numbers:

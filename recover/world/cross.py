@@ -94,7 +94,7 @@ class CrossGroup:
             self._latched(rest.wait)
             self._reduced()
 
-        return Rest(finish)
+        return Rest(finish, rest.passed)
 
     def _latched(self, part: Callable[[], T]) -> T:
         try:

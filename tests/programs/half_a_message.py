@@ -84,6 +84,7 @@ def caught_halfway(operation: str, how: str) -> bool:
     else:
         os.kill(sender, signal.SIGKILL)
     work.wait(30)
+    worker.take_failed()  # or it would keep the group
     if halfway:
         end = "freed" if work.done and work.error else "through" if work.done else "forgotten"
         print(f"{operation}, a sender that {how}: {end}", flush=True)

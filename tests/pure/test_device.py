@@ -57,6 +57,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(later, "NEAR", ())  # read the CPU as any other device
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, telling(name, getattr(torch.Tensor, name)))
+    monkeypatch.setattr(later, "_to_host", telling("transfer", later._to_host))
     voted = Transaction.vote
     monkeypatch.setattr(Transaction, "vote", vote)
     yield log
@@ -92,11 +93,12 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
         before = log[: log.index("vote")]
         assert set(before) <= {"bucket"}, f"the host has read a value while microbatches ran: {before}"
         at_vote = log[log.index("vote") : log.index("totals")]
-        after_drain = log[log.index("drain") : log.index("agree")]
-        for read in (at_vote, after_drain):
-            assert read.count("cpu") == 1, read
+        after_totals = log[log.index("totals") : log.index("agree")]
+        for read in (at_vote, after_totals):
+            assert read.count("transfer") == 1, read
+            assert read.count("cpu") == (DEVICE.type == "cpu"), read
             assert read.count("item") == 0, read
-        assert set(at_vote) <= {"vote", "cpu", "numpy"}, at_vote
+        assert set(at_vote) <= {"vote", "transfer", "cpu", "numpy"}, at_vote
     assert step.index == 3
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0

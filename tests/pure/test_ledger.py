@@ -49,7 +49,7 @@ class Group:
         ok = self.failing <= 0
         self.failing -= 1
         target.copy_(source * 2 if ok else torch.full_like(source, 7.0))
-        return SimpleNamespace(ok=ok, refused=False)
+        return SimpleNamespace(ok=ok, refused=False, behind=lambda: None)
 
 
 @pytest.fixture

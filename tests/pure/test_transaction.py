@@ -50,7 +50,7 @@ class Cross:
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
             target[OUT_OF_RANGE] = self._world.out_of_range
-        return SimpleNamespace(ok=self._world.carries, refused=False)
+        return SimpleNamespace(ok=self._world.carries, refused=False, behind=lambda: None)
 
     def drain(self) -> None:
         pass

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 from recover.carriers.worker import Rest, Work, Worker
+from recover.sums.buckets import Bucket
+from recover.sums.gradients import squared_norm
 
 
 def test_the_next_operation_begins_while_a_device_is_busy_with_the_one_before() -> None:
@@ -64,3 +70,43 @@ def test_an_error_on_the_device_is_kept_with_its_buffers() -> None:
     while not (failed := worker.take_failed()):
         pass
     assert failed == [work]
+
+
+class _Passed:
+    """A device's event, and how often something was asked for behind it."""
+
+    def __init__(self) -> None:
+        self.device, self.asked_behind = threading.Event(), 0
+
+    def wait(self) -> None:
+        self.asked_behind += 1
+
+
+def test_a_device_is_asked_behind_a_sum_that_it_is_busy_with_and_a_host_waited_for() -> None:
+    worker, passed, on_host = Worker(), _Passed(), threading.Event()
+    gradient = torch.ones(4)
+    on_device = Bucket(gradient)
+    cross: Any = SimpleNamespace(all_reduce=lambda *_: worker.post(lambda: Rest(passed.device.wait, passed)))
+    work = on_device.post(cross, 1, contribute=True)
+    assert on_device.is_coming()  # although it is not through
+    assert not work.done
+    assert passed.asked_behind == 1
+    passed.device.set()
+    cross.all_reduce = lambda *_: worker.post(on_host.wait)
+    near = Bucket(gradient)
+    near.post(cross, 1, contribute=True)
+    threading.Timer(0.05, on_host.set).start()
+    assert near.is_coming()
+    assert on_host.is_set()
+
+    def fail() -> None:
+        raise RuntimeError("a death")
+
+    cross.all_reduce = lambda *_: worker.post(fail)
+    lost = Bucket(gradient)
+    lost.post(cross, 1, contribute=True)
+    assert not lost.is_coming()
+    assert squared_norm([near, lost]) == 0.0
+    cross.all_reduce = lambda *_: Work.failed(RuntimeError("refused"))
+    lost.post(cross, 1, contribute=True)
+    assert not lost.is_coming()
