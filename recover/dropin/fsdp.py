@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from recover.replica.hsdp import ShardedReplica
 from recover.sums.accumulation import ignore
-from recover.sums.gradients import OwnedGradients, Place
+from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import mark
+from recover.sums.places import Place
 from recover.world.world import World
 
 SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

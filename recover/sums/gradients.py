@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +26,8 @@ from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
 from recover.sums.later import Later, Numbers
 from recover.sums.ledger import with_slots
-from recover.sums.parts import as_gradient, as_real, local_part, on_device, own_gradient
+from recover.sums.parts import as_gradient, as_real, on_device, own_gradient
+from recover.sums.places import Place, cut, marked, room_for
 from recover.sums.reduction import FastSum, Sum
 
 Post = Callable[[int, Bucket], None]
@@ -100,27 +100,6 @@ class Gradients(Protocol):
 
     def release(self) -> None:
         """The optimizer is through with them."""
-
-
-@dataclass(eq=False, slots=True)
-class Place:
-    """The room for a parameter's gradient: in a bucket, or in the tray of one."""
-
-    parameter: torch.nn.Parameter
-    index: int  # of the bucket
-    room: torch.Tensor
-    _seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the part of it
-
-    def part_of(self, mean: torch.Tensor) -> torch.Tensor:
-        """This place's part of a whole bucket's mean. Mostly that is the same tensor in every step: while the optimizer
-        is about to run, a device has nothing to do, and every call for a parameter counts."""
-        if self._seen is not None and self._seen[0] is mean:
-            return self._seen[1]
-        room = self.room
-        part = mean.as_strided(room.shape, room.stride(), room.storage_offset())
-        if mean.dtype is room.dtype:  # otherwise it was made for this step alone
-            self._seen = mean, part
-        return part
 
 
 class OwnedGradients:
@@ -209,8 +188,8 @@ class OwnedGradients:
         ):
             near = device.type in later.NEAR
             limit = max(1, int((bucket_mb or (BUCKET_MB if near else BUCKET_MB_OF_DEVICE)) * MEGABYTE / 4))
-            for group in _cut(members, limit):
-                total = builtins.sum(_room(p).numel() for p in group)
+            for group in cut(members, limit):
+                total = builtins.sum(room_for(p).numel() for p in group)
                 local = torch.zeros(total, dtype=dtype, device=device)
                 filled = local
                 if sharing.partners is not None:
@@ -218,7 +197,7 @@ class OwnedGradients:
                     self._trays[len(buckets)] = sharing.partners, filled
                 at, places = 0, []
                 for parameter in group:
-                    shape, size = _room(parameter).shape, _room(parameter).numel()
+                    shape, size = room_for(parameter).shape, room_for(parameter).numel()
                     places.append(Place(parameter, len(buckets), filled[at : at + size].view(shape)))
                     at += size
                 self._members.append(places)
@@ -372,13 +351,8 @@ class OwnedGradients:
             else:
                 local.copy_(tray[: local.numel()])
                 self._emptied.add(index)
-            self._told[index] = _marked(self._members[index], tray[local.numel() :])
+            self._told[index] = marked(self._members[index], tray[local.numel() :])
             self._touched.difference_update(self._members[index])
-
-
-def _marked(places: list[Place], marks: torch.Tensor) -> Later[set[Place]]:
-    """Those whose marks are not zero, of a round and so of all before it: everyone marks all that it has used."""
-    return Later(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
 
 
 def squared_norm(buckets: Sequence[Bucket]) -> float:
@@ -392,22 +366,3 @@ def squared_norm(buckets: Sequence[Bucket]) -> float:
         return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
 
     return Later(total, *(torch.linalg.vector_norm(bucket.result) for bucket in buckets)).value
-
-
-def _room(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor of the shape that this rank's part of the gradient takes in a bucket."""
-    return as_real(local_part(parameter.detach()))
-
-
-def _cut(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
-    """Into runs of at most `limit` numbers, or of one parameter that has more."""
-    runs: list[list[torch.nn.Parameter]] = []
-    filled = limit
-    for parameter in parameters:
-        size = _room(parameter).numel()
-        if not runs or (filled and filled + size > limit):
-            runs.append([])
-            filled = 0
-        runs[-1].append(parameter)
-        filled += size
-    return runs

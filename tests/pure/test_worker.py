@@ -11,6 +11,7 @@ import torch
 from recover.carriers.worker import Rest, Work, Worker
 from recover.sums.buckets import Bucket
 from recover.sums.gradients import squared_norm
+from recover.sums.places import Place
 
 
 def test_the_next_operation_begins_while_a_device_is_busy_with_the_one_before() -> None:
@@ -110,3 +111,15 @@ def test_a_device_is_asked_behind_a_sum_that_it_is_busy_with_and_a_host_waited_f
     cross.all_reduce = lambda *_: Work.failed(RuntimeError("refused"))
     lost.post(cross, 1, contribute=True)
     assert not lost.is_coming()
+
+
+def test_gradients_are_cut_out_of_the_result_of_this_step() -> None:
+    place = Place(torch.nn.Parameter(torch.zeros(2)), 0, torch.zeros(4)[1:3])
+    first, second = torch.arange(4.0), torch.arange(4.0) + 10
+    assert place.part_of(first).tolist() == [1, 2]
+    first += 1
+    assert place.part_of(first).tolist() == [2, 3]
+    assert place.part_of(second).tolist() == [11, 12]  # after a failed reduction it goes to another buffer
+    rounded = second.double()
+    assert place.part_of(rounded).tolist() == [11, 12]
+    assert place.part_of(rounded + 1).tolist() == [12, 13]
