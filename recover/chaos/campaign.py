@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from recover.chaos.invariants import Left, joined_in, violations
+from recover.chaos.ground import Ground, OneRun
+from recover.chaos.invariants import Left, violations
 from recover.faults import Fault
 from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
 from recover.faults.locations import ANYTIME, IN_RECOVERY, JOIN_PHASES, OUTSIDE, REPAIR_PHASES
@@ -45,48 +46,20 @@ PATIENCE = 120.0  # seconds, or so many times the run without failures: then it 
 TIMES = 10.0
 
 
-class Ground(Protocol):
-    """What the jobs of a campaign run on: what may strike there, how one is run, and what must hold of it."""
-
-    def check(self, config: Config) -> None: ...
-
-    def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]: ...
-
-    def run(
-        self,
-        words: Sequence[str],
-        run_dir: Path,
-        limit: float | None,
-        faults: Sequence[Fault] = (),
-        running: set[subprocess.Popen[bytes]] | None = None,
-    ) -> Any: ...
-
-    def violations(
-        self, run: Any, config: Config, faults: Sequence[Fault], calm: Any = None
-    ) -> Iterator[str]: ...
-
-
 class OneMachine:
     """This one. `returns`: lost replicas are started again."""
 
     def __init__(self, returns: bool = False) -> None:
-        self._returns = returns
+        self.returns = returns
 
     def check(self, config: Config) -> None:
         pass  # whatever `recover train` takes
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
-        return schedule_for(config, seed) + (strike_newcomers(config, seed) if self._returns else ())
+        return schedule_for(config, seed) + (strike_newcomers(config, seed) if self.returns else ())
 
-    def run(
-        self,
-        words: Sequence[str],
-        run_dir: Path,
-        limit: float | None,
-        faults: Sequence[Fault] = (),
-        running: set[subprocess.Popen[bytes]] | None = None,
-    ) -> Left:
-        return run_job(words, run_dir, limit, faults, running, options=RETURN if self._returns else ())
+    def run(self, job: OneRun) -> Left:
+        return run_job(job, RETURN if self.returns else ())
 
     def violations(
         self, run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None
@@ -112,14 +85,10 @@ def chaos(
     runs: int | None,
     replicas: tuple[int, int] | None = None,
     output: Path | None = None,
-    returns: bool = False,
     ground: Ground | None = None,
 ) -> int:
-    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
-
-    `returns`: lost replicas are started again, and struck again.
-    """
-    ground = ground or OneMachine(returns)
+    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
+    ground = ground or OneMachine()
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
@@ -135,7 +104,7 @@ def chaos(
     place.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
     try:
-        calm = ground.run(words, place / "calm", limit=None)
+        calm = ground.run(OneRun(words, place / "calm"))
         if broken := list(ground.violations(calm, config, ())):
             tally.calm_is_broken = True
             print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
@@ -147,13 +116,13 @@ def chaos(
             number = seed + tally.runs
             count = random.Random(f"chaos/{number}").randint(low, high)
             tally.runs += 1
-            _one(ground, jobs[count], number, place, calm, limit, tally, returns)
+            _one(ground, jobs[count], number, place, calm, limit, tally)
     finally:
         if not tally.calm_is_broken:
             shutil.rmtree(place / "calm", ignore_errors=True)
         if output is None and not (tally.calm_is_broken or tally.bad_seeds):
             shutil.rmtree(place, ignore_errors=True)
-    came = f"{tally.joined} replicas joined, " if returns else ""
+    came = f"{tally.joined} replicas joined, " if ground.returns else ""
     print(
         f"chaos: {tally.runs} runs, {tally.faults} faults, {came}{len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
@@ -174,20 +143,19 @@ def _one(
     calm: Any,
     limit: float,
     tally: Tally,
-    returns: bool,
 ) -> None:
     """One run. A violation is told, and the run directory kept."""
     run_dir = place / f"seed-{seed}"
     config = prepare_run(words, run_dir, (), None).config
     faults = ground.schedule(config, seed)
     began = time.monotonic()
-    run = ground.run(words, run_dir, limit, faults)
+    run = ground.run(OneRun(words, run_dir, limit, faults))
     broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
     broken += ground.violations(run, config, faults, calm)
     told = "ok" if not broken else "VIOLATION"
-    came = len(joined_in(run)) if returns else 0
+    came = len(run.joined)
     tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came
-    joined = f" {came} joined," if returns else ""
+    joined = f" {came} joined," if ground.returns else ""
     print(
         f"seed {seed}: {config.replicas} replicas, {len(faults)} faults,{joined} {time.monotonic() - began:.1f} s: "
         f"{told}",
@@ -216,14 +184,16 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
     return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
 
 
-def strike_newcomers(config: Config, seed: int) -> tuple[Fault, ...]:
+def strike_newcomers(
+    config: Config, seed: int, actions: Mapping[str, float] = TO_NEWCOMERS
+) -> tuple[Fault, ...]:
     """What becomes of those who come: some die while they ask, are let in or are given the state, some in their first
     step, some later. How many come, and when, nobody knows, so not all of it happens."""
     rng = random.Random(f"newcomers/{seed}")
     found = []
     for replica in range(config.replicas, config.replicas + NEWCOMERS):
         local, what = rng.randrange(config.replica_size), rng.random()
-        action = rng.choices(list(TO_NEWCOMERS), list(TO_NEWCOMERS.values()))[0]
+        action = rng.choices(list(actions), list(actions.values()))[0]
         if what < 0.2:
             place = rng.choice(OUTSIDE)
             found.append(Fault(0, replica, place, local, asks=replica))
@@ -267,34 +237,25 @@ def _draw(config: Config, seed: int, count: int) -> tuple[Fault, ...]:
     )
 
 
-def run_job(
-    words: Sequence[str],
-    run_dir: Path,
-    limit: float | None,
-    faults: Sequence[Fault] = (),
-    running: set[subprocess.Popen[bytes]] | None = None,
-    options: Sequence[str] = (),
-) -> Left:
-    """One `recover train`, killed if it takes longer than `limit`; its schedule and its output lie in `run_dir`.
-
-    It is in `running` for as long as it runs, so that somebody else can end it.
-    """
+def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
+    """On this machine, killed if it takes longer than it may; its schedule and its output lie in its directory."""
+    run_dir = job.run_dir
     if run_dir.exists():
         raise ValueError(
             f"{run_dir} is there already, perhaps as evidence; move it away, or give another --output"
         )
     run_dir.mkdir(parents=True)
     schedule = run_dir / "faults.yaml"
-    schedule.write_text(write_schedule(faults))
-    command = [sys.executable, "-m", "recover.cli", "train", *options, *words, f"faults={schedule}"]
+    schedule.write_text(write_schedule(job.faults))
+    command = [sys.executable, "-m", "recover.cli", "train", *options, *job.words, f"faults={schedule}"]
     command += ["--run-dir", str(run_dir)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     with open(run_dir / "output.txt", "w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
-        processes = set() if running is None else running
+        processes = set() if job.running is None else job.running
         processes.add(process)
         try:
-            process.wait(limit)
+            process.wait(job.limit)
         except subprocess.TimeoutExpired:
             process.kill()  # its guardian ends the ranks
             process.wait()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover.chaos.cells import PLACES, RECOVERIES, SETTLED, runs_extra
+from recover.chaos.ground import OneRun
 from recover.chaos.matrix import carry_out, insert, split_at_table
 from recover.chaos.on_hosts import TAKES_A_MEMBER, Hosts
 from recover.faults import Fault
@@ -155,13 +156,13 @@ def host_matrix(
     config = prepare_run(theirs, None, (), None).config
     started = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-calm-"))
-    calm = hosts.run(theirs, place / "calm", LIMIT)
+    calm = hosts.run(OneRun(theirs, place / "calm", LIMIT))
     if laws := list(hosts.violations(calm, config, ())):
         raise ValueError(f"the run without faults is no good: {'; '.join(laws)}; see {calm.run_dir}")
     try:
 
         def run(launch: HostLaunch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
-            done = hosts.run(theirs, run_dir, LIMIT * jobs, launch.faults, running)
+            done = hosts.run(OneRun(theirs, run_dir, LIMIT * jobs, launch.faults, running))
             return list(hosts.violations(done, config, launch.faults, calm))
 
         broken = carry_out(plan, run, jobs)

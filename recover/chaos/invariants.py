@@ -33,6 +33,12 @@ class Left:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
 
+    @property
+    def joined(self) -> set[int]:
+        """The replicas that have come."""
+        lines = self.lines("incidents.jsonl")
+        return {replica for line in lines for replica in line.get("joined_replicas") or ()}
+
     def ranks_that(self, ended: str) -> list[int]:
         """The ranks whose marker says that they ended so."""
         ends = {
@@ -93,12 +99,6 @@ def _whole(run: Left, config: Config) -> Iterator[str]:
         yield f"incidents.jsonl is out of order: {keys}"
 
 
-def joined_in(run: Left) -> set[int]:
-    """The replicas that have come."""
-    lines = run.lines("incidents.jsonl")
-    return {replica for line in lines for replica in line.get("joined_replicas") or ()}
-
-
 def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
     """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
     lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
@@ -113,7 +113,7 @@ def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]
         yield f"replicas {sorted(bystanders)} were lost, and nothing was scheduled to happen to them"
     if unharmed := doomed - lost:
         yield f"replicas {sorted(unharmed)} were not lost as scheduled"
-    left = len({*range(config.replicas), *joined_in(run)} - lost) * config.replica_size
+    left = len({*range(config.replicas), *run.joined} - lost) * config.replica_size
     done = len(run.ranks_that("done"))
     # What strikes by the clock may strike a rank on its way out, when nothing waits for it any more.
     on_the_way_out = sum(

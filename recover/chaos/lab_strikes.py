@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from recover.chaos.host_agents import HostAgents
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.faults import Fault, lab_requests
 from recover.faults.fault import CUT, OF_HOST
@@ -28,20 +27,10 @@ _LOOK = 5.0  # seconds for somebody to lead
 
 
 class LabStrikes:
-    """`host_of`: on which host a fault's rank sits. `given_up`: whether the others go on without a host."""
+    """`members`: the hosts with one of etcd. `place`: where ranks ask."""
 
-    def __init__(
-        self,
-        lab: Lab,
-        agents: Mapping[str, subprocess.Popen[Any]],
-        members: Sequence[str],
-        place: Path,
-        host_of: Callable[[Fault], str],
-        given_up: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, lab: Lab, agents: HostAgents, members: Sequence[str], place: Path) -> None:
         self._lab, self._agents, self._members, self._place = lab, agents, members, place
-        self._host_of, self._given_up = host_of, given_up
-        self.struck: dict[str, Fault] = {}  # by host: what it is lost by
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._until_given_up: dict[str, Callable[[], object]] = {}
 
@@ -55,28 +44,29 @@ class LabStrikes:
         )
         for _, act in due:
             act()
-        for host in [host for host in self._until_given_up if self._given_up(host)]:
+        for host in [host for host in self._until_given_up if self._agents.is_given_up(host, now)]:
             self._until_given_up.pop(host)()
 
     def _strike(self, fault: Fault, now: float) -> None:
-        name = self._host_of(fault)
+        name = self._agents.host_of(fault)
         host, what = self._lab[name], fault.action.partition(":")[2]
-        if fault.action in OF_HOST:
-            self.struck[name] = fault
+        if fault.action in OF_HOST and not self._agents.strike(name, fault, now):
+            return
+        agent = self._agents[name]
         if what == "power":
             host.power_cut()
         elif fault.action in CUT:
             host.cut(DIRECTIONS[what])
             self._until_given_up[name] = host.heal
-        elif what in ("blink", "lossy", "slow") and name not in self.struck:
+        elif what in ("blink", "lossy", "slow") and agent.struck is None:
             host.cut() if what == "blink" else host.shape(*BAD[what])
-            mend = lambda: host.heal() if host.up and name not in self.struck else None  # noqa: E731
+            mend = lambda: host.heal() if host.up and self._agents[name].struck is None else None  # noqa: E731
             self._later.append((now + (BLINK if what == "blink" else BAD_FOR), mend))
         elif what == "agent-kill":
-            self._agents[name].kill()
+            agent.process.kill()
         elif what == "agent-stop":
-            self._agents[name].send_signal(signal.SIGSTOP)
-            self._until_given_up[name] = lambda: self._agents[name].send_signal(signal.SIGCONT)
+            agent.process.send_signal(signal.SIGSTOP)
+            self._until_given_up[name] = lambda: agent.process.send_signal(signal.SIGCONT)
         elif what == "member-kill":
             _signal(members_on(host), signal.SIGKILL)
         elif what == "leader-kill":

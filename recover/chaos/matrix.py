@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
+from recover.chaos.ground import OneRun
 from recover.chaos.invariants import violations
 from recover.faults import Fault
 from recover.job.machine import machine
@@ -168,7 +169,7 @@ def run_launch(
     replicas = prepare_run(words, None, (), None).config.replicas
     theirs = launch_words(words, launch, replicas)
     config = prepare_run(theirs, None, [str(fault) for fault in launch.faults], None).config
-    run = run_job(theirs, run_dir, limit, launch.faults, running)
+    run = run_job(OneRun(theirs, run_dir, limit, launch.faults, running))
     if run.code == -9:
         yield f"it hung for {limit:.0f} s"
     laws = list(violations(run, config, launch.faults))

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from recover.chaos.campaign import RETURN, strike_newcomers
+from recover.chaos.ground import OneRun
+from recover.chaos.host_agents import AgentLife, HostAgents, litter_on, show_stacks
 from recover.chaos.invariants import Left, violations
 from recover.chaos.lab_strikes import LEASE, PORT, LabStrikes
 from recover.faults import Fault, lab_requests
@@ -23,7 +26,6 @@ from recover.faults.fault import OF_HOST
 from recover.faults.locations import AFTER_VERDICT, ANYTIME, IN_RECOVERY
 from recover.faults.schedule import impossible, write_schedule
 from recover.lab.hosts import Host, Lab
-from recover.records.lines import read
 from recover.saving import checkpoint
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
@@ -49,6 +51,18 @@ QUIET = {  # these cost nobody
     "lab:etcd-stop": 1.0,
     "pause:1": 1.0,
 }
+TO_NEWCOMERS = {  # those that cost a host strike one that has come back: it holds no member of etcd any more
+    "kill": 5.0,
+    "exit": 1.0,
+    "stop": 1.0,
+    "pause:0.5": 1.0,
+    "lab:power": 2.0,
+    "lab:cut": 1.0,
+    "lab:agent-kill": 1.0,
+    "lab:agent-stop": 1.0,
+    "lab:blink": 1.0,
+    "lab:leader-stop": 1.0,
+}
 BY_CLOCK = {"kill": 2.0, "lab:power": 3.0, "lab:cut": 2.0, "lab:agent-kill": 1.0}
 TAKES_A_MEMBER = (*OF_HOST, "lab:leader-kill", "lab:member-kill")  # those that agents start end with them
 RDZV_PATIENCE = 12.0  # seconds; longer than etcd is ever stopped
@@ -63,27 +77,39 @@ class LeftOnHosts:
 
     run_dir: Path
     code: int  # 0, or -9: it took too long
-    agents: dict[str, Left]
-    struck: dict[str, Fault] = field(default_factory=dict)  # by host
+    places: Mapping[str, Path]  # the run directory of each host
+    lives: tuple[AgentLife, ...]  # of all agents, in the order in which they came
     litter: list[str] = field(default_factory=list)
 
+    def first(self, host: str) -> Left:
+        """What the agent that began there left."""
+        life = self._began(host)
+        return Left(self.places[host], life.code, life.process.pid)
+
+    def struck(self, host: str) -> Fault | None:
+        return self._began(host).struck
+
     @property
-    def one(self) -> Left:
-        return next(iter(self.agents.values()))
+    def joined(self) -> set[int]:
+        return set().union(*(self.first(host).joined for host in self.places))
+
+    def _began(self, host: str) -> AgentLife:
+        return next(life for life in self.lives if life.host == host)
 
 
 class Hosts:
     """So many; each takes the same number of ranks. The first ones hold a member of etcd, an odd number of them.
 
     `shared`: they see the same run directory, as on a cluster's file system, also one whose cable is cut.
+    `returns`: lost replicas are started again wherever there are places for them, and lost hosts may come back.
     """
 
-    def __init__(self, hosts: int, shared: bool = False) -> None:
+    def __init__(self, hosts: int, shared: bool = False, returns: bool = False) -> None:
         if hosts < 3:
             raise ValueError(f"--hosts is {hosts}; it takes 3 or more, so that etcd outlives the loss of one")
         self.names = [f"h{number + 1}" for number in range(hosts)]
         self.members = self.names[: 3 if hosts < 5 else 5]
-        self._shared = shared
+        self._shared, self.returns = shared, returns
 
     def ranks_on_each(self, config: Config) -> int:
         ranks = config.replicas * config.replica_size
@@ -112,7 +138,8 @@ class Hosts:
         rng, each = random.Random(f"hosts/{seed}"), self.ranks_on_each(config)
         locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
         count, quiet = rng.randint(1, len(self.names) - 1), rng.randint(0, 2)
-        draw = partial(draw_schedule, len(self.names), each, steps=(1, config.steps), locations=locations)
+        last = max(1, config.steps // 2) if self.returns else config.steps  # those who come need time to
+        draw = partial(draw_schedule, len(self.names), each, steps=(1, last), locations=locations)
         drawn: list[Fault] = []
         if rng.random() < 0.2:  # so that any instruction can be the last
             mean = rng.choice((0.3, 1.0, 3.0))
@@ -127,7 +154,7 @@ class Hosts:
             fault = replace(fault, replica=replica, local=local)
             if not list(impossible((*faults, fault))) and not self._unreachable(fault, faults, config):
                 faults.append(fault)
-        return tuple(faults)
+        return (*faults, *(strike_newcomers(config, seed, TO_NEWCOMERS) if self.returns else ()))
 
     def _unreachable(self, fault: Fault, faults: Sequence[Fault], config: Config) -> bool:
         """A place in a recovery in which nobody of this host is, for it was lost before."""
@@ -152,117 +179,76 @@ class Hosts:
                     left -= 1
             yield fault
 
-    def _felt(self, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
+    def _felt(self, run: LeftOnHosts, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
         """What replicas suffer by it. Without its agent a host has some time left, in which the job may end."""
         for fault in faults:
             if fault.action not in OF_HOST:
                 yield fault
                 continue
+            if fault.replica >= config.replicas:
+                continue  # below, if it has struck at all
             for replica in self.replicas_on(self.host_of(fault, config), config):
                 one = replace(fault, replica=replica, local=0, action="kill")
                 if "agent" in fault.action or fault.after is not None:
                     one = replace(one, step=0, location=ANYTIME, detail=None, after=fault.after or 0.0)
                 yield one
+        for replica in sorted(set().union(*(life.cost for life in run.lives))):
+            if replica >= config.replicas:  # one that came later, on a host that was lost
+                for local in range(config.replica_size):
+                    yield Fault(0, replica, ANYTIME, local, after=0.0)
 
     # The run.
 
-    def run(
-        self,
-        words: Sequence[str],
-        run_dir: Path,
-        limit: float | None,
-        faults: Sequence[Fault] = (),
-        running: set[subprocess.Popen[bytes]] | None = None,
-    ) -> LeftOnHosts:
-        """One `recover train` on a lab of its own, ended if it takes longer than `limit`."""
-        config = prepare_run(words, None, (), None).config
-        run_dir = run_dir.absolute()
+    def run(self, job: OneRun) -> LeftOnHosts:
+        """On a lab of its own, ended if it takes longer than it may."""
+        config = prepare_run(job.words, None, (), None).config
+        run_dir = job.run_dir.absolute()
         asked = run_dir / "asked"
         asked.mkdir(parents=True)
-        (run_dir / "faults.yaml").write_text(write_schedule(faults))
+        (run_dir / "faults.yaml").write_text(write_schedule(job.faults))
         seen = [
             run_dir,
             Path.cwd(),
             *(Path(path).absolute().parent for path in (config.model, config.data.path) if path),
         ]
+        places = {name: run_dir / ("all" if self._shared else name) for name in self.names}
+        running = set() if job.running is None else job.running
+
+        def start(host: Host, said: Path) -> subprocess.Popen[Any]:
+            with open(said, "wb") as out:
+                command = [*self._command(job.words, config, run_dir), "--run-dir", str(places[host.name])]
+                agent = host.start(command, stdout=out, stderr=out, env=_environment(asked))
+            running.add(agent)
+            return agent
+
         with Lab(len(self.names), shared=[path for path in seen if path.is_dir()]) as lab:
-            agents = {host.name: self._start(host, words, config, run_dir) for host in lab}
-            if running is not None:
-                running.update(agents.values())
-            strikes = LabStrikes(
-                lab,
-                agents,
-                self.members,
-                asked,
-                partial(self.host_of, config=config),
-                partial(self._given_up, run_dir, config, agents),
-            )
-            deadline = time.monotonic() + (limit or float("inf"))
+            agents = HostAgents(lab, start, run_dir, places, config, self.returns)
+            strikes = LabStrikes(lab, agents, self.members, asked)
+            deadline = time.monotonic() + (job.limit or float("inf"))
             try:
-                while any(agent.poll() is None for agent in agents.values()) and time.monotonic() < deadline:
-                    strikes.look(time.monotonic())
+                while not agents.ended and (now := time.monotonic()) < deadline:
+                    strikes.look(now)
+                    agents.look(now)
                     time.sleep(_LOOK)
             finally:
-                if running is not None:
-                    running.difference_update(agents.values())
-            hung = any(agent.poll() is None for agent in agents.values())
+                running.difference_update(life.process for life in agents.lives)
+            hung = not all(life.ended for life in agents.lives)
             if hung:
-                _show_stacks(lab)
-            left = {
-                name: Left(
-                    self._place(run_dir, name),
-                    -9 if agent.returncode is None else agent.returncode,
-                    agent.pid,
-                )
-                for name, agent in agents.items()
-            }
-            litter = [] if hung else [f"{host.name}: {what}" for host in lab for what in _litter(host, lab)]
-        return LeftOnHosts(run_dir, -9 if hung else 0, left, strikes.struck, litter)
-
-    def _start(
-        self, host: Host, words: Sequence[str], config: Config, run_dir: Path
-    ) -> subprocess.Popen[Any]:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "recover.cli",
-            "train",
-            *words,
-            f"faults={run_dir / 'faults.yaml'}",
-        ]
-        command += ["--nnodes", str(len(self.names)), "--nproc-per-node", str(self.ranks_on_each(config))]
-        command += [
-            "--rdzv-endpoint",
-            ",".join(f"{name}:{PORT}" for name in self.members),
-            "--rdzv-id",
-            "chaos",
-        ]
-        command += ["--lease", f"{LEASE:g}", "--rdzv-patience", f"{RDZV_PATIENCE:g}", "--page", "off"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-        environment |= {"TMPDIR": "/tmp", lab_requests.VARIABLE: str(run_dir / "asked")}
-        with open(run_dir / f"{host.name}.out", "wb") as out:
-            return host.start(
-                [*command, "--run-dir", str(self._place(run_dir, host.name))],
-                stdout=out,
-                stderr=out,
-                env=environment,
+                show_stacks(lab)
+            litter = (
+                []
+                if hung
+                else [f"{host.name}: {what}" for host in lab for what in litter_on(host, lab.shared, ENDS)]
             )
+        return LeftOnHosts(run_dir, -9 if hung else 0, places, tuple(agents.lives), litter)
 
-    def _place(self, run_dir: Path, host: str) -> Path:
-        return run_dir / ("all" if self._shared else host)
-
-    def _given_up(
-        self, run_dir: Path, config: Config, agents: dict[str, subprocess.Popen[Any]], host: str
-    ) -> bool:
-        """The others say so in their records, or have ended."""
-        mine = set(self.replicas_on(host, config))
-        others = [name for name in self.names if name != host]
-        if all(agents[name].poll() is not None for name in others):
-            return True
-        places = {self._place(run_dir, name) for name in others}
-        lines = (line for place in places for line in read(place / "incidents.jsonl").whole)
-        return any(mine & set(line["dead_replicas"]) for line in lines)
+    def _command(self, words: Sequence[str], config: Config, run_dir: Path) -> list[str]:
+        command = [sys.executable, "-P", "-m", "recover.cli", "train", *words]
+        command += [f"faults={run_dir / 'faults.yaml'}", *(RETURN if self.returns else ())]
+        command += ["--nnodes", str(len(self.names)), "--nproc-per-node", str(self.ranks_on_each(config))]
+        command += ["--rdzv-endpoint", ",".join(f"{name}:{PORT}" for name in self.members)]
+        command += ["--rdzv-id", "chaos", "--page", "off"]
+        return [*command, "--lease", f"{LEASE:g}", "--rdzv-patience", f"{RDZV_PATIENCE:g}"]
 
     # What must hold of it.
 
@@ -270,14 +256,14 @@ class Hosts:
         self, run: LeftOnHosts, config: Config, faults: Sequence[Fault], calm: LeftOnHosts | None = None
     ) -> Iterator[str]:
         if run.code:
-            yield f"the agents of {[name for name, left in run.agents.items() if left.code == -9]} have not ended"
+            yield f"the agents of {[life.host for life in run.lives if life.code == -9]} have not ended"
             return
         yield from (f"{what} was left behind" for what in run.litter)
-        undisturbed = calm.one if calm is not None else None
-        felt, whole = tuple(self._felt(faults, config)), 0
-        for name, left in run.agents.items():
+        undisturbed = calm.first(self.names[0]) if calm is not None else None
+        felt, whole = tuple(self._felt(run, faults, config)), 0
+        for name in self.names:
             laws: Iterator[str]
-            fault = run.struck.get(name)
+            left, fault = run.first(name), run.struck(name)
             mine = {rank for replica in self.replicas_on(name, config) for rank in _ranks(replica, config)}
             if fault is None and mine.intersection(left.ranks_that("done")):
                 whole += 1
@@ -285,6 +271,9 @@ class Hosts:
             else:
                 laws = self._of_a_lost_host(left, fault, config, undisturbed)
             yield from (f"{name}: {law}" for law in laws)
+        for life in run.lives:
+            if life.late and life.code not in (codes := _codes(life)):
+                yield f"{life.host}: {life.said.name}: exit code {life.code}, not {' or '.join(map(str, codes))}"
         if not whole:
             yield "no host has come to the end"
 
@@ -292,11 +281,7 @@ class Hosts:
         self, left: Left, fault: Fault | None, config: Config, calm: Left | None
     ) -> Iterator[str]:
         """It has committed nothing that the others have not, and nothing after it was struck."""
-        action = fault.action if fault else ""
-        expected = _CODES.get(action, (1,) if fault else (0,))
-        if fault is not None and fault.after is not None:
-            expected = (*expected, 0)  # it may have been on its way out
-        if left.code not in expected:
+        if left.code not in (expected := _codes_after(fault)):
             yield f"exit code {left.code}, not {' or '.join(map(str, expected))}"
         steps = [] if self._shared else left.lines("steps.jsonl")
         kept = [(line["step"], line["microbatches"], line["data_digest"], line["loss"]) for line in steps]
@@ -332,31 +317,19 @@ def _ranks(replica: int, config: Config) -> range:
     return range(replica * config.replica_size, (replica + 1) * config.replica_size)
 
 
-def _show_stacks(lab: Lab) -> None:
-    """Into the logs of the ranks: what they wait for."""
-    for host in lab:
-        for pid, line in host.processes().items():
-            if "recover.launch.bootstrap" in line:
-                try:
-                    os.kill(pid, signal.SIGUSR2)
-                except ProcessLookupError:
-                    pass
-    time.sleep(1)
+def _codes_after(fault: Fault | None) -> tuple[int, ...]:
+    """What the agent of a host that was struck by it may end with."""
+    codes = _CODES.get(fault.action, (1,)) if fault else (0,)
+    # It may have been on its way out.
+    return (*codes, 0) if fault is not None and (fault.after is not None or fault.over_a_join) else codes
 
 
-def _litter(host: Host, lab: Lab) -> list[str]:
-    """Processes and files of a host on which all has ended; it takes a moment until the last ones are gone."""
-    if not host.up:
-        return []
-    deadline = time.monotonic() + ENDS
-    while host.processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    living = list(host.processes().values())
-    find = ["find", "/tmp", "/dev/shm", "-mindepth", "1", "-maxdepth", "1"]
-    listing = host.start(find, stdout=subprocess.PIPE, text=True).communicate(timeout=ENDS)[0]
-    files = [
-        path
-        for path in listing.splitlines()
-        if not any(Path(seen).is_relative_to(path) for seen in lab.shared)
-    ]
-    return [*living, *files]
+def _codes(life: AgentLife) -> tuple[int, ...]:
+    """One that came when the job was at its end is refused, or is ended by us."""
+    codes = _codes_after(life.struck)
+    return codes if life.came_in else (*codes, 2, 128 + signal.SIGINT)
+
+
+def _environment(asked: Path) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
+    return environment | {"TMPDIR": "/tmp", lab_requests.VARIABLE: str(asked)}

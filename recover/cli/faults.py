@@ -17,6 +17,18 @@ app = typer.Typer(
     help="Schedules of faults: make one, check one, or let chance strike a training job.",
 )
 
+Words = Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")]
+HowManyHosts = Annotated[
+    int,
+    typer.Option(
+        metavar="H",
+        help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
+    ),
+]
+SharedDirectory = Annotated[
+    bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
+]
+
 
 @app.command("make")
 def make(
@@ -61,7 +73,7 @@ def check(
 
 @app.command("chaos", context_settings={"allow_interspersed_args": False})
 def chaos(
-    words: Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")],
+    words: Words,
     seed: Annotated[int, typer.Option(help="Of the first run; the next ones count on from it.")] = 0,
     minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
     runs: Annotated[int | None, typer.Option(help="How many.  [default: 10, or as --minutes says]")] = None,
@@ -72,18 +84,11 @@ def chaos(
         Path | None, typer.Option(help="Where violations are kept.  [default: a temporary directory]")
     ] = None,
     returns: Annotated[
-        bool, typer.Option("--return", help="Lost replicas are started again, and struck again.")
+        bool,
+        typer.Option("--return", help="Lost replicas are started again, and struck again; lost hosts, too."),
     ] = False,
-    hosts: Annotated[
-        int,
-        typer.Option(
-            metavar="H",
-            help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
-        ),
-    ] = 0,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
-    ] = False,
+    hosts: HowManyHosts = 0,
+    shared: SharedDirectory = False,
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.bench.measure import tidy_on_sigterm
@@ -94,30 +99,20 @@ def chaos(
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
-        if hosts and returns:
-            raise ValueError("--hosts and --return: give one of them; returns are tried on one machine")
-        ground = _hosts(hosts, shared) if hosts else None
-        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, returns, ground))
+        ground = _hosts(hosts, shared, returns) if hosts else campaign.OneMachine(returns)
+        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, ground))
 
 
 @app.command("matrix", context_settings={"allow_interspersed_args": False})
 def matrix(
-    words: Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")],
+    words: Words,
     launches: Annotated[
         int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]", min=1)
     ] = None,
     jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
     write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
-    hosts: Annotated[
-        int,
-        typer.Option(
-            metavar="H",
-            help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
-        ),
-    ] = 0,
-    shared: Annotated[
-        bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
-    ] = False,
+    hosts: HowManyHosts = 0,
+    shared: SharedDirectory = False,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
     from recover.bench.measure import tidy_on_sigterm
@@ -132,11 +127,11 @@ def matrix(
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs))
 
 
-def _hosts(count: int, shared: bool) -> Hosts:
+def _hosts(count: int, shared: bool, returns: bool = False) -> Hosts:
     from recover.chaos.on_hosts import Hosts
     from recover.lab.hosts import unavailable
 
-    hosts = Hosts(count, shared)
+    hosts = Hosts(count, shared, returns)
     if reason := unavailable():
         raise ValueError(f"--hosts {count}: {reason}")
     return hosts

@@ -14,6 +14,7 @@ from training import CAN_BE_CUT, small_world
 from recover.chaos import campaign
 from recover.chaos.campaign import run_job
 from recover.chaos.cells import MODES, ROLES, all_cells, lay_out
+from recover.chaos.ground import OneRun
 from recover.chaos.invariants import Left, violations
 from recover.chaos.matrix import matrix
 from recover.faults import parse_faults
@@ -109,7 +110,8 @@ def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: P
     inside = [] if kind == "ddp" else SUBSTRATES["hsdp"][1:]
     words = [*small_world(tmp_path, **CAN_BE_CUT), *inside, "replicas=4", "accum=2", "reduction=reproducible"]
     words += ["steps=300", "pace=0.05", "checkpoint.every=1", "checkpoint.keep=1"]
-    assert campaign.chaos(words, 7000, None, 5, output=tmp_path / "kept", returns=True) == 0
+    ground = campaign.OneMachine(returns=True)
+    assert campaign.chaos(words, 7000, None, 5, output=tmp_path / "kept", ground=ground) == 0
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,6 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
 
 def test_a_run_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=2", "steps=9", "pace=9"]
-    run = run_job(words, tmp_path / "run", limit=4)
+    run = run_job(OneRun(words, tmp_path / "run", limit=4))
     assert run.code == -9
     assert list(violations(run, parse({}), ())) == ["exit code -9"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from training import small_world
 
+from recover.chaos.ground import OneRun
 from recover.chaos.on_hosts import Hosts
 from recover.faults import parse_faults
 from recover.train.preparation import prepare_run
@@ -43,6 +44,6 @@ def test_a_host_that_has_lost_all_its_ranks_says_that_the_job_has_ended(tmp_path
     hosts = Hosts(3)
     config = prepare_run(words, None, (), None).config
     faults = parse_faults(["2:2:in-reduce"])
-    run = hosts.run(words, tmp_path / "run", 120, faults)
+    run = hosts.run(OneRun(words, tmp_path / "run", 120, faults))
     assert list(hosts.violations(run, config, faults)) == []
     assert "ends with step 1" in (tmp_path / "run" / "h3.out").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recover.chaos.campaign import run_job
+from recover.chaos.ground import OneRun
 from recover.faults.draw import draw_schedule
 from recover.peers.scene import SHAPE
 from recover.simulate.learned import learn
@@ -47,7 +48,7 @@ def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
         for seed in seeds
     ]
     for name, schedule in zip(("learn", "held"), schedules, strict=True):
-        assert run_job(words, tmp_path / name, 280, schedule).code == 0
+        assert run_job(OneRun(words, tmp_path / name, 280, schedule)).code == 0
     scenario = parse_scenario(learn([tmp_path / "learn"]))
     found = hold_against(scenario, schedules[1], tmp_path / "held")
     assert abs(found.total) < 0.10, found

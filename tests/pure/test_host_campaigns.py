@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from recover.chaos.cells import PLACES, RECOVERIES
+from recover.chaos.host_agents import AgentLife, HostAgents
 from recover.chaos.host_matrix import WHATS, host_cells, lay_out_hosts
-from recover.chaos.invariants import Left
-from recover.chaos.on_hosts import ACTIONS, QUIET, TAKES_A_MEMBER, Hosts, LeftOnHosts
+from recover.chaos.on_hosts import ACTIONS, QUIET, TAKES_A_MEMBER, TO_NEWCOMERS, Hosts, LeftOnHosts
 from recover.faults import Fault, lab_requests, parse_fault, parse_faults
 from recover.faults.fault import OF_HOST
 from recover.faults.probe import Probe
@@ -66,6 +69,16 @@ def test_schedules_over_hosts_can_strike_spare_somebody_and_leave_most_of_etcd(
         assert any(len(cell.hosts) == 2 for cell in served) == (count > 3)
 
 
+def test_where_replicas_come_back_those_who_come_are_struck_as_well() -> None:
+    hosts, config = Hosts(3, returns=True), config_of(3, steps=300)
+    schedules = [hosts.schedule(config, seed) for seed in range(300)]
+    for schedule in schedules:
+        check([fault for fault in schedule if fault.replica < 3], hosts, config, config.steps // 2)
+        assert list(impossible(schedule, 3, 1, 300, 1, later=1000)) == []
+    later = {fault.action for each in schedules for fault in each if fault.replica >= 3}
+    assert later == TO_NEWCOMERS.keys()
+
+
 @pytest.mark.parametrize(
     ("count", "replicas", "said"),
     [(2, 4, "it takes 3 or more"), (3, 4, "each must take the same number of them; give replicas=3")],
@@ -97,7 +110,7 @@ def test_what_a_lab_must_do_is_asked_of_it_and_refused_where_there_is_none(
 
 def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: int = 4) -> LeftOnHosts:
     """What a healthy run on three hosts leaves, one replica on each, of which these were lost."""
-    names, agents = ["h1", "h2", "h3"], {}
+    names, lives = ["h1", "h2", "h3"], []
     for number, name in enumerate(names):
         (place / name / "ranks").mkdir(parents=True)
         done = min(steps, dead[name].step - 1) if name in dead else steps
@@ -115,8 +128,22 @@ def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: in
         for other in range(3):
             if names[other] not in dead and name not in dead:
                 (place / name / "ranks" / f"{other}.end").write_text('{"end": "done"}')
-        agents[name] = Left(place / name, ends.get(name, 0), 999_990 + number)
-    return LeftOnHosts(place, 0, agents, dead)
+        lives.append(life(name, ends.get(name, 0), place, 999_990 + number, dead.get(name)))
+    return LeftOnHosts(place, 0, {name: place / name for name in names}, tuple(lives))
+
+
+def life(
+    host: str,
+    code: int,
+    place: Path,
+    pid: int = 999_999,
+    struck: Fault | None = None,
+    said: str | None = None,
+) -> AgentLife:
+    """Of an agent that has ended; of one that came later if it has `said` something."""
+    (said_in := place / f"{host}.{pid}.out").write_text(said or "")
+    process: Any = SimpleNamespace(returncode=code, pid=pid, poll=lambda: code)
+    return AgentLife(host, process, said_in, late=said is not None, struck=struck)
 
 
 def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
@@ -130,10 +157,8 @@ def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
         assert any(said in law for law in laws), laws
 
     assert list(hosts.violations(good, config, faults, calm)) == []
-    told(LeftOnHosts(good.run_dir, -9, good.agents, good.struck), "have not ended")
-    told(
-        LeftOnHosts(good.run_dir, 0, good.agents, good.struck, ["h2: sleep 9"]), "h2: sleep 9 was left behind"
-    )
+    told(replace(good, code=-9), "have not ended")
+    told(replace(good, litter=["h2: sleep 9"]), "h2: sleep 9 was left behind")
     told(pretend(tmp_path / "code", {"h2": cut}, {"h2": 0}), "h2: exit code 0, not 1")
     told(pretend(tmp_path / "other-code", {"h2": cut}, {"h2": 1, "h3": 1}), "h3: exit code 1")
     told(
@@ -147,5 +172,78 @@ def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
     told(late, "h2: it was struck by 3:1.0:vote=lab:cut, and has committed step 3")
     (late.run_dir / "h2" / "steps.jsonl").write_text(lines[0] + lines[1].replace("s2", "s9"))
     told(late, "h2: it has committed")
+    came = "job j is at work, on h1, h3; this host brings free slots"
+    back = parse_fault("5joined:5.0:vote=lab:cut")
+    for code, word, struck, is_right in (
+        (0, came, None, True),
+        (2, "refused", None, True),
+        (130, "not in yet", None, True),
+        (2, came, None, False),
+        (1, came, None, False),
+        (1, came, back, True),
+        (3, came, back, False),
+    ):
+        more = (*good.lives, life("h2", code, tmp_path, struck=struck, said=word))
+        laws = list(hosts.violations(replace(good, lives=more), config, faults, calm))
+        assert (not laws) == is_right, (code, word, laws)
     gone = pretend(tmp_path / "gone", {"h1": cut, "h2": cut, "h3": cut}, {"h1": 1, "h2": 1, "h3": 1})
     told(gone, "no host has come to the end")
+
+
+class PretendedHost:
+    """On which agents do what they are told."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.up = name, True
+
+    def power_on(self) -> None:
+        self.up = True
+
+
+def test_a_lost_host_comes_back_is_lost_again_and_goes_when_it_is_too_late(tmp_path: Path) -> None:
+    lab: Any = [PretendedHost(name) for name in ("h1", "h2")]
+    started: list[Any] = []
+
+    def start(host: Any, said: Path) -> Any:
+        process = SimpleNamespace(returncode=None, signals=[])
+        process.poll = lambda: process.returncode
+        process.send_signal = process.signals.append
+        said.write_text("")
+        started.append(process)
+        return process
+
+    for host in lab:
+        (tmp_path / host.name).mkdir()
+        seats = {"0": {"host": "h1"}, "1": {"host": "h2"}, "4": {"host": "h2"}, "5": {"host": "h2"}}
+        (tmp_path / host.name / "hosts.json").write_text(json.dumps({"ranks": seats}))
+    places = {host.name: tmp_path / host.name for host in lab}
+    agents = HostAgents(lab, start, tmp_path, places, config_of(4), returns=True)
+    power, again, first = parse_faults(
+        ["3:1:vote=lab:power", "5joined:5:vote=lab:cut", "4joined:4:vote=lab:cut"]
+    )
+    assert not agents.strike("h2", first, now=1.0), "it holds a member of etcd, or is the one that is spared"
+    assert agents.host_of(power) == "h2"
+    assert agents.strike("h2", power, now=1.0)
+    assert agents["h2"].cost == {1, 4, 5}
+    assert not agents.is_given_up("h2", 2.0)
+    (tmp_path / "h1" / "incidents.jsonl").write_text('{"step": 3, "dead_replicas": [1]}\n')
+    assert agents.is_given_up("h2", 2.0)
+    lab[1].up, started[1].returncode = False, -9
+    agents.look(1.0)
+    assert len(agents.lives) == 2, "it takes a moment"
+    assert not agents.ended
+    agents.look(100.0)
+    assert (len(agents.lives), lab[1].up, agents["h2"].late) == (3, True, True)
+    assert agents.strike("h2", again, now=100.0)
+    assert not agents.strike("h2", again, now=100.0), "once"
+    started[2].returncode = 1
+    agents.look(200.0)
+    assert len(agents.lives) == 4
+    agents.look(201.0)
+    assert started[3].signals == []
+    started[0].returncode = 0
+    agents.look(202.0)
+    agents.look(203.0)
+    assert started[3].signals == [2], "the job has ended, and it was never in"
+    started[3].returncode = 130
+    assert agents.ended
