@@ -110,7 +110,7 @@ class Meeting:
 
     def enter(self, stopped: Callable[[], object]) -> None:
         """Say that this host is there. Raises Refusal if it cannot take part."""
-        deadline = time.monotonic() + SETTLE
+        began = time.monotonic()
         while not stopped():
             there, plan, _, _ = self._look()
             if plan is None or not (present := plan.present(there)):
@@ -118,7 +118,9 @@ class Meeting:
             if self.me.host not in present and len(present) < plan.most:
                 self.late = True
                 break
-            if time.monotonic() > deadline:
+            # One that comes back is there until its agent's lease has run out.
+            comes_back = self.me.host in present and plan.most
+            if time.monotonic() - began > (LEASE if comes_back else 0) + SETTLE:
                 raise Refusal(
                     f"--rdzv-id {self._part.job}: a job of that name runs already, on {', '.join(sorted(present))}; "
                     "give this one a name of its own, or end the other first"

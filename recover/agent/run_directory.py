@@ -20,7 +20,7 @@ from recover.launch.preflight import Refusal, make_run_dir, remove_markers
 from recover.records.job_log import PLACEMENT
 
 SEES = "sees/"
-_AGAIN, _PATIENCE, _TIDYING = 0.05, 60.0, 2.0  # seconds
+_AGAIN, _PATIENCE, _TURN = 0.05, 60.0, 2.0  # seconds
 
 
 class SeenDirectories:
@@ -42,6 +42,7 @@ class SeenDirectories:
         me, first_ones = self._meeting.me.host, {seat.host for seat in plan.seats}
         if not self._meeting.late:  # those that come late see what they see: it is settled who writes
             first_ones = set(plan.hosts)
+            remove_markers(self._run_dir)
             seen = [host for host, facts in plan.hosts.items() if self._file(facts["id"]).exists()]
             client.put(f"{SEES}{me}", json.dumps(seen).encode())
         deadline = time.monotonic() + _PATIENCE
@@ -50,6 +51,8 @@ class SeenDirectories:
             views = {one.key.removeprefix(SEES): set(json.loads(one.value)) for one in found}
             if missing := sorted(first_ones - views.keys()):
                 gone = [host for host in missing if host not in (me, *self._meeting.others(plan))]
+                if self._meeting.late and gone:
+                    raise Refusal("the job has ended while this host came to it")
                 if gone or time.monotonic() > deadline:
                     raise Refusal(
                         f"host {', '.join(gone or missing)} has gone at the start of the job; start again"
@@ -69,14 +72,13 @@ class SeenDirectories:
 
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
-    """As `preflight.open_run_dir`, but agents of the same job may share it. The first of them tidies it up."""
+    """As `preflight.open_run_dir`, but agents of the same job may share it. It is tidied up when it is clear that a job
+    begins: a host that comes back finds there what it has left of one that is at work."""
     run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
-        if first:
-            remove_markers(run_dir)
-        deadline = time.monotonic() + _TIDYING
-        while not _lock(lock, fcntl.LOCK_SH):  # another agent may be tidying up
+        deadline = time.monotonic() + _TURN
+        while not _lock(lock, fcntl.LOCK_SH):  # another agent may be looking whether it is the first
             if time.monotonic() > deadline:
                 raise Refusal(f"run directory {run_dir} is in use by a running job; give another --run-dir")
             time.sleep(_AGAIN)
@@ -86,21 +88,14 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
         os.close(lock)
         raise
     except OSError:
-        remove_markers(run_dir)  # a file system without locks
+        pass  # a file system without locks
     return run_dir, lock
 
 
-def is_at_work(run_dir: Path, job: str) -> bool:
-    """Whether a job of this name uses the directory just now, from this host or, where locks are shared, another."""
-    if _job_of(run_dir) != job:
-        return False
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        return not _lock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return True  # a file system without locks: the meeting will tell
-    finally:
-        os.close(descriptor)
+def may_be_at_work(run_dir: Path, job: str) -> bool:
+    """Whether a job of this name has used the directory. Whether it still is at work the meeting tells: a host that has
+    lost its power finds there what it has left itself, and nobody who holds it."""
+    return _job_of(run_dir) == job
 
 
 def _lock(descriptor: int, kind: int) -> bool:

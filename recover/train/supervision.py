@@ -14,7 +14,7 @@ from typing import Any
 
 from recover.agent.agent import launch_host
 from recover.agent.host_options import one_host, read_options
-from recover.agent.run_directory import is_at_work
+from recover.agent.run_directory import may_be_at_work
 from recover.job.hosts_asked import ROOM, HostOptions
 from recover.job.spec import JobSpec
 from recover.launch.launcher import Beside, launch
@@ -49,7 +49,7 @@ def train(
             part = read_options(hosts)
             slots = part.most * part.slots
             run_dir = run_dir or resume or Path("runs", part.job)
-            joins = part.returns and is_at_work(run_dir, part.job)
+            joins = part.returns and may_be_at_work(run_dir, part.job)
         later = ROOM if (returns or hosts or HostOptions()).restarts else 0
         prepared = prepare_run(
             words, run_dir, kills, resume, elsewhere=dry_run, slots=slots, joins=joins, later=later

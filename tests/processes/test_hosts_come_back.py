@@ -1,0 +1,88 @@
+"""A host that comes back to a job at work, by a real etcd: it waits until it is given up, and finds what it left."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from etcd_fabrics import Fabrics, at_once
+from training import small_world
+
+from recover.agent import meeting as meetings
+from recover.agent.host_options import HostPart
+from recover.agent.meeting import HostPlan, Meeting
+from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
+from recover.etcd.etcd_client import EtcdClient
+from recover.job.hosts_asked import HostOptions
+from recover.job.spec import JobSpec
+from recover.launch.preflight import Refusal
+from recover.train import supervision
+from recover.train.preparation import PreparedRun
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+
+
+@pytest.fixture
+def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Meeting]:
+    """An agent's end of the meeting, of a job of two hosts to which hosts may come back."""
+    monkeypatch.setattr(meetings, "LEASE", 2.0)
+    monkeypatch.setattr(meetings, "KEEP", 0.2)
+    monkeypatch.setattr(meetings, "SETTLE", 0.5)
+    prefix = f"meeting-{secrets.token_hex(4)}/"
+
+    def make(host: str) -> Meeting:
+        client = EtcdClient(fabrics.server.endpoint, prefix=prefix)
+        part = HostPart(2, 2, 1, (fabrics.server.endpoint,), "j", host, None, "", returns=True)
+        return Meeting(client, part, "10.0.0.1", {"the script": "same"}, 1)
+
+    return make
+
+
+def begin(one: Meeting) -> HostPlan:
+    one.enter(lambda: False)
+    return one.wait_for_plan(10.0, lambda: False)
+
+
+def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_and_its_markers_stay(
+    meet: Callable[[str], Meeting], tmp_path: Path
+) -> None:
+    first, second = meet("h1"), meet("h2")
+    at_once(lambda: begin(first), lambda: begin(second))
+    assert (first.late, second.late) == (False, False)
+    second._left.set()  # it has lost its power: nobody says goodbye
+    back = meet("h2")
+    plan = begin(back)
+    assert back.late
+    assert plan.hosts["h2"]["id"] == back.me.id
+    with pytest.raises(Refusal, match="a job of that name runs already"):
+        meet("h3").enter(lambda: False)
+    run_dir, _ = open_shared_run_dir(tmp_path, "j")
+    (marker := run_dir / "ranks" / "1.end").write_text("{}")
+    keep_placement(run_dir, "j", plan.hosts, {}, later=False)
+    first.leave()
+    with SeenDirectories(run_dir, back) as directories, pytest.raises(Refusal, match="the job has ended"):
+        directories.compare(back._client, plan, lambda: False)
+    assert marker.exists(), "ids are not used again: it is of the job that it came back to"
+    back.leave()
+
+
+@pytest.mark.parametrize(("job", "comes"), [("j", True), ("another", False)])
+def test_what_a_host_has_left_of_the_job_itself_is_no_reason_to_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], job: str, comes: bool
+) -> None:
+    """Nobody holds the directory of a host that has lost its power. Whether the job is at work the meeting tells."""
+    prepared: list[PreparedRun] = []
+    monkeypatch.setattr(supervision, "run", lambda run, *_: prepared.append(run) or 0)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "steps.jsonl").write_text('{"step": 1}\n')
+    keep_placement(run_dir, "j", {}, {}, later=False)
+    options = HostOptions(nnodes="2", nproc_per_node="1", rdzv_endpoint="h1", rdzv_id=job, returns=True)
+    code = supervision.train([*small_world(tmp_path / "world"), "accum=2"], run_dir, hosts=options)
+    assert (code, [run.joins for run in prepared]) == ((0, [True]) if comes else (2, []))
+    assert ("holds a run already" in capfd.readouterr().err) != comes
+    if comes:
+        with pytest.raises(Refusal, match="whose job has ended meanwhile; go on with it by --resume"):
+            supervision._check_hosts(prepared[0], JobSpec(2))
