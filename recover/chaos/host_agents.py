@@ -84,11 +84,9 @@ class HostAgents:
     def strike(self, host: str, fault: Fault, now: float) -> bool:
         """This host is to be lost by it. False if it must stay, or is lost already."""
         life, seats = self[host], self._seats()
-        comes_later = fault.newcomer is not None
-        if life.struck is not None or (comes_later and not life.late):
-            return (
-                False  # who will sit where nobody knew when it was drawn: most of etcd and one host must stay
-            )
+        # Where those who come will sit nobody knew when it was drawn; most of etcd, and one host, must stay.
+        if life.struck is not None or (fault.replica >= self._first and not life.late):
+            return False
         life.struck, life.at = fault, now
         life.cost = frozenset(rank // self._size for rank, seat in seats.items() if seat == host)
         return True

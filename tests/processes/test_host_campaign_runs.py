@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from training import small_world
+from training import CAN_BE_CUT, small_world
 
 from recover.chaos.ground import OneRun
 from recover.chaos.on_hosts import Hosts
@@ -17,8 +18,10 @@ from recover.train.preparation import prepare_run
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("a_lab_can_be_made_here")]
 
 
-def campaign(place: Path, verb: str, *options: str, replicas: int) -> subprocess.CompletedProcess[str]:
-    job = [*small_world(place / "world"), f"replicas={replicas}", "accum=2", "steps=10", "pace=0.2"]
+def campaign(
+    place: Path, verb: str, *options: str, replicas: int, lasts: Sequence[str] = ("steps=10", "pace=0.2")
+) -> subprocess.CompletedProcess[str]:
+    job = [*small_world(place / "world", **CAN_BE_CUT), f"replicas={replicas}", "accum=2", *lasts]
     job += ["reduction=reproducible", "checkpoint.every=1", "checkpoint.keep=1"]
     command = [sys.executable, "-m", "recover.cli", "faults", verb, *options, "--", "recover", "train", *job]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -28,6 +31,21 @@ def campaign(place: Path, verb: str, *options: str, replicas: int) -> subprocess
 def test_random_schedules_over_hosts_keep_every_law(tmp_path: Path, hosts: int, replicas: int) -> None:
     result = campaign(
         tmp_path, "chaos", "--hosts", str(hosts), "--seed", "9000", "--runs", "8", replicas=replicas
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--shared"], ["hsdp"]], ids=["own", "shared", "hsdp"])
+def test_random_schedules_over_hosts_that_come_back_keep_every_law(tmp_path: Path, more: list[str]) -> None:
+    lasts, options = ["steps=200", "pace=0.1"], [word for word in more if word.startswith("-")]
+    if more == ["hsdp"]:  # what is left of two replicas becomes one
+        lasts += ["parallel=hsdp", "shard=2", "microbatch_size=2"]
+    result = campaign(
+        tmp_path,
+        "chaos",
+        *["--hosts", "3", "--return", "--seed", "9100", "--runs", "4", *options],
+        replicas=3,
+        lasts=lasts,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

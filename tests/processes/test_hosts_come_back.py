@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +59,10 @@ def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_a
     assert plan.hosts["h2"]["id"] == back.me.id
     with pytest.raises(Refusal, match="a job of that name runs already"):
         meet("h3").enter(lambda: False)
-    run_dir, _ = open_shared_run_dir(tmp_path, "j")
-    (marker := run_dir / "ranks" / "1.end").write_text("{}")
-    keep_placement(run_dir, "j", plan.hosts, {}, later=False)
+    (tmp_path / "ranks").mkdir()
+    (marker := tmp_path / "ranks" / "1.end").write_text("{}")
+    run_dir, lock = open_shared_run_dir(tmp_path, "j")
+    os.close(lock)
     first.leave()
     with SeenDirectories(run_dir, back) as directories, pytest.raises(Refusal, match="the job has ended"):
         directories.compare(back._client, plan, lambda: False)
