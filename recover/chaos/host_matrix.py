@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recover.chaos.cells import PLACES, RECOVERIES, SETTLED, runs_extra
 from recover.chaos.ground import OneRun
-from recover.chaos.matrix import carry_out, insert, split_at_table
+from recover.chaos.matrix import carry_out, insert, slice_of, split_at_table
 from recover.chaos.on_hosts import TAKES_A_MEMBER, Hosts
 from recover.faults import Fault
 from recover.faults.fault import OF_HOST
@@ -139,14 +139,15 @@ def host_matrix(
     write: Path | None = None,
     jobs: int = 1,
     cells: Sequence[HostCell] | None = None,
+    skip: int = 0,
 ) -> int:
-    """Returns 0 if every cell held, otherwise 1. `launches`: only so many."""
+    """Returns 0 if every cell held, otherwise 1. `launches`: only so many; `skip`: after the first ones."""
     config = prepare_run(words, None, (), None).config
     hosts.check(config)
     if write is not None:
         split_at_table(write, NAME)
     whole = list(lay_out_hosts(cells or host_cells(len(hosts.names)), hosts, config))
-    plan = whole[:launches]
+    plan = slice_of(whole, launches, skip)
     theirs = [
         *words,
         f"steps={max(launch.steps for launch in plan)}",

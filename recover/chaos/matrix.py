@@ -32,12 +32,14 @@ def matrix(
     write: Path | None = None,
     jobs: int = 1,
     cells: Sequence[Cell] | None = None,
+    skip: int = 0,
 ) -> int:
-    """Returns 0 if every cell held, otherwise 1. `launches`: only so many, those that serve most cells."""
+    """Returns 0 if every cell held, otherwise 1. `launches`: only so many, those that serve most cells; `skip`: after
+    the first ones, which were run before."""
     config, whole = plan_launches([*POLICY, *words], cells or all_cells())
     if write is not None:
         split_at_table(write, config.parallel)
-    plan = whole[:launches]
+    plan = slice_of(whole, launches, skip)
     started = time.monotonic()
 
     def run(launch: Launch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
@@ -49,6 +51,13 @@ def matrix(
     if write is not None:
         insert(write, config.parallel, text)
     return 1 if broken else 0
+
+
+def slice_of(whole: Sequence[L], launches: int | None, skip: int) -> Sequence[L]:
+    """Those of a plan that are to be run now."""
+    if skip >= len(whole):
+        raise ValueError(f"--skip {skip}: the matrix takes {len(whole)} launches in all; skip fewer")
+    return whole[skip:][:launches]
 
 
 class Laid(Protocol):

@@ -109,6 +109,9 @@ def matrix(
     launches: Annotated[
         int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]", min=1)
     ] = None,
+    skip: Annotated[
+        int, typer.Option(help="Go on after the first so many launches, which were run before.", min=0)
+    ] = 0,
     jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
     write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
     hosts: HowManyHosts = 0,
@@ -123,8 +126,9 @@ def matrix(
         if hosts:
             from recover.chaos.host_matrix import host_matrix
 
-            raise typer.Exit(host_matrix(_keys(words), _hosts(hosts, shared), launches, write, jobs))
-        raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs))
+            ground = _hosts(hosts, shared)
+            raise typer.Exit(host_matrix(_keys(words), ground, launches, write, jobs, skip=skip))
+        raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs, skip=skip))
 
 
 def _hosts(count: int, shared: bool, returns: bool = False) -> Hosts:

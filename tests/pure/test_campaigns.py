@@ -9,7 +9,7 @@ from training import small_world
 
 from recover.chaos.campaign import schedule_for, strike_newcomers
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
-from recover.chaos.matrix import POLICY, insert, plan_launches, table
+from recover.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from recover.faults import LOCATIONS, parse_fault
 from recover.faults.locations import JOIN_PHASES, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import impossible, survivors
@@ -77,6 +77,15 @@ def test_those_who_come_back_are_struck_at_every_place_that_there_is_for_them() 
         everything = (*schedule_for(config, seed), *schedule)
         assert list(impossible(everything, 4, 1, 300, later=1000)) == []
         assert tuple(map(parse_fault, map(str, schedule))) == schedule
+
+
+def test_a_matrix_is_run_in_slices_that_make_the_whole() -> None:
+    whole = plan_launches([*POLICY, "replicas=8"], all_cells())[1]
+    slices = [slice_of(whole, 3, skip) for skip in range(0, len(whole), 3)]
+    assert [launch for each in slices for launch in each] == whole
+    assert slice_of(whole, None, 0) == whole
+    with pytest.raises(ValueError, match=f"--skip 999: the matrix takes {len(whole)} launches in all"):
+        slice_of(whole, None, 999)
 
 
 def test_the_table_goes_to_its_place_in_the_page(tmp_path: Path) -> None:
