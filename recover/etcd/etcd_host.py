@@ -23,6 +23,7 @@ from recover.etcd.etcd_client import (
     get,
     present,
     put,
+    value_is,
     version_is,
 )
 from recover.job.hosts_asked import LEASE
@@ -70,6 +71,8 @@ class HostLease:
         host, placed = f"{HOST}{self.name}", f"{PLACED}{self.name}"
         ranks = json.dumps(self.ranks).encode()
         writes = [put(placed, ranks), put(host, b"%d" % self._lease, self._lease)]
+        # One of this name that was lost while it had no ranks was missed by nobody.
+        self._client.txn([value_is(placed, b"[]"), absent(host)], [delete(placed)])
         answer = self._client.txn([absent(placed)], writes, [get(host)])
         # The answer to a first try may have been lost.
         if not answer.succeeded and [found.value for found in answer.found[0]] != [b"%d" % self._lease]:

@@ -16,6 +16,7 @@ from recover.agent.host_options import HostPart
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.etcd.etcd_client import EtcdClient
+from recover.etcd.etcd_host import HostLease
 from recover.job.hosts_asked import HostOptions
 from recover.job.spec import JobSpec
 from recover.launch.preflight import Refusal
@@ -52,9 +53,17 @@ def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_a
     first, second = meet("h1"), meet("h2")
     at_once(lambda: begin(first), lambda: begin(second))
     assert (first.late, second.late) == (False, False)
+    second_lease = HostLease(second._client, "h2", (), 2.0)
+    second_lease.start()
     second._left.set()  # it has lost its power: nobody says goodbye
+    second_lease._left.set()
+    with pytest.raises(ValueError, match="a host 'h2' is in this job already"):
+        HostLease(first._client, "h2", (), 2.0).start()
     back = meet("h2")
     plan = begin(back)
+    lease = HostLease(back._client, "h2", (), 2.0)
+    lease.start()  # it had no ranks, so nobody has given it up
+    lease.leave()
     assert back.late
     assert plan.hosts["h2"]["id"] == back.me.id
     with pytest.raises(Refusal, match="a job of that name runs already"):
