@@ -62,8 +62,8 @@ class LabJob:
     def picture(self) -> str:
         return "\n".join(f"== {name}\n{self.said(name)}" for name in self.agents)
 
-    def wait(self, condition: Callable[[], object], what: str = "") -> None:
-        deadline = time.monotonic() + PATIENCE
+    def wait(self, condition: Callable[[], object], what: str = "", seconds: float = PATIENCE) -> None:
+        deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what}\n{self.picture()}"
             time.sleep(0.02)

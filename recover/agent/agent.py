@@ -218,7 +218,8 @@ class Agent:
         seats = dict(enumerate(plan.seats))
         keep_placement(Path(self._spec.run_dir), self._part.job, plan.hosts, seats, meeting.late)
         if meeting.late:
-            say(f"job {self._part.job} is at work, on {', '.join(plan.hosts)}; this host brings free slots")
+            others = ", ".join(host for host in plan.hosts if host != self._part.host)
+            say(f"job {self._part.job} is at work, on {others}; this host brings free slots")
         return plan, spec
 
     def _run_ranks(

@@ -129,7 +129,7 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
             f"replicas of {spec.replica_size} ranks lie on several hosts, which do not share {prepared.run_dir}: such "
             "a checkpoint would be in pieces; give a --run-dir that all hosts share, or checkpoint.every=0"
         )
-    if not spec.across:
+    if not spec.across and not spec.joining:
         _say(
             f"the hosts do not share {prepared.run_dir}: each keeps records and checkpoints of its own there, and "
             "to go on from a checkpoint every host needs a copy of the same one"
@@ -213,8 +213,8 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
     if finished and several and not path.exists():
         steps = read(prepared.run_dir / "steps.jsonl").whole
         _say(
-            "the job has ended on other hosts; this one had lost all its ranks, and what there is of it in "
-            f"{prepared.run_dir} ends with step {steps[-1]['step'] if steps else 0}"
+            "the job has ended; it was written down on other hosts, for no rank that began it was left here, and what "
+            f"there is of it in {prepared.run_dir} ends with step {steps[-1]['step'] if steps else 0}"
         )
         return 0
     if not finished or not path.exists():

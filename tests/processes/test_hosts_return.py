@@ -14,6 +14,7 @@ from training import CAN_BE_CUT, Trained, small_world
 from recover.lab.hosts import Lab
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("a_lab_can_be_made_here")]
+TWELVE = 240.0  # seconds for so many ranks to start, or some of them beside the others, on a few busy cores
 GRID = ["parallel=3d", "tp=2", "pp=2", "microbatch_size=2"]
 
 
@@ -60,11 +61,11 @@ def test_what_is_left_of_two_replicas_is_a_replica_again_without_a_new_machine(t
         job = a_job(lab, tmp_path, words, "3", size, ["accum=2"], shared=True)
         job.start()
         run_dir = job.run_dir("h1")
-        job.wait(lambda: replicas(run_dir) == 3, "no step")
+        job.wait(lambda: replicas(run_dir) == 3, "no step", TWELVE)
         for host, rank in (("h2", size), ("h3", 3 * size - 1)):
             strike(job.ranks(host)[rank], signal.SIGBUS)
         job.wait(lambda: replicas(run_dir) == 1, "nobody is missed")
-        job.wait(lambda: replicas(run_dir) == 2, "what is left does not become a replica")
+        job.wait(lambda: replicas(run_dir) == 2, "what is left does not become a replica", TWELVE)
         living = [job.ranks(host).keys() for host in ("h1", "h2", "h3")]
         run = ended(job)
     assert living[0] == set(range(size))
