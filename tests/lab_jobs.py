@@ -103,7 +103,10 @@ class LabJob:
         """What all hosts see, and how it is reached, aside."""
         find = ["find", "/tmp", "/dev/shm", "-mindepth", "1", "-maxdepth", "1"]
         listing = host.start(find, stdout=subprocess.PIPE, text=True).communicate(timeout=PATIENCE)[0]
-        files = [path for path in listing.splitlines() if not self.place.is_relative_to(path)]
+        seen = [self.place, *map(Path, self.lab.shared)]  # our own code, too, where it lies there
+        files = [
+            path for path in listing.splitlines() if not any(place.is_relative_to(path) for place in seen)
+        ]
         return [*files, *host.processes().values()]
 
 
