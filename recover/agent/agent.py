@@ -253,7 +253,8 @@ class Agent:
         elif spec.records:  # of an earlier run
             Path(str(spec.run_dir), "summary.json").unlink(missing_ok=True)
         self._witness.watch(spec, board)
-        ranks = HostRanks(spec, mine, slots, part.slots, session, command, clerk.tell_end)
+        kept = min(spec.replica_size, part.slots) if part.returns and options.ready else 0
+        ranks = HostRanks(spec, mine, slots, part.slots, session, command, clerk.tell_end, kept)
         clerk.start()
         failure = ""
         try:

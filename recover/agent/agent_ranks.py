@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from recover.agent.free_slots import HostSlots
+from recover.agent.ready_processes import ReadyProcesses, start
 from recover.agent.returns import Newcomer
 from recover.job import process
 from recover.job.spec import VARIABLE, JobSpec
@@ -34,7 +34,8 @@ _ASLEEP = 2.0  # seconds without a look after which this agent has slept itself
 class HostRanks(WatchedJob):
     """`tell_end` is called with each rank that has ended: its marker, and why it is dead, "" if it has finished.
 
-    `mine`: the ranks that begin here, each with its slot. `slots`: the places of this host; `here`: how many.
+    `mine`: the ranks that begin here, each with its slot. `slots`: the places of this host; `here`: how many. `ready`:
+    processes that are kept for those who are started later.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HostRanks(WatchedJob):
         session: Session,
         command: Sequence[str],
         tell_end: Callable[[int, str | None, str], None],
+        ready: int = 0,
     ) -> None:
         super().__init__(spec, Relay())
         self._spec, self._slots, self._command, self._tell_end = spec, slots, command, tell_end
@@ -61,6 +63,7 @@ class HostRanks(WatchedJob):
         self.outside: set[int] = set()  # those of them who were started to join, and have not yet
         self._began: dict[int, float] = {}  # when each of these was started
         job = str(spec.write())
+        self._ready = ReadyProcesses(ready, command, self._environment | {VARIABLE: job}, session.directory)
         for rank, slot in mine.items():
             self._start(rank, slot, job)
 
@@ -80,13 +83,9 @@ class HostRanks(WatchedJob):
         """A rank ends with the thread that starts it, so this is done in one that stays."""
         outputs = rank_outputs.make(self._session, [rank]) if self._spec.records else {}
         told = {VARIABLE: job, process.RANK: str(rank), process.RANK_ON_HOST: str(slot)}
-        started = subprocess.Popen(
-            [sys.executable, "-P", "-m", "recover.launch.bootstrap", *self._command],
-            env=self._environment | told,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes to us, and we end the job
+        environment = self._environment | told
+        started = self._ready.take(environment) or start(
+            "recover.launch.bootstrap", self._command, environment, subprocess.DEVNULL
         )
         self._slots.take(slot, time.monotonic())
         self._processes[rank], self._seats[rank] = started, slot
@@ -133,6 +132,8 @@ class HostRanks(WatchedJob):
                 continue
             slept, look = now - look > _ASLEEP, now + _LOOK
             state = (self._board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns)
+            if any(map(self._board.votes, self.running)) and not self.outside:  # they need the cores first
+                self._ready.fill()
             if state != seen or not self.running or slept:
                 seen, progress = state, now
             self.take_over(ends())
@@ -151,6 +152,7 @@ class HostRanks(WatchedJob):
         """Until all are gone: they were killed, or have ended."""
         for started in self._processes.values():
             started.wait()
+        self._ready.end()
         self.relay.drain(1.0)
 
     def take_over(self, ends: dict[int, str]) -> None:

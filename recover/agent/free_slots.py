@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from recover.world.ending import End
 
 INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
+SETTLE = 0.1  # seconds that any place rests: mates leave theirs a moment later, and are placed together again
 STRIKES = 2  # after which a place is not tried again
 BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output error")  # in what it said
 
@@ -23,12 +24,14 @@ BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output
 class Slot:
     rests_until: float | None = None  # None: taken
     began: float = 0.0
+    lost_before: bool = False
     strikes: list[str] = field(default_factory=list)
     aside: str = ""  # why it is not tried again
 
 
 class HostSlots:
-    """`delay`: seconds that a place rests. `forgive`: seconds of work after which earlier strikes do not count."""
+    """`delay`: seconds that a place rests, from the second loss on it. `forgive`: seconds of work after which earlier
+    strikes do not count."""
 
     def __init__(self, slots: int, delay: float, forgive: float) -> None:
         self._delay, self._forgive = delay, forgive
@@ -40,7 +43,11 @@ class HostSlots:
     def leave(self, slot: int, marker: str, code: int, now: float) -> str:
         """Its process has ended. What is to be said about the place, if anything."""
         place = self._slots[slot]
-        place.rests_until = now + self._delay
+        rest = self._delay if place.lost_before else 0.0
+        place.rests_until, place.lost_before = now + max(rest, SETTLE), True
+        for other in self._slots.values():
+            if other.rests_until is not None and now < other.rests_until:
+                other.rests_until = max(other.rests_until, now + SETTLE)
         if now - place.began >= self._forgive:
             place.strikes.clear()
         told = json.loads(marker) if marker else {"end": "", "detail": ""}
@@ -56,6 +63,11 @@ class HostSlots:
                 "that kills"
             )
         return place.aside
+
+    def next_free_in(self, now: float) -> float:
+        """Seconds until the next place that rests is free; infinity if none rests."""
+        until = [place.rests_until for place in self._slots.values() if place.rests_until is not None]
+        return min((at - now for at in until if at > now), default=float("inf"))
 
     def free(self, now: float) -> list[int]:
         return [

@@ -84,8 +84,9 @@ class Returns:
         self._missed: dict[str, int] = {}
         self.ended = False  # nobody is started any more
 
-    def look(self) -> None:
-        """Publish what is free here, place what can be placed, and hear of what others have placed."""
+    def look(self) -> bool:
+        """Publish what is free here, place what can be placed, and hear of what others have placed. Whether anything
+        was written: then there is more to see at once."""
         firsts = sorted(self.known)
         claims = [get(key_of(CLAIM, first)) for first in firsts]
         answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), get_all(ASKING), *claims)
@@ -101,8 +102,15 @@ class Returns:
                 self.known[first] = newcomer
         self._forget([first for first, claim in zip(firsts, answer.found[4:], strict=True) if not claim])
         self._miss(there)
-        if not self.ended and not self._publish(free):
-            self._place(answer, {found.key.removeprefix(FREE): found for found in free}, there)
+        if self.ended:
+            return False
+        return self._publish(free) or self._place(
+            answer, {found.key.removeprefix(FREE): found for found in free}, there
+        )
+
+    def next_free_in(self) -> float:
+        """Seconds until a place of this host has rested for long enough; infinity if none rests."""
+        return self._slots.next_free_in(time.monotonic())
 
     def _publish(self, lists: Sequence[KeyValue]) -> bool:
         """Whether the list had to be written: then nothing is placed before the next look."""
@@ -116,12 +124,12 @@ class Returns:
         self._client.txn([version_is(key, mine.version if mine else 0)], writes)
         return True
 
-    def _place(self, answer: Answer, lists: Mapping[str, KeyValue], there: set[str]) -> None:
+    def _place(self, answer: Answer, lists: Mapping[str, KeyValue], there: set[str]) -> bool:
         free = {host: json.loads(found.value) for host, found in sorted(lists.items()) if host in there}
         free = {host: slots for host, slots in free.items() if slots}
         seats = place({host: len(slots) for host, slots in free.items()}, self._size)[: self._size]
         if len(seats) < self._size:
-            return
+            return False
         taken = [Seat(seat.host, free[seat.host].pop(0)) for seat in seats]
         hosts = sorted({seat.host for seat in taken})
         guards = [unchanged_since(FREE, answer.revision), *(present(f"{HOST}{host}") for host in hosts)]
@@ -135,7 +143,8 @@ class Returns:
         try:
             place_replica(self._client, self._most, guards, record)
         except (NotPlacedError, NotAdmittedError):
-            pass  # somebody else has, or a host has gone; or there is no room for more; or the job has not begun
+            return False  # somebody else has, or a host has gone; or no room is left; or the job has not begun
+        return True
 
     def _forget(self, firsts: list[int]) -> None:
         """The others have forgotten them, so nobody will join under these ids any more."""

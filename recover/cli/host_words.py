@@ -70,6 +70,13 @@ WORDS: dict[str, Any] = {
             "SECONDS",
         ),
     ],
+    "ready": Annotated[
+        bool,
+        typer.Option(
+            "--ready/--no-ready",
+            help="With --return: keep processes that have imported torch, so that a lost replica is back sooner.",
+        ),
+    ],
     "standby": Annotated[
         int, _option("Replicas that are ready, and wait for a loss; implies --return.", "K")
     ],

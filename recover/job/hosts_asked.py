@@ -41,6 +41,7 @@ class HostOptions:
     returns: bool = False  # lost replicas are started again; see `restarts`
     return_delay: float = RETURN_DELAY
     forgive: float = FORGIVE
+    ready: bool = True  # with `returns`: processes wait that have imported torch
     standby: int = 0
     warm_up: float = WARM_UP
 

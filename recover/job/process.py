@@ -12,6 +12,8 @@ _RUNTIME = ("OMPI_", "PMIX_")
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
 
 _hidden: dict[str, str] = {}
+given_environment: dict[str, str] | None = None  # when the script began
+waited_until = 0.0  # seconds after boot: until then this process was ready, and did not know which rank it is
 
 
 def hide_runtime() -> None:

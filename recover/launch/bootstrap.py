@@ -24,7 +24,7 @@ _told_of_debuggers = False
 
 
 def main() -> None:
-    _die_with_parent()
+    die_with_parent()
     _take_output()
     ending.install_hooks()
     _join()
@@ -32,6 +32,7 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
     script = ""
+    process.given_environment = dict(os.environ)
     try:
         module, code = _find_module() if sys.argv[0] == "-m" else _find_script()
         script = sys.argv[0]
@@ -127,7 +128,7 @@ def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | 
     return trace
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ranks have a process group of their own: without this they outlive a killed mpirun."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -115,6 +115,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
     from recover.launch.etcd_pulses import steps_told
+    from recover.launch.ready import leave_changes
 
     me = process.rank()
     assert me is not None
@@ -136,6 +137,8 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         address=job.address or "127.0.0.1",
         limit=job.limit,
     )
+    if job.room and not job.joining and process.given_environment is not None:
+        leave_changes(Path(job.session), process.given_environment)
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recover.job import process
 from recover.liveness.signs import Now, Sign, Suspects
 
 # Who it is, and what it has accomplished for good: the launcher's progress.
@@ -277,6 +278,12 @@ def _suspects(row: Sequence[int]) -> Suspects:
 def start_time(pid: int) -> int:
     """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
     return _look_up(pid)[1]
+
+
+def age() -> float:
+    """Seconds since this process was started, or told which rank it is, if it has waited for that."""
+    began = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - max(began, process.waited_until)
 
 
 def _look_up(pid: int) -> tuple[str, int]:

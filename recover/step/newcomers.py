@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from recover.handover.parcel import Parcel, Stateful, buffers_like
 from recover.handover.stripes import Stripes
-from recover.liveness.board import start_time
+from recover.liveness.board import age
 from recover.step.admission import enter, take_in
 from recover.step.incident import Incident
 from recover.step.position import Position
@@ -44,7 +42,7 @@ class Newcomers:
 
     def enter(self) -> list[Incident]:
         """For the newcomer: ask, be admitted, take the state."""
-        return enter(self._transaction, Arrival(socket.gethostname(), _age()), self._take)
+        return enter(self._transaction, Arrival(socket.gethostname(), age()), self._take)
 
     def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.
@@ -87,9 +85,3 @@ class Newcomers:
 
 def _size(parts: list[torch.Tensor]) -> int:
     return sum(map(len, parts))
-
-
-def _age() -> float:
-    """Seconds since this process was started."""
-    booted = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return booted - start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")

@@ -20,6 +20,7 @@ import recover
 from recover.data import open_stream
 from recover.faults import Fault, parse_faults
 from recover.faults.probe import Probe
+from recover.liveness.board import age
 from recover.peers.events import Events
 from recover.train.config import Config
 from recover.train.engine import make_engine
@@ -29,10 +30,14 @@ from recover.train.optimizer import make_optimizer
 
 AFTER = 4  # steps with all that have come back
 
+imported = time.time()
 config, awaited = Config.model_validate_json(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(config.threads)
 world = recover.init()
 events = Events(Path(os.environ["RECOVER_RUN_DIR"]), world.rank)
+events.note("start", at=time.time() - age())
+events.note("imported", at=imported)
+events.note("joined")
 
 
 def fire(kill: Fault) -> None:
@@ -59,6 +64,7 @@ step = recover.Step(
     scheduler=scheduler,
     seed=config.seed,
 )
+events.note("built")
 
 
 def redone(times: list[float]) -> float:
