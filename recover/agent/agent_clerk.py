@@ -167,9 +167,8 @@ class Clerk:
             end_job(self._client, "the job has come to its end")
 
     def _look_for_returns(self) -> None:
-        if self.returns is not None:
-            if self.returns.look():
-                self._wake.set()
+        if self.returns is not None and self.returns.look():
+            self._wake.set()
 
     def _pause(self) -> float:
         """Until the next look: a place that is free sooner is used at once."""

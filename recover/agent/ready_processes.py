@@ -1,4 +1,4 @@
-"""Processes of a host that are ready to become ranks, so that a lost replica is back sooner (`recover.launch.ready`)."""
+"""Processes of a host that wait to become ranks, so that a lost replica is back sooner: see `recover.launch.ready`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from recover.bench.measure import begin, place, summary, write
-from recover.peers.came_back import came_back, joins
+from recover.peers.came_back import came_back, joins, stages
 from recover.peers.ended import BenchmarkError
 from recover.peers.metrics import restarts
 from recover.peers.runs import run_baseline, run_returning, scratch
@@ -21,7 +21,7 @@ from recover.peers.scene import Scene, hidden_for
 from recover.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
 from recover.publish.tables import rows_of, show
 
-KILL = 6  # the step in which it dies
+KILL = 36  # the step in which it dies: in a job at work, where processes are ready
 LEAST, SLACK = 0.15, 1.3  # the stall of the others: seconds that are fine, and times what the link needs
 PROBED = 64 << 20  # bytes that tell what the link can do, at the least
 
@@ -37,7 +37,8 @@ def bench_return(
     """From the death of a replica until it is back at work: how long that takes, and what the others wait for.
 
     One of the replicas dies inside a reduction; its process is started again at once, by us, by torchrun together with
-    all others, and by whoever looks after torchft's replicas.
+    all others, and by whoever looks after torchft's replicas. Theirs are started from nothing; so ours are as well
+    (`cold`), beside what we do by default: become a process that has imported torch before.
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
@@ -49,13 +50,15 @@ def bench_return(
         )
         console.print(f"{size:g} MB of state: ours ...", style="dim")
         ours = [_ours(scene) for _ in range(rounds)]
+        console.print(f"{size:g} MB of state: ours, started from nothing ...", style="dim")
+        cold = [_ours(scene, ready=False) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
         systems: dict[str, Any] = {"restart": _restart(scene)}
         systems["torchft"] = {"not_measured": absent}
         if python is not None:
             console.print(f"{size:g} MB of state: torchft ...", style="dim")
             systems["torchft"] = _torchft_returns(python, scene)
-        sizes.append(_account(scene, ours, systems))
+        sizes.append(_account(scene, ours, cold, systems))
     results = {"replicas": replicas, "pace": pace, "sizes": sizes}
     write(output, {"return": results})
     show(
@@ -67,34 +70,45 @@ def bench_return(
     return results
 
 
-def _account(scene: Scene, ours: Sequence[dict[str, float]], systems: dict[str, Any]) -> dict[str, Any]:
+def _account(
+    scene: Scene,
+    ours: Sequence[dict[str, float]],
+    cold: Sequence[dict[str, float]],
+    systems: dict[str, Any],
+) -> dict[str, Any]:
     nbytes = ours[0]["bytes"]
     link = link_bandwidth(int(nbytes))
-    told = {name: summary([each[name] for each in ours]) for name in ours[0] if name != "bytes"}
     return {
         "scene": scene.to_json(),
         "bytes": nbytes,
         "link_bytes_per_second": link,
         "bound": max(LEAST, SLACK * nbytes / link),
-        "ours": told,
+        "ours": _summaries(ours),
+        "cold": _summaries(cold),
         **systems,
     }
 
 
-def _ours(scene: Scene) -> dict[str, float]:
+def _summaries(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    return {name: summary([each[name] for each in rounds]) for name in rounds[0] if name != "bytes"}
+
+
+def _ours(scene: Scene, ready: bool = True) -> dict[str, float]:
     with scratch() as directory:
-        events = run_returning(scene, directory, awaited=1)
+        events = run_returning(scene, directory, awaited=1, ready=ready)
     (join,) = joins(events)
     back = came_back(events, lambda event: event["replicas"] == scene.replicas)
     parts = {name: join[name] for name in ("stall", "repair", "transfer", "warm_up", "bytes")}
-    return {**back.to_json(), **parts, "rest": join["stall"] - join["repair"] - join["transfer"]}
+    parts["rest"] = join["stall"] - join["repair"] - join["transfer"]
+    return {**back.to_json(), **parts, **stages(events)}
 
 
 def _restart(scene: Scene) -> dict[str, float]:
     with scratch() as directory:
         events = run_baseline(scene.but(steps=KILL + 4, save_every=2), directory)
     (restart,) = restarts(events)
-    back = came_back(events, lambda event: True)
+    # What some have committed in the life that ended is run again.
+    back = came_back([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
     return {**back.to_json(), "wait": restart.stall}
 
 

@@ -42,6 +42,26 @@ def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> Cam
     return CameBack(commits[0] - died, whole - died, wait)
 
 
+STAGES = ("placed", "imports", "builds", "rehearses", "joins")
+
+
+def stages(events: Sequence[Event]) -> dict[str, float]:
+    """Of our run with one return: where the seconds go from the death to the first step with the one that came."""
+    came = max(event["rank"] for event in events)
+    at = {event["what"]: event["at"] for event in reversed(events) if event["rank"] == came}
+    (join,) = joins(events)
+    asked = at["start"] + join["warm_up"]
+    stamps = [
+        failures(events)[0]["at"],
+        at["start"],
+        at["imported"],
+        at["built"],
+        asked,
+        at["step-end"],
+    ]
+    return {name: later - before for name, (before, later) in zip(STAGES, pairwise(stamps), strict=True)}
+
+
 def joins(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Of our run: what each return has cost the others, of those who gave the state the slowest."""
     joined: dict[int, list[dict[str, Any]]] = {}

@@ -55,12 +55,13 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
     return read_events(place)
 
 
-def run_returning(scene: Scene, place: Path, awaited: int = 0) -> list[Event]:
-    """Our side, where a lost replica is started again at once, and joins. `awaited`: how many must have, at the end."""
+def run_returning(scene: Scene, place: Path, awaited: int = 0, ready: bool = True) -> list[Event]:
+    """Our side, where a lost replica is started again at once, and joins. `awaited`: how many must have, at the end;
+    `ready`: processes wait for it."""
     config = configure(scene, place)
     code = launch_alone(
         scene.ranks,
-        HostOptions(returns=True, return_delay=0.0),
+        HostOptions(returns=True, return_delay=0.0, ready=ready),
         PROGRAMS / "forward.py",
         [config.model_dump_json(), str(awaited), *scene.kill_words()],
         replica_size=scene.replica_size,

@@ -47,10 +47,11 @@ def install_torchft(directory: Path, console: Console) -> Path:
     if not python.exists():
         console.print(f"installing torchft into {directory} ...", style="dim")
         venv.create(directory, with_pip=True)
-        own = next(directory.glob("lib/python3*/site-packages"))
-        (own / "torch_from_recover.pth").write_text(
-            "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
-        )
+    own = next(directory.glob("lib/python3*/site-packages"))
+    # Each time: who made it may have had its torch elsewhere.
+    (own / "torch_from_recover.pth").write_text(
+        "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
+    )
     if _run(python, "-c", "import torchft"):
         command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCHFT]
         if said := _run(python, *command) or _run(python, "-c", "import torchft"):

@@ -234,6 +234,7 @@ def _return(results: Content) -> dict[str, Any]:
         mb = f"{size['bytes'] / 1e6:.0f}"
         values[f"stall-{mb}"] = f"{size['ours']['stall']['median'] * 1e3:.0f} ms"
         values[f"whole-{mb}"] = f"{size['ours']['whole']['median']:.1f} s"
+        values[f"cold-{mb}"] = f"{size['cold']['whole']['median']:.1f} s"
         for name in ("restart", "torchft"):
             facts = size[name]
             values[f"{name}-{mb}"] = "not measured" if "not_measured" in facts else f"{facts['whole']:.1f} s"
