@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -43,6 +44,26 @@ class EtcdCluster:
             if status["leader"] == status["header"]["member_id"]:
                 return member
         raise AssertionError("there is no leader")
+
+
+def add_user(root: EtcdClient, name: str, password: str, prefix: str) -> None:
+    """Who may read and write under this prefix alone; from then on nobody may do anything without a name. `root` with
+    its password, root, may do all."""
+    first, last = prefix.encode(), prefix.encode()[:-1] + bytes([prefix.encode()[-1] + 1])
+    key, range_end = (base64.b64encode(each).decode() for each in (first, last))
+    for path, body in (
+        ("user/add", {"name": "root", "password": "root"}),
+        ("user/grant", {"user": "root", "role": "root"}),
+        ("role/add", {"name": "job"}),
+        (
+            "role/grant",
+            {"name": "job", "perm": {"permType": "READWRITE", "key": key, "range_end": range_end}},
+        ),
+        ("user/add", {"name": name, "password": password}),
+        ("user/grant", {"user": name, "role": "job"}),
+        ("enable", {}),
+    ):
+        root.call(f"/v3/auth/{path}", body)
 
 
 def _split(endpoint: str) -> tuple[str, int]:

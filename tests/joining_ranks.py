@@ -81,6 +81,12 @@ class JoiningRanks:
         self._agent.stdin.write(json.dumps(list(ranks)).encode() + b"\n")
         self._agent.stdin.flush()
 
+    def start_another_after(self, rank: int, steps: int) -> int:
+        """The one rank of a replica that joins as soon as `rank` has taken so many steps."""
+        self.wait_for(rank, steps)
+        (came,) = self.start_another()
+        return came
+
     def start_another(self) -> list[int]:
         """A replica that joins, under new numbers."""
         ranks = list(place(self._etcd))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ Inside = Annotated[
 ]
 Replicas = Annotated[int, typer.Option(help="Replicas at the start.", min=2)]
 Accum = Annotated[int, typer.Option(help="Microbatches that each of them accumulates in a step.", min=1)]
+Model = Annotated[str, typer.Option(help="Of a step: tiny, small, 1b or 7b.")]
+Turns = Annotated[int, typer.Option(help="Steps of each kind, turn by turn.", min=3)]
 Pace = Annotated[
     float, typer.Option(help="Seconds that a microbatch takes at least, most of it waiting.", min=0)
 ]
@@ -53,11 +56,11 @@ def bench_overhead(
             metavar="[parallel=hsdp] [shard=2]", help="How a replica is built; one process, unless said."
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "small",
+    model: Model = "small",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
-    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
-    turns: Annotated[int, typer.Option(help="Pairs of steps.", min=3)] = 20,
+    accum: Accum = 2,
+    turns: Turns = 20,
     json: Json = None,
 ) -> None:
     """Without failures: tokens/s and memory against stock torch (DDP or HSDP) on gloo, turn by turn."""
@@ -73,11 +76,11 @@ def bench_overhead(
 
 @app.command("data")
 def bench_data(
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
+    model: Model = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
     sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 4,
-    accum: Annotated[int, typer.Option(help="Microbatches per replica and step.", min=1)] = 2,
+    accum: Accum = 2,
     workers: Annotated[int, typer.Option(help="Processes that read, per replica.", min=1)] = 2,
     turns: Annotated[int, typer.Option(help="Turns of each, of five steps.", min=3)] = 10,
     slow_ms: Annotated[float, typer.Option(help="What an item of the slow dataset takes.", min=0)] = 10.0,
@@ -91,7 +94,7 @@ def bench_data(
 
 @app.command("watch")
 def bench_watch(
-    model: Annotated[str, typer.Option(help="tiny, small, 1b or 7b.")] = "tiny",
+    model: Model = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 5,
     turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 12,
@@ -127,8 +130,8 @@ def bench_hosts(
     replicas: Annotated[str, typer.Option(help="Numbers of replicas that agree.")] = "4,16,64",
     agreements: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 40,
     hosts: Annotated[str, typer.Option(help="Numbers of hosts that take a step, a rank on each.")] = "2,4",
-    model: Annotated[str, typer.Option(help="Of that step: tiny, small, 1b or 7b.")] = "small",
-    turns: Annotated[int, typer.Option(help="Pairs of steps.", min=3)] = 20,
+    model: Model = "small",
+    turns: Turns = 20,
     struck: Annotated[int, typer.Option(help="Hosts of a job that is struck.", min=3)] = 3,
     per_host: Annotated[int, typer.Option(help="Ranks on each of them.", min=2)] = 2,
     rounds: Annotated[int, typer.Option(help="Jobs that are struck.", min=1)] = 3,
@@ -147,9 +150,7 @@ def bench_hosts(
     from recover.bench.several_hosts import bench_hosts as measure
 
     with refusals("recover bench hosts"):
-        chosen = parts.split(",")
-        if wrong := [part for part in chosen if part not in PARTS]:
-            raise ValueError(f"--parts: {wrong[0]!r} must be one of {', '.join(PARTS)}")
+        chosen = _chosen("--parts", parts, PARTS)
         voters, sizes = ([int(count) for count in text.split(",")] for text in (replicas, hosts))
     struck_job = (struck, per_host, rounds, pace, lease, timeout)
     wanted = Wanted(chosen, voters, agreements, sizes, model, turns, *struck_job)
@@ -193,6 +194,14 @@ def _factors(verb: str, text: str) -> list[float]:
         if not all(0 < factor < 1e6 for factor in rarer):
             raise ValueError(f"{text} must be numbers above 0, as 0.5,2")
         return rarer
+
+
+def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
+    """Raises ValueError for a word that nobody knows."""
+    words = text.split(",")
+    if wrong := [word for word in words if word not in known]:
+        raise ValueError(f"{option}: {wrong[0]!r} must be one of {', '.join(known)}")
+    return words
 
 
 def _measure(measure: Any, *arguments: Any) -> None:
@@ -314,7 +323,7 @@ def bench_gpu(
     carriers: Annotated[str, typer.Option(help="nccl, mpi, gloo.")] = "nccl,mpi,gloo",
     replicas: Annotated[int, typer.Option(help="Of a step, and of a sum.", min=2)] = 2,
     kill_replicas: Annotated[int, typer.Option(help="Of a job that loses some.", min=2)] = 3,
-    turns: Annotated[int, typer.Option(help="Steps of each variant.", min=3)] = 10,
+    turns: Turns = 10,
     kills: Annotated[int, typer.Option(help="Deaths for each carrier, at least.", min=1)] = 5,
     parts: Annotated[str, typer.Option(help="step, kill, reduce.")] = "step,kill,reduce",
     device: Annotated[str, typer.Option(hidden=True, help="cpu: to try the benchmark itself.")] = "cuda",
@@ -326,18 +335,10 @@ def bench_gpu(
     from recover.job.spec import CARRIERS
     from recover.train.config import MODELS
 
-    chosen = []
     with refusals("recover bench gpu"):
-        for option, text, known in (
-            ("--models", models, MODELS),
-            ("--carriers", carriers, CARRIERS),
-            ("--parts", parts, PARTS),
-        ):
-            words = text.split(",")
-            if wrong := [word for word in words if word not in known or word == "auto"]:
-                raise ValueError(f"{option}: {wrong[0]!r} must be one of {', '.join(known)}")
-            chosen.append(words)
-    sizes, ways, pieces = chosen
+        sizes = _chosen("--models", models, MODELS)
+        ways = _chosen("--carriers", carriers, [name for name in CARRIERS if name != "auto"])
+        pieces = _chosen("--parts", parts, PARTS)
     _measure(measure, sizes, ways, replicas, kill_replicas, turns, kills, pieces, device, json)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_fabrics import add_user
 from launching import Job, wait_until
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
@@ -68,18 +68,7 @@ def etcd(tmp_path: Path) -> Iterator[tuple[str, EtcdClient]]:
         tls.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
         admin = EtcdClient(endpoint, "/", tls=tls, timeout=10)
         assert wait_until(lambda: admin.version())
-        ours, behind = (base64.b64encode(key).decode() for key in (b"/ours/tls/", b"/ours/tls0"))
-        permission = {"permType": "READWRITE", "key": ours, "range_end": behind}
-        for path, body in (
-            ("user/add", {"name": "root", "password": "root"}),
-            ("user/grant", {"user": "root", "role": "root"}),
-            ("role/add", {"name": "job"}),
-            ("role/grant", {"name": "job", "perm": permission}),
-            ("user/add", {"name": "trainer", "password": "a-password"}),
-            ("user/grant", {"user": "trainer", "role": "job"}),
-            ("enable", {}),
-        ):
-            admin.call(f"/v3/auth/{path}", body)
+        add_user(admin, "trainer", "a-password", "/ours/tls/")
         yield endpoint, EtcdClient(endpoint, "/", "root", "root", tls)
     finally:
         server.kill()

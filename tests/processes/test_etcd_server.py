@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import shutil
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from etcd_fabrics import EtcdCluster, Fabrics, agree
+from etcd_fabrics import EtcdCluster, Fabrics, add_user, agree
 from launching import wait_until
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
@@ -88,18 +87,7 @@ def test_one_of_three_members_may_be_lost_and_come_back_on_its_data(tmp_path: Pa
 def test_a_user_who_may_write_under_the_jobs_prefix_alone_is_enough(tmp_path: Path) -> None:
     with EtcdServer() as server:
         etcd = EtcdClient(server.endpoint)
-        ours, behind = (base64.b64encode(key).decode() for key in (b"/recover/ours/", b"/recover/ours0"))
-        permission = {"permType": "READWRITE", "key": ours, "range_end": behind}
-        for path, body in (
-            ("user/add", {"name": "root", "password": "root"}),
-            ("user/grant", {"user": "root", "role": "root"}),
-            ("role/add", {"name": "job"}),
-            ("role/grant", {"name": "job", "perm": permission}),
-            ("user/add", {"name": "trainer", "password": "secret"}),
-            ("user/grant", {"user": "trainer", "role": "job"}),
-            ("enable", {}),
-        ):
-            etcd.call(f"/v3/auth/{path}", body)
+        add_user(etcd, "trainer", "secret", "/recover/ours/")
 
         def client(prefix: str, password: str) -> EtcdClient:
             return EtcdClient(server.endpoint, prefix, "trainer", password)

@@ -74,8 +74,7 @@ def test_one_that_dies_over_a_join_is_an_ordinary_death(
     place = "repair:state" if victim == 0 else "forward"
     faults = [f"{step}:{victim}:{place}" for step in range(1, 200)]
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
-        ranks.wait_for(1, 1)
-        (came,) = ranks.start_another()
+        came = ranks.start_another_after(1, 1)
         left = [1, came] if victim == 0 else [0, 1]
         assert wait_until(lambda: bool(ranks.diary(victim, "started")), 60)
         if victim == 0:
@@ -96,8 +95,7 @@ def test_what_is_to_be_done_once_is_done_although_only_one_that_came_later_is_le
     the third, which knows nothing of that task."""
     faults = ["2asks:0:advance", "2joined:1:vote"]
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
-        ranks.wait_for(1, 1)
-        (came,) = ranks.start_another()
+        came = ranks.start_another_after(1, 1)
         ranks.wait_for(came, 3)
         last = ranks.finish([came])
         assert {rank: ranks.end(rank) for rank in (0, 1)} == {0: "", 1: ""}, "they were killed"
@@ -110,8 +108,7 @@ def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_other
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     with JoiningRanks(server.endpoint, prefix, tmp_path, 3, hang_limit=3.0, stuck=True) as ranks:
-        ranks.wait_for(0, 3)
-        (came,) = ranks.start_another()
+        came = ranks.start_another_after(0, 3)
         assert wait_until(lambda: ranks.end(came) == "fenced", 60), ranks.end(came)
         ranks.wait_for(0, len(ranks.diary(0)) + 3)
         ranks.finish(range(3))
@@ -123,8 +120,7 @@ def test_one_that_came_later_and_counts_its_steps_itself_does_not_keep_the_other
 ) -> None:
     """`for _ in range(steps)`: when the others are through, it wants more, and is left behind."""
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, steps=60, own_count=True) as ranks:
-        ranks.wait_for(1, 1)
-        (came,) = ranks.start_another()
+        came = ranks.start_another_after(1, 1)
         ranks.wait_for(came, 1)
         assert ranks.wait_for_ends([0, 1]) == 60
         assert wait_until(lambda: ranks.end(came) == "excluded"), ranks.end(came)
