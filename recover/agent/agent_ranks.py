@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from recover.agent.free_slots import HostSlots
-from recover.agent.ready_processes import ReadyProcesses, start
 from recover.agent.returns import Newcomer
 from recover.job import process
 from recover.job.spec import VARIABLE, JobSpec
@@ -23,6 +22,7 @@ from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, write_marker
 from recover.launch.watched_job import WatchedJob, say
 from recover.liveness.board import AT_WORK, Board
+from recover.ready.kept import ReadyProcesses, start
 from recover.world.ending import End
 
 _TICK = 0.05  # seconds between looks at orders and signals, when nothing happens

@@ -20,6 +20,7 @@ from recover.carriers import choose
 from recover.carriers.worker import Worker
 from recover.fabrics.base import Fabric
 from recover.job import process
+from recover.job.environment import leave_changes
 from recover.job.grid import Grid
 from recover.job.spec import EtcdAccess, JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
@@ -115,7 +116,6 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
     from recover.launch.etcd_pulses import steps_told
-    from recover.launch.ready import leave_changes
 
     me = process.rank()
     assert me is not None

@@ -12,7 +12,7 @@ from recover.bench import coming_back, measure, returning
 from recover.bench.peers import judge
 from recover.bench.returning import _away
 from recover.bench.several_hosts import kill_samples, strikes_on, without_the_lost
-from recover.peers.came_back import came_back, joins
+from recover.peers.came_back import came_back, joins, stages
 from recover.peers.costs import Restarting, ReturningCosts
 from recover.peers.ended import BenchmarkError
 from recover.peers.host_stage import OwnStage
@@ -39,12 +39,13 @@ def step_end(at: float, step: int, replicas: int, rank: int = 0, **facts: Any) -
 
 def returning_run() -> list[Event]:
     """Steps of one second; one of three dies at 3.5, in a step that ends at 4.2; it is in that which ends at 8."""
-    join = incident("joined", stall=0.7, repair=0.1, transfer=0.5, bytes=5_000_000)
+    join = incident("joined", stall=0.7, repair=0.1, transfer=0.5, bytes=5_000_000, warm_up=1.5)
     return [
         *(step_end(float(step), step, 3) for step in (1, 2, 3)),
         event(3.5, "failure", 2, step=4),
         step_end(4.1, 4, 2),
         step_end(4.2, 4, 2, rank=1),
+        *(event(at, what, 3) for at, what in ((3.9, "start"), (4.4, "imported"), (5.0, "built"))),
         step_end(5.2, 5, 2),
         step_end(6.2, 6, 2),
         step_end(7.9, 7, 3, rank=3, incidents=[incident("joined", stall=0.2, bytes=5_000_000)]),
@@ -59,6 +60,7 @@ def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
     assert _away(returning_run(), 3) == pytest.approx([4.4]), "when the first one of all has committed it"
     (join,) = joins(returning_run())
     assert (join["stall"], join["bytes"]) == (0.7, 5_000_000), "of those who waited, not of the one who came"
+    assert list(stages(returning_run()).values()) == pytest.approx([0.4, 0.5, 0.6, 0.4, 2.5])
     with pytest.raises(BenchmarkError, match="has not come back"):
         came_back(returning_run(), lambda each: each["replicas"] == 4)
 
@@ -225,7 +227,7 @@ def test_a_return_is_told_beside_those_of_others_and_who_is_absent_is_named(
         raise Absent("it has no wheel for oak")
 
     monkeypatch.setattr(coming_back, "install_torchft", absent)
-    monkeypatch.setattr(coming_back, "run_returning", lambda scene, place, awaited: returning_run())
+    monkeypatch.setattr(coming_back, "run_returning", lambda scene, place, awaited, ready: returning_run())
     baseline = Scene(replicas=3, steps=10, kills=((6, 2),), save_every=2)
     monkeypatch.setattr(coming_back, "run_baseline", lambda scene, place: restarting_run(baseline))
     results = coming_back.bench_return(3, 0.1, (1,), 2, None, tmp_path / "return.json")

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from recover.agent.free_slots import HostSlots
+from recover.agent.free_slots import SETTLE, HostSlots
 from recover.agent.host_options import HostPart, read_options
 from recover.job.hosts_asked import HostOptions
 from recover.launch.preflight import Refusal
@@ -25,14 +25,29 @@ def lose(slots: HostSlots, at: float, left: str = "", code: int = KILLED, slot: 
     return slots.leave(slot, left, code, at + 1)
 
 
-def test_a_place_rests_and_is_free_again() -> None:
-    slots = HostSlots(2, delay=5, forgive=600)
+def test_a_place_is_free_at_once_after_a_first_loss_and_rests_after_another() -> None:
+    slots = HostSlots(2, delay=5, forgive=0)
     assert slots.free(0) == [0, 1]
-    slots.take(0, 0)
-    assert slots.free(0) == [1]
-    assert slots.leave(0, "", KILLED, 10) == ""
-    assert slots.free(14.9) == [1]
-    assert slots.free(15) == [0, 1]
+    assert slots.next_free_in(0) == float("inf")
+    for died, rests in ((10, SETTLE), (20, 5), (30, 5)):
+        slots.take(0, died - 1)
+        assert slots.free(died) == [1]
+        assert slots.leave(0, "", KILLED, died) == ""
+        assert slots.next_free_in(died) == pytest.approx(rests)
+        assert slots.free(died + rests - 0.01) == [1]
+        assert slots.free(died + rests) == [0, 1]
+
+
+def test_places_that_mates_leave_one_after_the_other_are_free_together() -> None:
+    """Else a replica would be put together of the first of them and of what is free on another host."""
+    slots = HostSlots(4, delay=0, forgive=600)
+    for slot in range(4):
+        slots.take(slot, 0)
+    for number, slot in enumerate((2, 0, 3, 1)):
+        slots.leave(slot, "", KILLED, 10 + number * SETTLE / 2)
+    last = 10 + 3 * SETTLE / 2
+    assert slots.free(last + SETTLE * 0.99) == []
+    assert slots.free(last + SETTLE) == [0, 1, 2, 3]
 
 
 def test_a_place_that_kills_twice_is_not_tried_a_third_time_and_is_named() -> None:

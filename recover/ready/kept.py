@@ -1,4 +1,4 @@
-"""Processes of a host that wait to become ranks, so that a lost replica is back sooner: see `recover.launch.ready`."""
+"""Processes of a host that wait to become ranks, so that a lost replica is back sooner: see `waiting`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recover.launch.ready import changed
+from recover.job.environment import changed
 
 PYTHON = (sys.executable, "-P", "-m")
 
@@ -26,7 +26,7 @@ class ReadyProcesses:
     def fill(self) -> None:
         """Start what is missing. Not before the ranks are at work: they need the cores first."""
         if len(self._waiting) < self._most and (environment := changed(self._environment, self._session)):
-            self._waiting.append(start("recover.launch.ready", self._command, environment, subprocess.PIPE))
+            self._waiting.append(start("recover.ready.waiting", self._command, environment, subprocess.PIPE))
 
     def take(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
         """One that is a rank with this environment from now on; None if there is none."""

@@ -1,0 +1,1 @@
+"""Processes that have imported what ranks need, and become ranks when one is started."""

@@ -1,0 +1,44 @@
+"""A process that has imported what every rank needs, and waits to be told which one it is.
+
+Run as `python -P -m recover.ready.waiting`, with the arguments of `recover.launch.bootstrap`, whose work it does then:
+most of the time that a rank needs to start goes into imports. They see the environment as the script has changed it in
+the ranks that began (`recover.job.environment`); the script itself begins with what its launcher gives it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+
+from recover.job import process
+from recover.launch import bootstrap
+
+# `torch._dynamo`: every optimizer of torch's imports it when it is made.
+IMPORTED = ("torch", "torch._dynamo", "recover.step.step", "recover.launch.join", "recover.etcd.etcd_fabric")
+
+
+def main() -> None:
+    bootstrap.die_with_parent()
+    own = [sys.argv[2]] if sys.argv[1] == "-m" and sys.argv[2].startswith("recover.") else []
+    for name in (*IMPORTED, *own):
+        try:
+            importlib.import_module(name)
+        except Exception:
+            pass  # the rank will say so, if it needs it
+    told = sys.stdin.buffer.readline()
+    if not told:
+        return  # nobody needs it
+    process.waited_until = time.clock_gettime(time.CLOCK_BOOTTIME)
+    os.environ.clear()
+    os.environ.update(json.loads(told))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    bootstrap.main()
+
+
+if __name__ == "__main__":
+    main()

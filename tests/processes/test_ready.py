@@ -1,0 +1,69 @@
+"""Processes that are ready become ranks as if they had been started as such, but for what they have imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from launching import wait_until
+
+from recover.job.environment import leave_changes
+from recover.ready.kept import ReadyProcesses
+
+SCRIPT = """
+import json, os, sys
+before = "torch._dynamo" in sys.modules
+import torch
+names = "OMP_NUM_THREADS", "ADDED", "RANK_OF_MINE", "AWAY", "TORCHINDUCTOR_CACHE_DIR"
+environment = {name: os.environ[name] for name in names if name in os.environ}
+told = sys.argv, __name__, sys.stdin.read(), before, torch.get_num_threads(), environment
+print(json.dumps(told))
+"""
+
+
+def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_torch_as_the_others_have_it(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "AWAY": "1"}
+    ready = ReadyProcesses(1, [str(script), "word"], given, tmp_path)
+    try:
+        ready.fill()
+        assert ready.take(given) is None, "nobody has said yet what the script does to its environment"
+        changes = {"OMP_NUM_THREADS": "3", "ADDED": "1", "AWAY": None}
+        (tmp_path / "environment.json").write_text(json.dumps(changes))
+        ready.fill()
+        ready.fill()  # no more than wanted
+        started = ready.take(given | {"RANK_OF_MINE": "7"})
+        assert started is not None
+        assert ready.take(given) is None
+        out, err = started.communicate(timeout=120)
+        assert started.returncode == 0, err.decode()
+        environment = {"OMP_NUM_THREADS": "1", "RANK_OF_MINE": "7", "AWAY": "1"}
+        assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 3, environment]
+    finally:
+        ready.end()
+
+
+def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(tmp_path: Path) -> None:
+    leave_changes(tmp_path, os.environ)
+    assert json.loads((tmp_path / "environment.json").read_text()) == {}
+    ready = ReadyProcesses(2, ["nothing.py"], dict(os.environ), tmp_path)
+    try:
+        ready.fill()
+        ready.fill()
+        first, second = ready._waiting
+        first.kill()
+        first.wait()
+        assert ready.take(os.environ) is second
+        second.kill()
+        second.communicate()
+        ready.fill()
+        (third,) = ready._waiting
+    finally:
+        ready.end()
+    assert third.returncode is not None
+    assert wait_until(lambda: subprocess.run(["ps", "-p", str(third.pid)], capture_output=True).returncode)
