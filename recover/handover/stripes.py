@@ -16,7 +16,8 @@ from recover.carriers.worker import Work
 from recover.world.cross import CrossGroup
 
 WORD = 8  # bytes; what travels are whole ones
-PIECE = 1 << 20  # words
+PIECE, SMALL_PIECE = 1 << 20, 1 << 17  # words: at the most, and at the least
+TURNS = 8  # pieces of a stripe, at the least: while one is on the wire, another one is filled
 Span = tuple[int, int]  # from which word to which
 
 
@@ -69,7 +70,7 @@ class Stripes:
             if before is not None and not before.wait():
                 return False
             if buffers[turn % 2] is None:
-                buffers[turn % 2] = self._buffer(PIECE)
+                buffers[turn % 2] = self._buffer(stop - start)
             room = buffers[turn % 2][: stop - start]
             for here, there in _overlaps(parts, start, stop):
                 self._as_bytes(room)[there] = parts[here[0]][here[1]]
@@ -90,7 +91,7 @@ class Stripes:
                 now = {giver: spans[turn] for giver, spans in pieces.items() if turn < len(spans)}
                 rooms = buffers[turn % 2]
                 for giver in now.keys() - rooms.keys():
-                    rooms[giver] = self._buffer(PIECE)
+                    rooms[giver] = self._buffer(now[giver][1] - now[giver][0])
                 into = {giver: rooms[giver][: stop - start] for giver, (start, stop) in now.items()}
                 works[turn % 2] = work = self._cross.exchange({}, into)
                 self._under_way(work)
@@ -108,7 +109,8 @@ class Stripes:
     def _pieces(self, parts: Sequence[Any], giver: int) -> list[Span]:
         words = -(-sum(map(len, parts)) // WORD)
         first, last = (words * n // len(self._givers) for n in (giver, giver + 1))
-        return [(start, min(start + PIECE, last)) for start in range(first, last, PIECE)]
+        piece = min(PIECE, max(SMALL_PIECE, -(-(last - first) // TURNS)))
+        return [(start, min(start + piece, last)) for start in range(first, last, piece)]
 
 
 def _overlaps(parts: Sequence[Any], start: int, stop: int) -> Iterator[tuple[tuple[int, slice], slice]]:

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from recover.carriers import choose
 from recover.carriers.worker import Worker
@@ -186,7 +186,14 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         own=cast(Own, ending),  # a module, whose functions are what is asked for
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),
+        drop=_drop_beside,
     )
+
+
+def _drop_beside(held: list[Any]) -> None:
+    """A group of gloo's that goes waits for its threads, for ten milliseconds and more; nobody need wait with it."""
+    if held:
+        threading.Thread(target=held.clear, name="recover-drop", daemon=True).start()
 
 
 def _refuse_another(world: World, replica_size: int | None, carrier: str | None) -> None:

@@ -36,6 +36,7 @@ class ReadyProcesses:
             try:
                 process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
                 process.stdin.close()
+                process.stdin = None  # as of any rank
                 if process.poll() is None:
                     return process
             except OSError:
@@ -66,5 +67,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
-        assert pipe is not None
-        pipe.close()
+        if pipe is not None:
+            pipe.close()

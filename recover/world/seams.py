@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from recover.carriers.base import DataCarriers
 from recover.carriers.worker import Worker
@@ -59,3 +59,5 @@ class Parts:
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
     # Where there are other hosts: the step that each rank of the job was inside of, 0, or ENDED, a moment ago.
     steps_told: Callable[[], Mapping[int, int]] | None = None
+    # Empties a list of what is no longer used. A group of gloo's takes its time to go.
+    drop: Callable[[list[Any]], object] = list.clear

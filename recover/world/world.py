@@ -63,6 +63,7 @@ class World:
         # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
         # and what was in transit then has come in once all have been through the next agreement.
         self._given_up: list[Work] = []
+        self._drop = parts.drop
         self._stepped = 0  # the last step that this rank went through to its end
         self._waiting = 0  # how many calls deep this rank is in a wait for others
         self._has_agreed = self._in_step = False
@@ -124,7 +125,8 @@ class World:
         if agreed is None and self.noticed_at is None:
             self.noticed_at = time.time()
         if agreed is not None:
-            self._given_up.clear()
+            self._drop(self._given_up)
+            self._given_up = []
         self._has_agreed = True
         if agreed and agreed == word and not self._in_step:
             self.board.accomplish(self.rank)  # inside a step only its commit is
@@ -153,6 +155,7 @@ class World:
         A rank that the others go on without (it lost a mate of its replica, or is in `evict`) does not return from
         this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
         """
+        before = [self._cross]
         if self._cross is not None:
             self._cross.break_off()
             self._cross.drain()
@@ -165,6 +168,7 @@ class World:
                 self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
             self._cross = CrossGroup(self._membership.carrier, self.worker, self._reduced)
+        self._drop(before)
         self._given_up += self.worker.take_failed()
         self.last_census = census
         self.noticed_at = None

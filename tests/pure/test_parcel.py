@@ -11,7 +11,7 @@ import torch
 
 from recover.carriers.worker import Work
 from recover.handover.parcel import OtherStateError, Parcel
-from recover.handover.stripes import PIECE, Stripes
+from recover.handover.stripes import PIECE, SMALL_PIECE, TURNS, Stripes
 
 
 class Pair(NamedTuple):
@@ -174,6 +174,21 @@ def test_stripes_bring_every_byte_once_whoever_gives(
         assert stripes.take(received)
         assert all((mine == theirs).all() for mine, theirs in zip(received, parts, strict=True))
     assert PIECE > 1000
+
+
+@pytest.mark.parametrize("givers", [1, 3])
+@pytest.mark.parametrize("megabytes", [0.1, 5, 33, 500, 20_000])
+def test_also_a_small_state_is_filled_in_while_it_travels(givers: int, megabytes: float) -> None:
+    """In several pieces, none of them so small that it costs more to send, nor so large that it takes much memory."""
+    stripes = Stripes(Wires(0, tuple(range(givers + 1)), {}), range(givers), [givers])  # type: ignore[arg-type]
+    words = int(megabytes * 1e6) // 8
+    for giver in range(givers):
+        pieces = stripes._pieces([range(words * 8)], giver)
+        sizes = [stop - start for start, stop in pieces]
+        assert sum(sizes) == words * (giver + 1) // givers - words * giver // givers
+        assert max(sizes) <= PIECE
+        assert len(pieces) >= min(TURNS, sum(sizes) // SMALL_PIECE)
+        assert all(size >= SMALL_PIECE for size in sizes[:-1])
 
 
 def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
