@@ -28,12 +28,12 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "AWAY": "1"}
+    given = {**os.environ, "OMP_NUM_THREADS": "2", "AWAY": "1"}
     ready = ReadyProcesses(1, [str(script), "word"], given, tmp_path)
     try:
         ready.fill()
         assert ready.take(given) is None, "nobody has said yet what the script does to its environment"
-        changes = {"OMP_NUM_THREADS": "3", "ADDED": "1", "AWAY": None}
+        changes = {"OMP_NUM_THREADS": "1", "ADDED": "1", "AWAY": None}
         (tmp_path / "environment.json").write_text(json.dumps(changes))
         ready.fill()
         ready.fill()  # no more than wanted
@@ -42,8 +42,8 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
         assert ready.take(given) is None
         out, err = started.communicate(timeout=120)
         assert started.returncode == 0, err.decode()
-        environment = {"OMP_NUM_THREADS": "1", "RANK_OF_MINE": "7", "AWAY": "1"}
-        assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 3, environment]
+        environment = {"OMP_NUM_THREADS": "2", "RANK_OF_MINE": "7", "AWAY": "1"}
+        assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 1, environment]
     finally:
         ready.end()
 
