@@ -197,6 +197,8 @@ class EtcdFabric:
                 if self._news.ended or not intact(self._news.decision.participants, self.failed(), size):
                     raise NotAdmittedError(self._news.ended or "all replicas of the job are dead")
                 self._news.wait_for(lambda: self._news.admitted() or self._news.ended, LOOK_AGAIN)
+                if self._news.admitted():
+                    break  # all others wait for it now
                 answer = self._client.read(*GLANCE, get(key_of(CLAIM, self.rank)))
                 self._learn(answer)
                 if not answer.found[3]:

@@ -57,16 +57,18 @@ def members(session: str) -> list[int]:
 
 
 def mark(session: str) -> str:
-    """What every process of the job has in its environment: the name of the job's file, which lies in the session."""
-    return f"RECOVER_JOB={session}/job.json"
+    """How a variable begins that every process of the job has: the name of its file, which lies in the session. Those
+    who join have files of their own."""
+    return f"RECOVER_JOB={session}/"
 
 
 def is_member(pid: int, session: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark(session).encode() in file.read().split(b"\0")
+            variables = file.read().split(b"\0")
     except OSError:  # gone, or somebody else's
         return False
+    return any(variable.startswith(mark(session).encode()) for variable in variables)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from launching import wait_until
 
 from recover.job.environment import leave_changes
+from recover.launch.guardian import clean
 from recover.ready.kept import ReadyProcesses
 
 SCRIPT = """
@@ -46,6 +49,20 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
         assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 1, environment]
     finally:
         ready.end()
+
+
+@pytest.mark.parametrize("told", ["job.json", "join-3.json"])
+def test_what_a_rank_has_started_ends_with_the_job_also_of_one_that_came_later(
+    told: str, tmp_path: Path
+) -> None:
+    session = str(tmp_path / "session")
+    Path(session).mkdir()
+    child = subprocess.Popen(["sleep", "600"], env={"RECOVER_JOB": f"{session}/{told}"})
+    try:
+        clean(session, [session])
+        assert child.wait(10) == -signal.SIGKILL
+    finally:
+        child.kill()
 
 
 def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
     assert first is not None
     for name in ("launcher", "etcd", "rank 0"):
         for what in ("files", "threads"):
-            assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
+            # A process that is ready has three pipes.
+            more = 2 + 3 * (name == "launcher" and what == "files")
+            assert last[name][what] <= first[name][what] + more, (name, what, first, last)
         # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
         most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
         assert last[name]["MiB"] <= most, (name, first, last)
