@@ -24,7 +24,7 @@ from recover.launch.session import Session
 from recover.records.job_log import job_lines
 from recover.records.lines import read
 
-LR = ["lr=1", "warmup_steps=1000"]  # does not depend on how many steps there will be
+LR = ["lr=0.1", "warmup_steps=1000"]  # neither depends on how many steps there will be nor diverges in them
 HSDP = ["parallel=hsdp", "shard=2", "microbatch_size=2"]
 PATIENCE = 60.0  # seconds; far above what anything here takes
 
