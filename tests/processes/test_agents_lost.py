@@ -44,7 +44,7 @@ def test_an_etcd_that_is_lost_for_good_leaves_the_last_commit_to_go_on_from(
         *small_world(tmp_path / "world"),
         "accum=2",
         "reduction=reproducible",
-        "lr=1",
+        "lr=0.1",
         "warmup_steps=1000",
     ]
     hosts = ["--nnodes", "3", "--rdzv-endpoint", "h1", "--rdzv-id", "j", "--rdzv-patience", "4"]
