@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from rank_pids import rank_of
+
 from recover.lab.hosts import Host, Lab
 
 PATIENCE = 60.0  # seconds; far above what anything here takes
@@ -78,17 +80,7 @@ class LabJob:
 
     def ranks(self, host: str) -> dict[int, int]:
         """The pids of the ranks that live on a host, as seen from here."""
-        found = {}
-        for pid, line in self.lab[host].processes().items():
-            if "recover.launch.bootstrap" in line:
-                try:
-                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                for variable in variables:
-                    if variable.startswith(b"RECOVER_RANK="):
-                        found[int(variable.partition(b"=")[2])] = pid
-        return found
+        return {rank: pid for pid in self.lab[host].processes() if (rank := rank_of(pid)) is not None}
 
     def diary(self, rank: int, host: str, kind: str = "commit") -> list[dict[str, Any]]:
         path = self.run_dir(host) / f"diary-{rank}.jsonl"

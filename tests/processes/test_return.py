@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from lab_jobs import LabJob, strike
 from launching import Job
+from rank_pids import ranks_of_run
 from training import Trained, check_lines, finish, small_world, start, train
 
 from recover.agent.agent_ranks import HostRanks
@@ -29,18 +30,6 @@ HSDP = ["parallel=hsdp", "shard=2", "microbatch_size=2"]
 PATIENCE = 60.0  # seconds; far above what anything here takes
 
 
-def pid_of(run_dir: Path, rank: int) -> int:
-    """Of the process of a rank of this run, while it lives."""
-    told = {f"RECOVER_RANK={rank}".encode(), f"RECOVER_RUN_DIR={run_dir}".encode()}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if told <= set(Path(f"/proc/{name}/environ").read_bytes().split(b"\0")):
-                return int(name)
-        except OSError:
-            pass  # gone meanwhile
-    return 0
-
-
 def replicas(run_dir: Path) -> int:
     path = run_dir / "steps.jsonl"
     lines = read(path).whole if path.exists() else []
@@ -55,7 +44,7 @@ def wait(condition: Callable[[], object], what: str, seconds: float = PATIENCE) 
 
 
 def kill(run_dir: Path, rank: int) -> None:
-    os.kill(pid_of(run_dir, rank), signal.SIGKILL)
+    os.kill(ranks_of_run(run_dir)[rank][0], signal.SIGKILL)
 
 
 def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: int) -> None:
@@ -133,7 +122,7 @@ def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> N
     )
     assert "rank 4, which was to join, is ended: the job has come to its end" in job.stderr
     assert "done on ranks 0, 2; lost: rank 1 killed (logs" in job.stderr
-    assert pid_of(job.run_dir, 4) == 0
+    assert 4 not in ranks_of_run(job.run_dir)
 
 
 def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from rank_pids import ranks_of_run
 from test_return import LR, check_against_calm, replicas, wait
 from training import finish, small_world, start
 
@@ -22,16 +23,7 @@ SEED = 7
 
 def living(run_dir: Path) -> dict[int, tuple[int, Path]]:
     """By rank: the pid, and the file by which it was told of the job."""
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        told = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
-        if told.get("RECOVER_RUN_DIR") == str(run_dir) and told.get("RECOVER_RANK", "").isdigit():
-            found[int(told["RECOVER_RANK"])] = int(name), Path(told[VARIABLE])
-    return found
+    return {rank: (pid, Path(told[VARIABLE])) for rank, (pid, told) in ranks_of_run(run_dir).items()}
 
 
 def keys(run_dir: Path) -> Counter[str]:

@@ -26,7 +26,7 @@ import recover.dropin
 from recover.models import Llama
 from recover.models.llama import Block
 from recover.replica import rows
-from recover.sums.gradients import local_part
+from recover.sums.parts import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_llama import CONFIG, Tokens, real
