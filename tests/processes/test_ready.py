@@ -32,6 +32,7 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     given = {**os.environ, "OMP_NUM_THREADS": "2", "AWAY": "1"}
+    given.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's own, of an optimizer that another test has made
     ready = ReadyProcesses(1, [str(script), "word"], given, tmp_path)
     try:
         ready.fill()
