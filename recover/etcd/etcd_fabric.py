@@ -102,8 +102,7 @@ class EtcdFabric:
     `address`: of this host, for its mates. `limit`: of ranks at work; who asks beyond it stands by until a loss.
     """
 
-    # For a watcher that looks for agreements which have forgotten a rank: none can here, their results lie in etcd.
-    waiting_in: int | None = None
+    waiting_in: int | None = None  # no agreement can forget a rank here: their results lie in etcd
 
     def __init__(
         self,
@@ -170,9 +169,8 @@ class EtcdFabric:
                 self._leave_it_to_the_speaker(said, self._spoken)
             elif all_said := self._gathered(said):
                 self._see_through(number, self._vote(number, all_said))
-            decision = (
-                self._news.decision
-            )  # once: if they take this rank for dead, the others may go on any time
+            # Once: if they take this rank for dead, the others may go on any time.
+            decision = self._news.decision
             if decision.number > number:
                 self._leave(f"agreement {decision.number} was decided without this rank, at {number}")
             if self.rank in decision.dead:
@@ -197,8 +195,8 @@ class EtcdFabric:
                 if self._news.ended or not intact(self._news.decision.participants, self.failed(), size):
                     raise NotAdmittedError(self._news.ended or "all replicas of the job are dead")
                 self._news.wait_for(lambda: self._news.admitted() or self._news.ended, LOOK_AGAIN)
-                if self._news.admitted():
-                    break  # all others wait for it now
+                if self._news.admitted():  # all others wait for it now
+                    break
                 answer = self._client.read(*GLANCE, get(key_of(CLAIM, self.rank)))
                 self._learn(answer)
                 if not answer.found[3]:

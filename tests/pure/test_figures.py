@@ -116,9 +116,12 @@ RESULTS: dict[str, Any] = {
             {
                 "bytes": 5e6,
                 "bound": 0.15,
-                "ours": {
-                    name: {"median": 0.1, "low": 0.1, "high": 0.1}
-                    for name in ("again", "whole", "wait", "stall", "repair", "transfer", "rest")
+                **{
+                    ours: {
+                        name: {"median": 0.1, "low": 0.1, "high": 0.1}
+                        for name in ("again", "whole", "wait", "stall", "repair", "transfer", "rest")
+                    }
+                    for ours in ("ours", "cold")
                 },
                 "restart": {"again": 9.0, "whole": 9.0, "wait": 8.0},
                 "torchft": {"not_measured": "no wheel"},
