@@ -81,6 +81,10 @@ class _LateWork(Work):
         self.worker.drain()
         return self.ok
 
+    def behind(self) -> Any:
+        self.worker.drain()
+        return super().behind()
+
 
 @dataclass
 class Training:
