@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rank_pids import rank_of
-
+from recover.job.process import rank_of
 from recover.lab.hosts import Host, Lab
 
 PATIENCE = 60.0  # seconds; far above what anything here takes

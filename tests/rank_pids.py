@@ -5,16 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-NAME = "recover-rank-"
-
-
-def rank_of(pid: int) -> int | None:
-    """The rank that this process is; None if it is none, or gone."""
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return None
-    return int(name.removeprefix(NAME)) if name.startswith(NAME) else None
+from recover.job.process import rank_of
 
 
 def ranks_of_run(run_dir: Path) -> dict[int, tuple[int, dict[str, str]]]:

@@ -143,9 +143,8 @@ class Returns:
         try:
             place_replica(self._client, self._most, guards, record)
         except (NotPlacedError, NotAdmittedError):
-            return (
-                False  # somebody else has, or a host has gone; or no room is left; or the job has not begun
-            )
+            # Somebody else has, or a host has gone; or no room is left; or the job has not begun.
+            return False
         return True
 
     def _forget(self, firsts: list[int]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.faults import Fault
+from recover.job.process import rank_of
 from recover.lab.hosts import Host, Lab
 from recover.records.job_log import PLACEMENT
 from recover.records.lines import read
@@ -153,8 +154,8 @@ class HostAgents:
 def show_stacks(lab: Lab) -> None:
     """Into the logs of the ranks: what they wait for."""
     for host in lab:
-        for pid, line in host.processes().items():
-            if "recover.launch.bootstrap" in line:
+        for pid in host.processes():
+            if rank_of(pid) is not None:
                 try:
                     os.kill(pid, signal.SIGUSR2)
                 except ProcessLookupError:

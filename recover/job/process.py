@@ -11,6 +11,9 @@ FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE":
 _RUNTIME = ("OMPI_", "PMIX_")
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
 
+# What a rank calls itself, with its number: what it was started with does not tell, if it was ready before.
+NAME = "recover-rank-"
+
 _hidden: dict[str, str] = {}
 given_environment: dict[str, str] | None = None  # when the script began
 waited_until = 0.0  # seconds after boot: until then this process was ready, and did not know which rank it is
@@ -34,6 +37,16 @@ def rank() -> int | None:
         if _variable(name).isdigit():
             return int(_variable(name))
     return None
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank that another process is, by the name that it has given itself; None if it is none, or gone."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            name = file.read().strip()
+    except OSError:
+        return None
+    return int(name.removeprefix(NAME)) if name.startswith(NAME) else None
 
 
 def rank_on_host() -> int:

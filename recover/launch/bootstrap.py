@@ -144,8 +144,7 @@ def _join() -> None:
     rank, job = process.rank(), told()
     if rank is None or job is None:
         return
-    # For whoever looks at processes: what one was started with does not tell, if it was ready before it was a rank.
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"recover-rank-{rank}".encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{process.NAME}{rank}".encode(), 0, 0, 0)
     board = Board(Path(job.session, "board"), job.board_size) if job.session else None
     if board is not None:
         board.claim(rank)

@@ -158,9 +158,8 @@ def _gpu_short(figures: Figures) -> str:
 def _hosts_short(figures: Figures) -> str:
     """What several hosts and returning replicas cost, with the machine; nothing before it was measured."""
     parts = [name for name in ("hosts", "return", "returning") if figures.get(name, {"rows": []})["rows"]]
-    commands = {"returning": "multi --return"}
     tables = (
-        f"On {origin({name: figures[name]})}, by `recover bench {commands.get(name, name)}`:\n\n"
+        f"On {origin({name: figures[name]})}, by `{figures[name]['command'].partition(' --json')[0]}`:\n\n"
         + _markdown(figures[name]["rows"])
         for name in parts
     )
