@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -76,7 +77,8 @@ class LineFile(Generic[R]):
         """Append what is missing. Done twice, it changes nothing."""
         if self._written is None:
             self._written = self._mend()
-        missing = [line for line in self.kept if self._key_of(line) > self._written]
+        written = self._written
+        missing = list(takewhile(lambda line: self._key_of(line) > written, reversed(self.kept)))[::-1]
         if not missing:
             return
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in missing).encode()

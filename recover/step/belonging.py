@@ -11,6 +11,7 @@ import operator
 import sys
 import zlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class Belonging:
 
     @staticmethod
     def _look_into(modules: list[torch.nn.Module]) -> list[object]:
-        return [each for m in modules for each in (*m._parameters.values(), *m._modules.values())]
+        kinds = operator.attrgetter("_parameters"), operator.attrgetter("_modules")
+        return [each for kind in kinds for each in chain.from_iterable(map(dict.values, map(kind, modules)))]
 
     def _check(self) -> None:
         _refuse_wrappers(self._model, self._adapter)

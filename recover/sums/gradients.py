@@ -26,7 +26,7 @@ from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
 from recover.sums.later import Later, Numbers
 from recover.sums.ledger import with_slots
-from recover.sums.parts import as_gradient, as_real, on_device, own_gradient
+from recover.sums.parts import as_real, on_device, own_gradient
 from recover.sums.places import Place, cut, marked, room_for
 from recover.sums.reduction import FastSum, Sum
 
@@ -265,7 +265,7 @@ class OwnedGradients:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
         for place, anybody in zip(self._places, used, strict=True):
             if anybody:
-                place.parameter.grad = as_gradient(place.parameter, place.part_of(means[place.index]))
+                place.parameter.grad = place.gradient_in(means[place.index])
 
     def release(self) -> None:
         for parameter in self.parameters:

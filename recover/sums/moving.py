@@ -90,15 +90,17 @@ class MovingBuffers:
 
     def clear(self) -> None:
         """Give up what this replica has summed in this step."""
-        device = self.tensors()[0].device if self.size else None
+        if not self.size:
+            return
         # The sum of the changes, and behind it the largest one.
-        self._summed = torch.zeros(self.size + 1, dtype=torch.float64, device=device)
+        self._summed = torch.zeros(self.size + 1, dtype=torch.float64, device=self.tensors()[0].device)
         self._read = Later(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
         """A microbatch is about to run."""
-        self.restore()
-        self._moved = True
+        if self._moved:
+            self.restore()
+        self._moved = self.size > 0
         for name in self._others:
             self._look(name)
 

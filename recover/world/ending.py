@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import json
 import os
 import select
@@ -68,7 +69,12 @@ def rank_file(kind: str, rank: int | None = None) -> Path | None:
     job, rank = told(), process.rank() if rank is None else rank
     if job is None or not job.run_dir or rank is None:
         return None
-    path = Path(job.run_dir, "ranks", f"{rank}.{kind}")
+    return _in_place(job.run_dir, f"{rank}.{kind}")
+
+
+@functools.cache  # a line in the log of every step, and the device waits for it
+def _in_place(run_dir: str, name: str) -> Path:
+    path = Path(run_dir, "ranks", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

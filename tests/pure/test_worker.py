@@ -116,10 +116,13 @@ def test_a_device_is_asked_behind_a_sum_that_it_is_busy_with_and_a_host_waited_f
 def test_gradients_are_cut_out_of_the_result_of_this_step() -> None:
     place = Place(torch.nn.Parameter(torch.zeros(2)), 0, torch.zeros(4)[1:3])
     first, second = torch.arange(4.0), torch.arange(4.0) + 10
-    assert place.part_of(first).tolist() == [1, 2]
+    assert place.gradient_in(first).tolist() == [1, 2]
     first += 1
-    assert place.part_of(first).tolist() == [2, 3]
-    assert place.part_of(second).tolist() == [11, 12]  # after a failed reduction it goes to another buffer
+    assert place.gradient_in(first).tolist() == [2, 3]
+    assert place.gradient_in(second).tolist() == [
+        11,
+        12,
+    ]  # after a failed reduction it goes to another buffer
     rounded = second.double()
-    assert place.part_of(rounded).tolist() == [11, 12]
-    assert place.part_of(rounded + 1).tolist() == [12, 13]
+    assert place.gradient_in(rounded).tolist() == [11, 12]
+    assert place.gradient_in(rounded + 1).tolist() == [12, 13]
