@@ -79,6 +79,9 @@ class Work:
         try:
             return part()
         except Exception as error:
+            # What it says is told; its frames hold this work, and so buffers, threads and sockets, until Python's own
+            # search for cycles comes to them.
+            error.__traceback__ = error.__context__ = None
             self.error = error
             return None
 

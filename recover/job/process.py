@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 # Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables of its own.
@@ -11,8 +12,10 @@ FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE":
 _RUNTIME = ("OMPI_", "PMIX_")
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
 
-# What a rank calls itself, with its number: what it was started with does not tell, if it was ready before.
-NAME = "recover-rank-"
+# What a rank calls itself, with its number: what it was started with does not tell, if it was ready before. The
+# kernel keeps 15 characters, and numbers grow as long as lost ones come back.
+_NAME = "recover-"
+_PR_SET_NAME = 15
 
 _hidden: dict[str, str] = {}
 given_environment: dict[str, str] | None = None  # when the script began
@@ -39,6 +42,11 @@ def rank() -> int | None:
     return None
 
 
+def call_itself(rank: int) -> None:
+    """Whoever looks at the processes of this host sees which one this is."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{_NAME}{rank}".encode(), 0, 0, 0)
+
+
 def rank_of(pid: int) -> int | None:
     """The rank that another process is, by the name that it has given itself; None if it is none, or gone."""
     try:
@@ -46,7 +54,8 @@ def rank_of(pid: int) -> int | None:
             name = file.read().strip()
     except OSError:
         return None
-    return int(name.removeprefix(NAME)) if name.startswith(NAME) else None
+    number = name.removeprefix(_NAME)
+    return int(number) if number != name and number.isdecimal() else None
 
 
 def rank_on_host() -> int:

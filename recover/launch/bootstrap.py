@@ -19,7 +19,7 @@ from recover.job.spec import told
 from recover.launch import rank_outputs
 from recover.world import ending
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG = 1
 _told_of_debuggers = False
 
 
@@ -144,7 +144,7 @@ def _join() -> None:
     rank, job = process.rank(), told()
     if rank is None or job is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{process.NAME}{rank}".encode(), 0, 0, 0)
+    process.call_itself(rank)
     board = Board(Path(job.session, "board"), job.board_size) if job.session else None
     if board is not None:
         board.claim(rank)

@@ -25,6 +25,9 @@ DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
 SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted
 STEPS = 10 * DEATHS
 SEED = 11
+# Beyond two: each of four ranks may have opened or closed its connections, Go's runtime makes threads as it needs
+# them, and a process that is ready has three pipes.
+MARGIN = Counter({("etcd", "files"): 8, ("etcd", "threads"): os.cpu_count() or 1, ("launcher", "files"): 3})
 SLOWER = 2.0  # so many times longer may a step take at the end: the machine has other things to do
 
 
@@ -96,9 +99,7 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
     assert first is not None
     for name in ("launcher", "etcd", "rank 0"):
         for what in ("files", "threads"):
-            # A process that is ready has three pipes.
-            more = 2 + 3 * (name == "launcher" and what == "files")
-            assert last[name][what] <= first[name][what] + more, (name, what, first, last)
+            assert last[name][what] <= first[name][what] + 2 + MARGIN[name, what], (name, what, first, last)
         # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
         most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
         assert last[name]["MiB"] <= most, (name, first, last)
@@ -153,7 +154,7 @@ def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
     assert first is not None
     for name in ("etcd", "rank 0"):
         for what in ("files", "threads"):
-            assert last[name][what] <= first[name][what] + 2, (name, what, first, last)
+            assert last[name][what] <= first[name][what] + 2 + MARGIN[name, what], (name, what, first, last)
         # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
         most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
         assert last[name]["MiB"] <= most, (name, first, last)

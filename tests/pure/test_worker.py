@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from launching import wait_until
 
 from recover.carriers.worker import Rest, Work, Worker
 from recover.sums.buckets import Bucket
@@ -126,3 +129,29 @@ def test_gradients_are_cut_out_of_the_result_of_this_step() -> None:
     rounded = second.double()
     assert place.gradient_in(rounded).tolist() == [11, 12]
     assert place.gradient_in(rounded + 1).tolist() == [12, 13]
+
+
+def test_what_has_failed_is_gone_with_its_work_and_not_when_python_looks_for_cycles() -> None:
+    """A group of sockets and threads, say. Who trains large models often lets Python look seldom, or never."""
+    held: list[weakref.ref[Any]] = []
+
+    def fail() -> None:
+        group = threading.Event()
+        held.append(weakref.ref(group))
+        try:
+            raise ValueError("a connection was closed")
+        except ValueError:
+            raise RuntimeError("given up") from None
+
+    gc.disable()
+    try:
+        worker = Worker()
+        work = worker.post(fail)
+        assert not work.wait()
+        assert str(work.error) == "given up"
+        worker.drain()
+        del work
+        assert wait_until(lambda: bool(worker.take_failed()))
+        assert held[0]() is None
+    finally:
+        gc.enable()

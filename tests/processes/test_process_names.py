@@ -1,0 +1,28 @@
+"""What a rank calls itself, for whoever looks at the processes of a host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from recover.job.process import rank_of
+
+CALL_ITSELF = """
+from recover.job.process import call_itself
+call_itself({rank})
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 10, 100, 9_999_999])
+def test_a_rank_is_known_by_its_name_however_many_have_come_and_gone(rank: int) -> None:
+    command = [sys.executable, "-c", CALL_ITSELF.format(rank=rank)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert rank_of(process.pid) == rank
+        process.communicate("\n")
+    assert rank_of(process.pid) is None
