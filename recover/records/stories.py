@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from recover.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
@@ -85,7 +86,7 @@ def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
     rest = {
         line["rank"]: line
         for line in last.exits
-        if (last.number, line["rank"]) not in told and not _went_well(line) and line["at"] <= last.ending
+        if (last.number, line["rank"]) not in told and not _went_well(line) and _said_at(line) <= last.ending
     }
     if rest:
         found.append(Story(len(incidents) + 1, None, _deaths(sorted(rest), rest, last)))
@@ -117,6 +118,12 @@ def _launch_of(incident: Line, launched: Sequence[Launched]) -> Launched:
 
 def _went_well(line: Line) -> bool:
     return bool(line.get("words", {}).get("end") == "done" or line.get("code") == 0)
+
+
+def _said_at(line: Line) -> float:
+    """When it said why it ends; one with a GPU may take seconds to be gone after that."""
+    said = line.get("words", {}).get("time")
+    return min(datetime.fromisoformat(said).timestamp(), line["at"]) if said else float(line["at"])
 
 
 def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> list[Death]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_a_later_launch_does_not_take_the_blame_of_an_earlier_one(tmp_path: Path
     losses = [incident_line(5, [1]), incident_line(60, [1], epoch=2, at=START + 108)]
     told = stories(losses, job)
     assert [story.first[0].cause.kind for story in told] == ["killed", "left"]
+
+
+def test_one_that_has_said_why_before_the_job_was_ended_is_told_of_however_long_it_takes_to_be_gone() -> None:
+    """A process with a GPU takes seconds to go. Who says something because it is ended is no loss."""
+
+    def raised(rank: int, said: float) -> dict[str, Any]:
+        words = {"end": "raised", "kind": "ValueError", "time": datetime.fromtimestamp(said).isoformat()}
+        return exit_line(rank, START + 14, signal="SIGKILL", words=words)
+
+    job = [start_line(3), raised(0, START + 11), {"what": "ending", "at": START + 12, "reason": ""}]
+    job += [raised(1, START + 11.5), raised(2, START + 13)]
+    (story,) = stories([], job)
+    assert [death.rank for death in story.deaths] == [0, 1]
 
 
 def test_the_board_tells_what_a_rank_does_as_a_step_takes_its_course(tmp_path: Path) -> None:
