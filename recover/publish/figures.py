@@ -42,6 +42,7 @@ ORDER = (
     "simulate",
 )
 KINDS = ("", "ddp", "hsdp", "3d")
+GPU, WIDE = "gpu", "hosts-wide"  # of other machines than the rest: the second has a core for each rank
 QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 TABLE = re.compile(r"(<!--table ([\w-]+)-->\n)(.*?)(<!--/table-->)", re.DOTALL)
 
@@ -123,14 +124,17 @@ def figure(name: str, content: Content) -> dict[str, Any]:
 
 
 def origin(figures: Figures) -> str:
-    """Where all of them were measured, but those of GPUs: these tell it themselves."""
-    places = (each["machine"] for name, each in figures.items() if name != "gpu")
-    told = (
+    """Where all of them were measured, but those of GPUs and of a wider machine: these tell it themselves."""
+    kept = (each for name, each in figures.items() if name not in (GPU, WIDE))
+    return "; ".join(dict.fromkeys(map(_place, kept)))
+
+
+def _place(figure: dict[str, Any]) -> str:
+    place = figure["machine"]
+    return (
         f"{place['cores']} cores ({place['processor']}, {place['architecture']}), torch {place['torch']}, "
         f"Open MPI {place['openmpi']}"
-        for place in places
     )
-    return "; ".join(dict.fromkeys(told))
 
 
 def _rank(name: str) -> tuple[int, int]:
@@ -147,9 +151,9 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def _gpu_short(figures: Figures) -> str:
     """What one carrier does in a step and at a death, with its machine; nothing at all before it was measured."""
-    if "gpu" not in figures:
+    if GPU not in figures:
         return ""
-    head, *rows = figures["gpu"]["rows"]
+    head, *rows = figures[GPU]["rows"]
     told = f"On {figures['gpu']['values']['place']}, by `recover bench gpu`:\n\n"
     shown = (row for row in rows if row[1] == rows[0][1] and not row[0].startswith("sum"))
     return told + _markdown([head, *shown])
@@ -157,9 +161,11 @@ def _gpu_short(figures: Figures) -> str:
 
 def _hosts_short(figures: Figures) -> str:
     """What several hosts and returning replicas cost, with the machine; nothing before it was measured."""
-    parts = [name for name in ("hosts", "return", "returning") if figures.get(name, {"rows": []})["rows"]]
+    parts = [
+        name for name in ("hosts", WIDE, "return", "returning") if figures.get(name, {"rows": []})["rows"]
+    ]
     tables = (
-        f"On {origin({name: figures[name]})}, by `{figures[name]['command'].partition(' --json')[0]}`:\n\n"
+        f"On {_place(figures[name])}, by `{figures[name]['command'].partition(' --json')[0]}`:\n\n"
         + _markdown(figures[name]["rows"])
         for name in parts
     )
