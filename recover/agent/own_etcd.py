@@ -25,6 +25,8 @@ _AGAIN = 0.1  # seconds between two looks
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
 _TRIES = 20
+# What etcd says of a member whose name is known and whose data are lost: by a peer that it reaches, or later.
+_KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
 
 
 class OwnEtcd:
@@ -61,7 +63,10 @@ class OwnEtcd:
                 if self.server is not None:
                     self.server.check()
             except NoEtcdError as error:
-                raise Refusal(str(error)) from None
+                if not any(words in str(error) for words in _KNOWN_BEFORE):
+                    raise Refusal(str(error)) from None
+                self._leave_to_others()
+                mine = None
             if time.monotonic() > deadline:
                 raise Refusal(self._nobody(patience))
             time.sleep(_AGAIN)
@@ -116,6 +121,16 @@ class OwnEtcd:
             raise Refusal(f"nobody answers at {endpoint}, and {error}") from None
         where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
         say(f"nobody answered at {endpoint}: started etcd there, {where}")
+
+    def _leave_to_others(self) -> None:
+        """They did not answer for a moment, as when their leader is lost, and have had this host's member before."""
+        assert self.server is not None
+        self.server.kill()
+        self.server = None
+        say(
+            "the other members of etcd know that of this host from before, and its data are lost: it stays away, and "
+            "they are waited for"
+        )
 
     def _answers(self, client: EtcdClient) -> bool:
         for _ in self._access.endpoints:

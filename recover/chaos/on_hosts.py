@@ -325,9 +325,9 @@ def _codes_after(fault: Fault | None) -> tuple[int, ...]:
 
 
 def _codes(life: AgentLife) -> tuple[int, ...]:
-    """One that came when the job was at its end is refused, or is ended by us."""
+    """One that came when the job was at its end is refused, or is ended by us: perhaps while Python begins or ends."""
     codes = _codes_after(life.struck)
-    return codes if life.came_in else (*codes, 2, 128 + signal.SIGINT)
+    return codes if life.came_in else (*codes, 2, 128 + signal.SIGINT, -signal.SIGINT)
 
 
 def _environment(asked: Path) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,4 +34,36 @@ def test_a_member_that_comes_after_the_others_is_started_and_one_that_was_lost_i
             assert own.server is None, "its data are lost"
     finally:
         for member in (first, second):
+            member.stop()
+
+
+def test_a_host_that_comes_back_while_etcd_pauses_waits_for_it_and_starts_no_member(tmp_path: Path) -> None:
+    """With one of three members gone, and another one that stands still, nobody answers; but they are there."""
+    cluster = EtcdCluster(tmp_path / "cluster")
+    access = EtcdAccess(tuple(cluster.endpoints), "/job/")
+    lost, still, _ = cluster.members
+    try:
+        for member in cluster.members:
+            member.begin()
+        for member in cluster.members:
+            member.wait_until_ready()
+        lost.kill()
+        os.kill(still.pid, signal.SIGSTOP)
+        said: list[str] = []
+
+        def look() -> bool:  # between two looks; says never that it was stopped
+            if own.server is not None:
+                said.append("started")
+            elif said:
+                os.kill(still.pid, signal.SIGCONT)
+            return False
+
+        with OwnEtcd(access, tmp_path / "again", alone=True) as own:
+            client = own.find_or_start(60, look)
+            assert said, "it answered all the time"
+            assert own.server is None
+            assert client.get("anything") is None
+    finally:
+        os.kill(still.pid, signal.SIGCONT)
+        for member in cluster.members:
             member.stop()
