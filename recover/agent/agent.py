@@ -239,11 +239,11 @@ class Agent:
         lease = HostLease(impatient, host, tuple(mine), options.lease, lost=self._lose)
         board = Board(session.directory / "board", spec.board_size)
         grid = Grid.of(spec.ranks, spec.replica_size)
-        pulse = Pulse(
-            impatient, host, board, range(spec.board_size), grid, spec.hang_limit, session.directory
-        )
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
-        look = functools.partial(fence, pulse, board, notes, Path(str(spec.run_dir)))
+        pulse = Pulse(
+            impatient, host, board, range(spec.board_size), grid, spec.hang_limit, notes, session.directory
+        )
+        look = functools.partial(fence, pulse, board, Path(str(spec.run_dir)))
         clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options))
         slots = HostSlots(part.slots, options.return_delay, options.forgive)
         if part.returns:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from recover.etcd.etcd_client import EtcdClient
@@ -23,7 +24,7 @@ from recover.liveness import elsewhere
 from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, furthest, signs_of
 from recover.liveness.signs import Sign
 from recover.world.ending import End
-from recover.world.notes import Notes
+from recover.world.notes import Notes, blamed
 from recover.world.watchdog import HangWatchdog, describe
 
 EVERY = 0.5  # seconds between two pulses
@@ -39,11 +40,12 @@ class Pulse:
         mine: Sequence[int],
         grid: Grid,
         limit: float | None,
+        notes: Notes,
         session: Path | None = None,
     ) -> None:
         self._client, self._host, self._board, self._mine = client, host, board, frozenset(mine)
-        self._session = session
-        self._hangs = HangWatchdog(grid, limit, asleep=ASLEEP)
+        self.notes, self._session = notes, session
+        self._hangs = HangWatchdog(grid, limit, partial(blamed, notes), asleep=ASLEEP)
         self._looks = 0
         self._looked = float("-inf")
         self._accomplished, self._at = 0, 0.0
@@ -80,13 +82,13 @@ class Pulse:
             self._accomplished, self._at = accomplished, now
 
 
-def fence(pulse: Pulse, board: Board, notes: Notes, run_dir: Path) -> None:
+def fence(pulse: Pulse, board: Board, run_dir: Path) -> None:
     """Kill those of this host that hang. What they were computing is written down first: the repair that follows must
     find it."""
     for rank, (why, sign) in pulse.look(time.monotonic()).items():
         where = describe(sign.step, sign.suspects)
         say(f"killed rank {rank}{where}: {why}")
         if not sign.stopped and sign.suspects:  # no sample sends a signal
-            notes.leave(sign.step, sign.suspects, why, rank)
+            pulse.notes.leave(sign.step, sign.suspects, why, rank)
         write_marker(run_dir, rank, {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""})
         board.kill(rank)

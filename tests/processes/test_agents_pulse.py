@@ -22,6 +22,7 @@ from recover.liveness.board import Board
 from recover.monitor.view import RunView
 from recover.records.job_log import JobLog
 from recover.world.notes import RunNotes
+from recover.world.watchdog import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 LIMIT = 10 * EVERY
@@ -38,18 +39,22 @@ class Killable(Board):
         self.killed.append(rank)
 
 
+@pytest.mark.parametrize("patience", [1.0, PATIENCE])
 def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
-    server: EtcdServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EtcdServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    """Three hosts. On the second, one replica of two ranks: one is stuck in a sample, and its mate in a collective."""
+    """Three hosts. On the second, one replica of two ranks: one is stuck in a sample, and its mate in a collective.
+
+    If the sample has cost a replica of another host before, they have more time for it.
+    """
     etcd, grid = EtcdClient(server.endpoint, prefix=prefix), Grid.of(6, 2)
     (tmp_path / "ranks").mkdir()
     boards = [Killable(tmp_path / f"board-{host}", 6) for host in range(3)]
+    notes = [EtcdNotes(etcd, -1, RunNotes(str(tmp_path), -1)) for _ in boards]
     pulses = [
-        Pulse(etcd, f"h{host}", board, [2 * host, 2 * host + 1], grid, LIMIT)
+        Pulse(etcd, f"h{host}", board, [2 * host, 2 * host + 1], grid, LIMIT, notes[host])
         for host, board in enumerate(boards)
     ]
-    notes = [EtcdNotes(etcd, -1, RunNotes(str(tmp_path), -1)) for _ in boards]
     now = [100.0]
     monkeypatch.setattr("recover.agent.agent_pulse.time.monotonic", lambda: now[0])
 
@@ -59,7 +64,7 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
             for host, (board, pulse) in enumerate(zip(boards, pulses, strict=True)):
                 for rank in (2 * host, 2 * host + 1):
                     board.beat(rank)
-                fence(pulse, board, notes[host], tmp_path)
+                fence(pulse, board, tmp_path)
 
     for host, board in enumerate(boards):
         for rank in (2 * host, 2 * host + 1):
@@ -76,11 +81,14 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
             board.in_step(rank, 4)
             if host != 1:
                 board.come_to_vote(rank)
-    boards[1].compute(2, [(7, 43)])
-    pass_by(LIMIT - 1)
+    for rank in (2, 3):
+        boards[1].compute(rank, [(7, 43)])
+    if patience > 1:
+        notes[0].leave(4, [(7, 43)], "it did nothing", rank=9)
+    pass_by(patience * LIMIT - 1)
     boards[1].touch(2)  # it was only slow
     boards[1].touch(3)
-    pass_by(LIMIT - 1)
+    pass_by(patience * LIMIT - 1)
     assert [board.killed for board in boards] == [[], [], []]
     pass_by(2.0)
     assert boards[0].killed == boards[2].killed == []
@@ -88,7 +96,9 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
     marker = json.loads((tmp_path / "ranks" / "2.end").read_text())
     assert marker["end"] == "fenced"
     assert "in step 4, slot 7 (sample 43)" in marker["detail"]
-    assert [(note.rank, note.suspects) for note in notes[0].read(4)] == [(2, ((7, 43),))]
+    assert {(note.rank, note.suspects) for note in notes[0].read(4) if note.rank < 6} == {
+        (rank, ((7, 43),)) for rank in (2, 3)
+    }
 
 
 def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
@@ -108,7 +118,8 @@ def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
         board.compute(mine[0], [(5 + number, 40)])
         board.come_to_vote(mine[1])
         etcd = EtcdClient(server.endpoint, prefix=prefix)
-        pulses.append(Pulse(etcd, host, board, mine, grid, None, session))
+        notes = EtcdNotes(etcd, -1, RunNotes(str(run_dir), -1))
+        pulses.append(Pulse(etcd, host, board, mine, grid, None, notes, session))
         JobLog(run_dir, host).write(
             start_line(4, replica_size=2, host=host, session=str(session), run=prefix)
         )
