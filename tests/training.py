@@ -108,17 +108,17 @@ class Trained:
 
 
 def start(
-    run_dir: Path, *words: str, kills: Sequence[str] = (), resume: Path | None = None
+    run_dir: Path, *words: str, kills: Sequence[str] = (), resume: Path | None = None, quiet: bool = False
 ) -> subprocess.Popen[str]:
+    """`quiet`: what it says is lost. Nobody reads it before its end, and a pipe that is full stops a launcher."""
     command = [sys.executable, "-m", "recover.cli", "train", *words, "--run-dir", str(run_dir)]
     if resume is not None:
         command += ["--resume", str(resume)]
     for kill in kills:
         command += ["--kill", kill]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    output = subprocess.DEVNULL if quiet else subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = 120) -> Trained:
@@ -127,7 +127,7 @@ def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = 120) ->
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Trained(process.returncode, output, run_dir)
+    return Trained(process.returncode, output or "", run_dir)
 
 
 def train(run_dir: Path, *words: str, kills: Sequence[str] = (), resume: Path | None = None) -> Trained:

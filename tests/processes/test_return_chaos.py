@@ -42,7 +42,7 @@ def test_deaths_and_returns_at_random_leave_the_bits_of_a_calm_run(tmp_path: Pat
         random.Random(SEED),
     )
     many = ["replicas=4", "accum=2", "steps=100000", "pace=0.02"]
-    process = start(run_dir, *words, *many, "--return", "--return-delay=0", "--forgive=0")
+    process = start(run_dir, *words, *many, "--return", "--return-delay=0", "--forgive=0", quiet=True)
     wait(lambda: replicas(run_dir) == 4, "no step")
     before, deaths, end = keys(run_dir), 0, time.monotonic() + SECONDS
     while time.monotonic() < end and process.poll() is None:

@@ -76,7 +76,8 @@ def pace(run_dir: Path, steps: slice) -> float:
 def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None:
     words, run_dir = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"], tmp_path / "run"
     many = ["replicas=4", "accum=2", "steps=100000", "pace=0.02"]
-    process = start(run_dir, *words, *many, "--return", "--return-delay=0", "--forgive=0", "--page=off")
+    options = "--return", "--return-delay=0", "--forgive=0", "--page=off"
+    process = start(run_dir, *words, *many, *options, quiet=True)
     wait(lambda: replicas(run_dir) == 4, "no step")
     rng, deaths, first = random.Random(SEED), 0, None
     while deaths < DEATHS:
