@@ -34,6 +34,7 @@ from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease, without_lease
 from recover.job.grid import Grid
 from recover.job.hosts_asked import ROOM, HostOptions
+from recover.job.outlet import OUTLET, say
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch import preflight
 from recover.launch.etcd_access import LOST, client_of
@@ -41,7 +42,6 @@ from recover.launch.etcd_notes import EtcdNotes
 from recover.launch.launcher import DEFAULT_TIMEOUT, Beside, catching
 from recover.launch.preflight import Refusal
 from recover.launch.session import Session
-from recover.launch.watched_job import say
 from recover.launch.witness import Witness
 from recover.liveness.board import Board
 from recover.world.notes import RunNotes
@@ -124,6 +124,7 @@ def launch_host(
     except KeyboardInterrupt:  # before or after the time in which we handle it
         return 128 + signal.SIGINT
     finally:
+        OUTLET.finish()
         if lock is not None:
             os.close(lock)
 

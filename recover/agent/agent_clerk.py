@@ -21,8 +21,8 @@ from recover.agent.returns import Newcomer, Returns
 from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, declare, rank_of
 from recover.etcd.etcd_client import EtcdClient, EtcdError, absent, get, get_all, put
 from recover.etcd.etcd_entry import end_job
+from recover.job.outlet import say
 from recover.launch.verdict import name_ranks
-from recover.launch.watched_job import say
 from recover.world.ending import End
 
 LOOK = 0.25  # seconds between two looks

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.job.grid import Grid
+from recover.job.outlet import say
 from recover.launch.etcd_pulses import pulses, tell_pulse
 from recover.launch.verdict import write_marker
-from recover.launch.watched_job import say
 from recover.liveness import elsewhere
 from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, furthest, signs_of
 from recover.liveness.signs import Sign

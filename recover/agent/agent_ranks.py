@@ -14,13 +14,14 @@ from dataclasses import replace
 from recover.agent.free_slots import HostSlots
 from recover.agent.returns import Newcomer
 from recover.job import process
+from recover.job.outlet import say
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import preflight, rank_outputs
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, write_marker
-from recover.launch.watched_job import WatchedJob, say
+from recover.launch.watched_job import WatchedJob
 from recover.liveness.board import AT_WORK, Board
 from recover.ready.kept import ReadyProcesses, start
 from recover.world.ending import End

@@ -39,8 +39,8 @@ from recover.etcd.etcd_client import (
     value_is,
     version_is,
 )
+from recover.job.outlet import say
 from recover.launch.preflight import Refusal
-from recover.launch.watched_job import say
 
 LEASE = 10.0  # seconds; a host that is gone is seen by the lease that its ranks stand under
 KEEP = 2.0  # seconds between two signs

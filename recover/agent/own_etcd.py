@@ -16,10 +16,10 @@ from pathlib import Path
 from recover.agent.addresses import is_loopback, is_of_this_host, resolved
 from recover.etcd.etcd_client import EtcdClient, EtcdError, UnansweredError
 from recover.etcd.etcd_server import EtcdServer, NoEtcdError, peer_of
+from recover.job.outlet import say
 from recover.job.spec import EtcdAccess
 from recover.launch.etcd_access import client_of
 from recover.launch.preflight import Refusal
-from recover.launch.watched_job import say
 
 _AGAIN = 0.1  # seconds between two looks
 _PROBE = 1.0  # seconds for a connection

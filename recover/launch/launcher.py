@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recover.job.grid import Grid
+from recover.job.outlet import OUTLET, say
 from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import hostfile, preflight, rank_outputs
@@ -27,7 +28,7 @@ from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, name_ranks
-from recover.launch.watched_job import WatchedJob, say
+from recover.launch.watched_job import WatchedJob
 from recover.launch.witness import Witness
 from recover.world.watchdog import HangWatchdog
 
@@ -39,6 +40,7 @@ DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
 _COMING = 30.0  # seconds that a rank may take from its first act until it is on the board
+_LAST_WORDS = 2.0  # seconds without a reader of our output, after which one who is ended by a signal goes
 _GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it was seen to hang
 
 
@@ -140,6 +142,7 @@ def launch(
     except KeyboardInterrupt:  # before or after the time in which we handle it
         return 128 + signal.SIGINT
     finally:
+        OUTLET.finish()
         if lock is not None:
             os.close(lock)
 
@@ -194,6 +197,7 @@ def catching(end: Callable[[], object], has_terminal: bool = False) -> Iterator[
         if has_terminal and number == signal.SIGINT:
             return
         caught.append(number)
+        OUTLET.patience = _LAST_WORDS
         end()  # here and now: the main loop may be blocked by a reader of our output
 
     previous = {}

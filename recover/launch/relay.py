@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from recover.job.outlet import OUTLET
 from recover.launch import rank_outputs
 from recover.launch.rank_outputs import label
 
@@ -89,6 +90,7 @@ class Relay:
 
     def pump(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for output and pass it on; True if there was any."""
+        OUTLET.pass_on()
         if not self._selector.get_map():
             time.sleep(timeout)
             return False
@@ -142,7 +144,7 @@ class Relay:
         """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""
         screens = self._screen.keys() if self._one_screen else (2,)
         if any(self._screen[screen] for screen in screens):
-            os.write(2, b"\n")
+            OUTLET.write(2, b"\n")
             self._screen |= dict.fromkeys(screens)
 
     def _pass_on(self, source: _Source, data: bytes) -> None:
@@ -177,8 +179,7 @@ class Relay:
         for s in screens:
             self._screen[s] = None
         self._screen[source.target] = None if data.endswith(b"\n") or not source.name else source
-        while data:
-            data = data[os.write(source.target, data) :]
+        OUTLET.write(source.target, data)
 
 
 def _labelled(source: _Source, data: bytes) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from recover.job.outlet import say
 from recover.job.spec import JobSpec
 from recover.launch.relay import Relay
 from recover.launch.telling import Teller
@@ -76,7 +76,3 @@ class WatchedJob:
             else:
                 text = "has ended" if verdict.has_started(rank) else "has not started"
             say(f"rank {rank} (pid {pid or '-'}):\n{text}")
-
-
-def say(text: str) -> None:
-    print(f"recover: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+"""A job of whose output nobody takes notice, as behind a pager, or after Ctrl-S."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import Job, wait_until
+
+from recover.records.lines import read
+
+STEPS = 24
+SCRIPT = f"""
+import os
+import torch
+import recover
+
+class Data:
+    def __len__(self): return 10**6
+    def __getitem__(self, i): return torch.ones(1, 2) * (i % 5)
+
+world = recover.init()
+model = torch.nn.Linear(2, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.001), global_batch=6)
+while step.index < {STEPS}:
+    for batch in step.microbatches(Data()):
+        if step.index == 8 * world.rank and world.rank in (1, 2):
+            os.kill(os.getpid(), 9)
+        step.backward(model(batch).sum())
+    print("x" * 20_000)
+"""
+
+
+@pytest.mark.parametrize("options", [("-n", "3"), ("-n", "3", "--return")], ids=["openmpi", "etcd"])
+def test_a_job_goes_on_through_deaths_though_nobody_reads_what_it_says(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    job = Job(tmp_path, SCRIPT, *options)
+    steps = job.run_dir / "steps.jsonl"
+    assert wait_until(lambda: steps.exists() and len(read(steps).whole) == STEPS, 120)
+    assert job.finish() == 0, job.stderr
+    assert {line["microbatches"] for line in read(steps).whole} == {6}
+    assert job.stdout.count("x" * 20_000) >= STEPS + 8, (
+        "rank 0 has said that in every step, and rank 1 in some"
+    )
+    assert "bytes that nobody has read" not in job.stdout + job.stderr
