@@ -52,6 +52,7 @@ class Session:
         """Return when nothing is left."""
         self.end()
         session = str(self.directory)
-        if self._guardian.wait() != 0 or guardian.members(session):
-            # Somebody killed it, or a signal came while mpirun was being started and it was done too early.
+        if self._guardian.wait() != 0 or guardian.members(session) or self.directory.exists():
+            # Somebody killed it; or a signal came while mpirun was being started, and it was done too early; or an etcd
+            # of this host, which others still needed, wrote to its data while they were removed.
             guardian.clean(session, [session, str(self.scratch)])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from etcd_fabrics import EtcdCluster
+from launching import wait_until
 
 from recover.agent.own_etcd import OwnEtcd
 from recover.job.spec import EtcdAccess
+from recover.launch.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -67,3 +69,14 @@ def test_a_host_that_comes_back_while_etcd_pauses_waits_for_it_and_starts_no_mem
         os.kill(still.pid, signal.SIGCONT)
         for member in cluster.members:
             member.stop()
+
+
+def test_what_an_etcd_writes_while_its_session_is_removed_does_not_stay() -> None:
+    """It is needed by other hosts for a moment after the ranks of this one have ended, and their session with them."""
+    with Session() as session:
+        data = session.directory / "etcd"
+        session.end()
+        assert wait_until(lambda: not session.directory.exists())
+        data.mkdir(parents=True)
+        (data / "wal").touch()
+    assert not session.directory.exists()
