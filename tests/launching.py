@@ -31,6 +31,21 @@ def wait_for_deaths(number):
             world.Ack_failed()
 """
 
+# A model of one's own, the smallest, and its step; what the script does with it follows.
+OWN_STEP = """
+import os, time
+import torch
+import recover
+
+class Data:
+    def __len__(self): return 10**6
+    def __getitem__(self, i): return torch.ones(1, 2) * (i % 5)
+
+world = recover.init()
+model = torch.nn.Linear(2, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.001), global_batch=6)
+"""
+
 
 class Job:
     """A `recover run` in its own process; `text` is the script, written to `place`."""

@@ -81,7 +81,7 @@ class Work:
         except Exception as error:
             # What it says is told; its frames hold this work, and so buffers, threads and sockets, until Python's own
             # search for cycles comes to them.
-            error.__traceback__ = error.__context__ = None
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
             return None
 

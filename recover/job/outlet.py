@@ -70,14 +70,20 @@ class Outlet:
             return True
 
     def finish(self) -> None:
-        """All is over, and nothing is held up any more: whoever reads may take his time."""
-        before, deadline = self._bytes, time.monotonic()
-        while not self.pass_on():
-            if self._bytes != before:
-                before, deadline = self._bytes, time.monotonic()
-            if self.patience is not None and time.monotonic() - deadline > self.patience:
+        """All is over, and nothing is held up any more: whoever reads may take his time, or be gone."""
+        left, since = self._bytes, time.monotonic()
+        while not self._passed_on():
+            if self._bytes != left:
+                left, since = self._bytes, time.monotonic()
+            if self.patience is not None and time.monotonic() - since > self.patience:
                 return
             time.sleep(_AGAIN)
+
+    def _passed_on(self) -> bool:
+        try:
+            return self.pass_on()
+        except OSError:
+            return True
 
 
 OUTLET = Outlet()

@@ -42,7 +42,7 @@ ORDER = (
     "simulate",
 )
 KINDS = ("", "ddp", "hsdp", "3d")
-GPU, WIDE = "gpu", "hosts-wide"  # of other machines than the rest: the second has a core for each rank
+GPU, WIDE = "gpu", "hosts-wide"  # of other machines than the rest: the second has more cores
 QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 TABLE = re.compile(r"(<!--table ([\w-]+)-->\n)(.*?)(<!--/table-->)", re.DOTALL)
 

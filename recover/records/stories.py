@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from recover.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
@@ -122,8 +121,7 @@ def _went_well(line: Line) -> bool:
 
 def _said_at(line: Line) -> float:
     """When it said why it ends; one with a GPU may take seconds to be gone after that."""
-    said = line.get("words", {}).get("time")
-    return min(datetime.fromisoformat(said).timestamp(), line["at"]) if said else float(line["at"])
+    return float(line.get("words", {}).get("at", line["at"]))
 
 
 def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> list[Death]:

@@ -118,7 +118,7 @@ def record(
     if path is None:
         return
     draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
-    marker = {"end": str(End(how)), "detail": detail, "time": _now(), **(more or {})}
+    marker = {"end": str(End(how)), "detail": detail, "time": _now(), "at": time.time(), **(more or {})}
     try:
         draft.write_text(json.dumps(marker) + "\n")
         draft.replace(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from lab_jobs import LabJob, strike
-from launching import Job
+from launching import OWN_STEP, Job
 from rank_pids import ranks_of_run
 from training import Trained, check_lines, finish, small_world, start, train
 
@@ -148,18 +148,7 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
     assert "it was not ready to join after 0 s (--warm-up)" in marker["detail"]
 
 
-OWN = """
-import os, time
-import torch
-import recover
-
-class Data:
-    def __len__(self): return 10**6
-    def __getitem__(self, i): return torch.ones(1, 2) * (i % 5)
-
-world = recover.init()
-model = torch.nn.Linear(2, 1)
-step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.001), global_batch=6)
+OWN = f"""{OWN_STEP}
 while 3 not in world.members or world.outside:
     for batch in step.microbatches(Data()):
         if world.rank == 1 and step.index == 1:

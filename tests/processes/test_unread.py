@@ -5,23 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import Job, wait_until
+from launching import OWN_STEP, Job, wait_until
 
 from recover.records.lines import read
 
 STEPS = 24
-SCRIPT = f"""
-import os
-import torch
-import recover
-
-class Data:
-    def __len__(self): return 10**6
-    def __getitem__(self, i): return torch.ones(1, 2) * (i % 5)
-
-world = recover.init()
-model = torch.nn.Linear(2, 1)
-step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.001), global_batch=6)
+SCRIPT = f"""{OWN_STEP}
 while step.index < {STEPS}:
     for batch in step.microbatches(Data()):
         if step.index == 8 * world.rank and world.rank in (1, 2):

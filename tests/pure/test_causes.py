@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ def test_one_that_has_said_why_before_the_job_was_ended_is_told_of_however_long_
     """A process with a GPU takes seconds to go. Who says something because it is ended is no loss."""
 
     def raised(rank: int, said: float) -> dict[str, Any]:
-        words = {"end": "raised", "kind": "ValueError", "time": datetime.fromtimestamp(said).isoformat()}
+        words = {"end": "raised", "kind": "ValueError", "at": said}
         return exit_line(rank, START + 14, signal="SIGKILL", words=words)
 
     job = [start_line(3), raised(0, START + 11), {"what": "ending", "at": START + 12, "reason": ""}]

@@ -81,6 +81,15 @@ def test_a_reader_that_is_gone_is_told_of_once() -> None:
     os.close(writer)
 
 
+def test_a_reader_that_goes_before_the_end_does_not_change_how_it_ends() -> None:
+    out, (reader, writer) = Outlet(), os.pipe()
+    out.write(writer, b"." * 100_000)
+    os.close(reader)
+    out.finish()
+    assert out.pass_on()
+    os.close(writer)
+
+
 def test_what_is_said_goes_to_the_stderr_of_this_moment(capsys: pytest.CaptureFixture[str]) -> None:
     say("rank 3 was lost – too")
     print("after it", file=sys.stderr)

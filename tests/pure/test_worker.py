@@ -140,8 +140,8 @@ def test_what_has_failed_is_gone_with_its_work_and_not_when_python_looks_for_cyc
         held.append(weakref.ref(group))
         try:
             raise ValueError("a connection was closed")
-        except ValueError:
-            raise RuntimeError("given up") from None
+        except ValueError as error:
+            raise RuntimeError("given up") from error
 
     gc.disable()
     try:
