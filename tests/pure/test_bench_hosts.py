@@ -65,6 +65,17 @@ def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
         came_back(returning_run(), lambda each: each["replicas"] == 4)
 
 
+def test_a_step_that_the_dead_one_had_voted_for_does_not_pass_for_its_return() -> None:
+    late = [
+        step_end(3.55, 4, 3) if each["what"] == "step-end" and each["step"] == 4 else each
+        for each in returning_run()
+    ]
+    back = came_back(late, lambda each: each["replicas"] == 3)
+    assert (back.again, back.whole) == pytest.approx((1.7, 4.5))
+    restarted = came_back(late, lambda each: True)  # where a step is all or nothing
+    assert restarted.again == restarted.whole == pytest.approx(0.05)
+
+
 def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_again_does_not_count() -> None:
     slow = incident(noticed_at=10.1, detect=0.05, repair=0.2, restore=0.01, redo=0.5)
     events = [
