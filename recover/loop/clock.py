@@ -16,6 +16,9 @@ class Clock(Protocol):
     def took(self) -> float | Later[float]:
         """Seconds from the start to here."""
 
+    def forget(self) -> None:
+        """All that it has told later is known by now, or of no account."""
+
 
 class HostClock:
     def __init__(self) -> None:
@@ -27,13 +30,18 @@ class HostClock:
     def took(self) -> float:
         return time.perf_counter() - self._since
 
+    def forget(self) -> None:
+        pass
+
 
 class DeviceClock:
     """The host is through with a microbatch when it has told the device of it: only the device knows when it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._since = torch.cuda.Event(enable_timing=True)
+        self._events: list[torch.cuda.Event] = []  # to make one takes longer than to use it
+        self._used = 0
+        self._since = self._next()
 
     def start(self) -> None:
         self._since = self._mark()
@@ -47,10 +55,19 @@ class DeviceClock:
 
         return Later(seconds)
 
+    def forget(self) -> None:
+        self._used = 0
+
     def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._next()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def _next(self) -> torch.cuda.Event:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        self._used += 1
+        return self._events[self._used - 1]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -72,10 +72,10 @@ def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
 
 def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
     """That of each of `count` microbatches, from their sum or from one value for each; they are read later."""
-    values = loss.detach().flatten().clone()  # whoever computed them may use their memory again
-    if len(values) == 1:
+    values = loss.detach().clone()  # whoever computed them may use their memory again
+    if values.numel() == 1:
         return [Later(lambda total: float(total[0]) / count, values)] * count
-    return [Later(lambda one: float(one[0]), value) for value in values.split(1)]
+    return [Later(lambda one: float(one[0]), value) for value in values.flatten().split(1)]
 
 
 def refuse_other_backwards(loss: torch.Tensor, came: bool, by_rounds: bool) -> None:

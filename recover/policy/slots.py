@@ -49,6 +49,9 @@ class SlotSet:
         return SlotSet(self.ranges + other.ranges)
 
     def __sub__(self, other: SlotSet) -> SlotSet:
+        mine, theirs = self.ranges, other.ranges
+        if not (mine and theirs and theirs[0][0] < mine[-1][1] and mine[0][0] < theirs[-1][1]):
+            return self
         left: list[tuple[int, int]] = []
         holes = iter(other.ranges)
         hole = next(holes, None)

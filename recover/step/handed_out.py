@@ -90,8 +90,9 @@ class HandedOut:
             self._randomness.read(step, slot)
             batches.append(_microbatch(stream, self._suspects[0][1]))
             self.pending += self._suspects
+        if len(slots) > 1:
+            self._show(self.pending)
         self._suspects = self.pending
-        self._show(self._suspects)
         return batches
 
     def seed(self, number: int, stage: int) -> None:
@@ -137,6 +138,7 @@ class HandedOut:
     def committed(self) -> None:
         self._ran.clear()
         self._under_way.clear()
+        self._clock.forget()
 
     def blame(self, error: BaseException) -> None:
         """This rank is about to die of an exception."""

@@ -272,9 +272,10 @@ class OwnedGradients:
             parameter.grad = None
 
     def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
-        gradient, index = parameter.grad, place.index
-        if not self._open or gradient is None:
+        gradient = parameter.grad
+        if gradient is None or not self._open:
             return
+        index = place.index
         if self._post is not None and index < self._next:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
@@ -298,19 +299,22 @@ class OwnedGradients:
     def _add_taken(self, index: int) -> None:
         """Add what was taken for this bucket to its places; what comes first to a place overwrites it."""
         taken = self._taken[index]
+        if not taken:
+            return
         parts = self._trays[index][0].size if index in self._trays else 1
-        added_to = self._touched.intersection(taken)
-        for first in (True, False):
-            places = [place for place in taken if (place not in added_to) is first]
-            if places:
-                gradients = [self._dense(place, taken[place]) for place in places]
-                self._extremes.note(self.sum.add([p.room for p in places], gradients, first), parts)
+        known = self._touched.intersection(taken)
+        for first, some in ((True, len(taken) - len(known)), (False, len(known))):
+            if some:
+                all_alike = some == len(taken)  # mostly
+                these = taken if all_alike else {p: taken[p] for p in taken if (p not in known) is first}
+                gradients = [self._dense(place, gradient) for place, gradient in these.items()]
+                self._extremes.note(self.sum.add([p.room for p in these], gradients, first), parts)
         self._touched.update(taken)
         self._used.update(taken)
         taken.clear()
 
     def _dense(self, place: Place, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.layout != torch.strided:
+        if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of parameter {self._name(place.parameter)} is sparse, and buckets are dense; "
                 "use sparse=False, and no other operation with sparse gradients"
