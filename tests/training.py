@@ -130,8 +130,14 @@ def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = 120) ->
     return Trained(process.returncode, output or "", run_dir)
 
 
-def train(run_dir: Path, *words: str, kills: Sequence[str] = (), resume: Path | None = None) -> Trained:
-    return finish(start(run_dir, *words, kills=kills, resume=resume), run_dir)
+def train(
+    run_dir: Path,
+    *words: str,
+    kills: Sequence[str] = (),
+    resume: Path | None = None,
+    limit: float = 120,
+) -> Trained:
+    return finish(start(run_dir, *words, kills=kills, resume=resume), run_dir, limit)
 
 
 def check_lines(run: Trained, steps: int, batch: int | None) -> None:

@@ -50,7 +50,7 @@ def kill(run_dir: Path, rank: int) -> None:
 def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: int) -> None:
     """A run of one replica with the same B and as many steps has the same samples, and the same bits."""
     steps = len(run.steps)
-    calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}")
+    calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}", limit=120 + steps / 4)
     assert calm.code == 0, calm.output
     check_lines(run, steps, batch)
     for name in ("data_digest", "loss", "lr"):
