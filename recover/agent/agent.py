@@ -33,7 +33,7 @@ from recover.agent.run_directory import SeenDirectories, keep_placement, open_sh
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease, without_lease
 from recover.job.grid import Grid
-from recover.job.hosts_asked import ROOM, HostOptions
+from recover.job.hosts_asked import HostOptions, room_for
 from recover.job.outlet import OUTLET, say
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch import preflight
@@ -92,7 +92,7 @@ def launch_host(
             records=own,
         )
         if part.returns:
-            spec = replace(spec, room=ROOM * replica_size)
+            spec = replace(spec, room=room_for(replica_size))
         first = part.least * part.slots - part.standby * replica_size
         later = part.most * part.slots + spec.room - first
         spec = replace(spec, faults=preflight.check_faults(faults, first, replica_size, later))

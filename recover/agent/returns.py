@@ -36,9 +36,10 @@ from recover.etcd.etcd_client import (
     unchanged_since,
     version_is,
 )
-from recover.etcd.etcd_entry import NotPlacedError, place_replica
+from recover.etcd.etcd_entry import NoRoomError, NotPlacedError, place_replica
 from recover.etcd.etcd_host import HOST
 from recover.fabrics.base import NotAdmittedError
+from recover.job.outlet import say
 
 FREE, ANEW = "free/", "anew/"
 MISSED = 12  # looks in a row at a host without a lease: then it does not start what was placed there
@@ -83,6 +84,7 @@ class Returns:
         self.asked: set[int] = set()  # ranks of theirs that have been ready
         self._missed: dict[str, int] = {}
         self.ended = False  # nobody is started any more
+        self._is_full = False  # nobody could be, for want of ids
 
     def look(self) -> bool:
         """Publish what is free here, place what can be placed, and hear of what others have placed. Whether anything
@@ -128,7 +130,7 @@ class Returns:
         free = {host: json.loads(found.value) for host, found in sorted(lists.items()) if host in there}
         free = {host: slots for host, slots in free.items() if slots}
         seats = place({host: len(slots) for host, slots in free.items()}, self._size)[: self._size]
-        if len(seats) < self._size:
+        if len(seats) < self._size or self._is_full:
             return False
         taken = [Seat(seat.host, free[seat.host].pop(0)) for seat in seats]
         hosts = sorted({seat.host for seat in taken})
@@ -142,8 +144,16 @@ class Returns:
 
         try:
             place_replica(self._client, self._most, guards, record)
+        except NoRoomError:
+            self._is_full = True
+            say(
+                f"no replica is started any more: of the {self._most} ids that ranks of a job may have, too few are "
+                f"left for a replica of {self._size}; stop the job when it suits you (SIGTERM), and go on from its "
+                "checkpoint"
+            )
+            return False
         except (NotPlacedError, NotAdmittedError):
-            # Somebody else has, or a host has gone; or no room is left; or the job has not begun.
+            # Somebody else has, or a host has gone; or the job has not begun.
             return False
         return True
 

@@ -29,6 +29,10 @@ class NotPlacedError(RuntimeError):
     """What was to be true for a replica to be placed is not."""
 
 
+class NoRoomError(NotPlacedError):
+    """All ids of ranks that the job may have are used."""
+
+
 @dataclass(frozen=True)
 class EnteredJob:
     """What all processes of a job must agree on. `token`: a secret; etcd gets to see its digest only."""
@@ -58,7 +62,7 @@ def place_replica(
 ) -> range:
     """The same, in one transaction with what else is to be written down about these ids.
 
-    Raises NotPlacedError if the guards do not hold, or there would be more than `most` ids.
+    Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most` ids.
     """
     me = uuid.uuid4().hex.encode()
     while True:
@@ -71,7 +75,7 @@ def place_replica(
         first = known["size"] + placed * known["replica_size"]
         ranks = range(first, first + known["replica_size"])
         if most is not None and ranks.stop > most:
-            raise NotPlacedError(f"there is no room for ids beyond {most}")
+            raise NoRoomError(f"there is no room for ids beyond {most}")
         claims = [put(key_of(CLAIM, rank), b"") for rank in ranks]
         conditions = [version_is(IDS, placed), *guards]
         answer = client.txn(conditions, [put(IDS, me), *claims, *record(ranks)], [get(IDS)])

@@ -10,9 +10,17 @@ JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
 LEASE = 2.0  # seconds; etcd grants no shorter ones
 PREFIX = "/recover"
 RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
-ROOM = 1000  # replicas that may be started after the first ones, for which there is room on the board
+ROOM, ROWS = (
+    1000,
+    10_000,
+)  # replicas that may be started after the first ones, or rows of the board, if that is more
 FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
 WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
+
+
+def room_for(replica_size: int) -> int:
+    """Ids for the ranks of replicas that are started later. Whoever looks at a board looks at all of its rows."""
+    return max(ROOM, ROWS // replica_size) * replica_size
 
 
 @dataclass(frozen=True)

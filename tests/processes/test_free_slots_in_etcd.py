@@ -57,12 +57,17 @@ def test_agents_that_place_at_once_use_every_slot_once(fabrics: Fabrics, size: i
     assert not {(key.removeprefix(FREE), slot) for key, slots in left.items() for slot in slots} & set(seats)
 
 
-def test_nothing_is_placed_on_a_host_that_has_gone_beyond_the_room_or_after_the_end(fabrics: Fabrics) -> None:
+def test_nothing_is_placed_on_a_host_that_has_gone_beyond_the_room_or_after_the_end(
+    fabrics: Fabrics, capsys: pytest.CaptureFixture[str]
+) -> None:
     fabrics.make(1)
     there = agents(fabrics, {"h1": 1, "h2": 3}, 1, most=3)
     fabrics.etcd.delete_all(f"{HOST}h1")
     look(*there.values())
     assert [seat.host for replica in placed(fabrics) for seat in replica.seats] == ["h2", "h2"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(there), "once by each host"
+    assert {"recover: no replica is started any more: of the 3 ids" in line for line in said} == {True}, said
     end_job(fabrics.etcd, "it is over")
     look(*agents(fabrics, {"h3": 1}, 1).values())
     assert len(placed(fabrics)) == 2
