@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from joining_ranks import JoiningRanks
-from test_return import LR, check_against_calm, replicas, wait
+from test_return import check_against_calm, replicas, wait
 from test_return_chaos import keys, living
 from training import finish, small_world, start
 
@@ -25,6 +25,7 @@ DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
 SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted
 STEPS = 10 * DEATHS
 SEED = 11
+LR = ["lr=1", "warmup_steps=100000"]  # the same in each step, however many there will be
 # Beyond two: each of four ranks may have opened or closed its connections, Go's runtime makes threads as it needs
 # them, and a process that is ready has three pipes.
 MARGIN = Counter({("etcd", "files"): 8, ("etcd", "threads"): os.cpu_count() or 1, ("launcher", "files"): 3})
