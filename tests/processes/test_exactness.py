@@ -49,7 +49,7 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
 ) -> None:
     """By the command that a user would type, and told by the report. One ends with a checkpoint when too few are left,
     the writer being lost."""
-    words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=12", "seed=7"]
+    words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=8", "seed=7"]
     calm = recover_train(tmp_path / "calm", *words, "replicas=4", "accum=4")
     runs = [
         recover_train(
@@ -57,9 +57,8 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
             *words,
             "replicas=4",
             "accum=4",
-            kills=["2:1:in-reduce", "2:0:extra", "8:2:after-update"],
+            kills=["2:1:in-reduce", "2:0:extra", "6:2:after-update"],
         ),
-        recover_train(tmp_path / "two", *words, "replicas=2", "accum=8", kills=["7:1:update"]),
     ]
     stopped = recover_train(
         tmp_path / "stopped", *words, "replicas=4", "accum=4", "min_replicas=4", kills=["4:0:backward"]

@@ -20,9 +20,15 @@ while step.index < {STEPS}:
 """
 
 
-@pytest.mark.parametrize("options", [("-n", "3"), ("-n", "3", "--return")], ids=["openmpi", "etcd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["-n", "3"], id="openmpi", marks=pytest.mark.soak),
+        pytest.param(["-n", "3", "--return"], id="etcd"),
+    ],
+)
 def test_a_job_goes_on_through_deaths_though_nobody_reads_what_it_says(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, options: list[str]
 ) -> None:
     job = Job(tmp_path, SCRIPT, *options)
     steps = job.run_dir / "steps.jsonl"
