@@ -57,16 +57,19 @@ class Tail:
 
 
 class Follower:
-    """The finished lines that were added to a file since the last look, each told once, whatever becomes of it."""
+    """The finished lines that were added to a file since the last look, each told once, whatever becomes of it.
+
+    Lines are in the order of their steps, and in one step of their epochs: what comes behind the last one is new.
+    """
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self._tail.skip()  # of an earlier run, and about to be replaced
-        self._told: set[tuple[int, int | None]] = set()
+        self._told = (-1, -1)  # the last one
 
     def read(self) -> list[Any]:
         lines, _ = self._tail.read()
-        fresh = {(line["step"], line.get("epoch")): line for line in lines}
-        untold = [line for key, line in fresh.items() if key not in self._told]
-        self._told |= fresh.keys()
+        fresh = {(line["step"], line.get("epoch") or 0): line for line in lines}
+        untold = [line for key, line in fresh.items() if key > self._told]
+        self._told = max([self._told, *fresh])
         return untold

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None
         file.write(b'{"step": 12, "lo')
     assert [entry["step"] for entry in tail.read()] == list(range(1, 12))
     assert tail.read() == []
+
+
+def test_a_line_is_told_once_though_its_writers_successor_writes_it_again_and_nothing_is_kept_of_it(
+    tmp_path: Path,
+) -> None:
+    path, told, kept = tmp_path / "steps.jsonl", [], []
+    follower = Follower(path)
+    for first in (1, 1001, 2001):
+        filled(path, range(first, first + 1000)).write()
+        told += follower.read()
+        lines = filled(path, range(first + 997, first + 1000))
+        lines.cut_after(first + 996)
+        lines.write()
+        told += follower.read()
+        kept.append(len(pickle.dumps(vars(follower))))
+    assert [entry["step"] for entry in told] == list(range(1, 3001))
+    assert kept[2] - kept[1] < 100, "a job takes steps for weeks"
 
 
 def test_a_failure_is_one_sentence_and_comes_with_its_step(
