@@ -76,7 +76,14 @@ def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(t
         first, second = ready._waiting
         first.kill()
         first.wait()
+        assert first.stdin is not None
+        first.stdin.close()
+        reader, writer = (
+            os.pipe()
+        )  # a pipe that takes what is said to it tells nothing of whoever was to listen
+        first.stdin = os.fdopen(writer, "wb")
         assert ready.take(os.environ) is second
+        os.close(reader)
         second.kill()
         second.communicate()
         ready.fill()
