@@ -10,10 +10,8 @@ JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
 LEASE = 2.0  # seconds; etcd grants no shorter ones
 PREFIX = "/recover"
 RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
-ROOM, ROWS = (
-    1000,
-    10_000,
-)  # replicas that may be started after the first ones, or rows of the board, if that is more
+ROOM = 1000  # replicas that may be started after the first ones, and more of small ones, as long as there are ...
+ROWS = 10_000  # ... so many rows of the board for them
 FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
 WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
 

@@ -33,9 +33,8 @@ def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> Cam
         if event["what"] == "step-end" and event["at"] > died:
             steps.setdefault((event["life"], event["step"]), []).append(event)
     ends = sorted((max(each["at"] for each in step), all(map(is_whole, step))) for step in steps.values())
-    if not all(
-        all_in for _, all_in in ends
-    ):  # one may die just after its vote: the others still commit with it
+    if not all(all_in for _, all_in in ends):
+        # One may die just after its vote: the others still commit with it.
         ends = list(dropwhile(lambda end: end[1], ends))
     whole = next((at for at, all_in in ends if all_in), None)
     if whole is None:

@@ -49,6 +49,12 @@ def held(pid: int) -> dict[str, int]:
     }
 
 
+def most_memory(name: str, first: int) -> float:
+    """Etcd keeps its last 10,000 requests in memory, and goes up and down with them. Others settle: a launcher that kept
+    0.6 kB of each step had 7 MiB more at the end, of 60."""
+    return 256 if name == "etcd" else 1.02 * first + 3
+
+
 def look(run_dir: Path, launcher: int) -> dict[str, Any]:
     """The launcher, its etcd, and a rank that was there from the start; keys and files of the job."""
     ranks = living(run_dir)
@@ -104,9 +110,7 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
     for name in ("launcher", "etcd", "rank 0"):
         for what in ("files", "threads"):
             assert last[name][what] <= first[name][what] + 2 + MARGIN[name, what], (name, what, first, last)
-        # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
-        most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
-        assert last[name]["MiB"] <= most, (name, first, last)
+        assert last[name]["MiB"] <= most_memory(name, first[name]["MiB"]), (name, first, last)
     assert last["keys"] == first["keys"]
     assert last["files"] == first["files"]
     early, late = pace(run_dir, slice(20, 120)), pace(run_dir, slice(-100, None))
@@ -159,9 +163,7 @@ def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
     for name in ("etcd", "rank 0"):
         for what in ("files", "threads"):
             assert last[name][what] <= first[name][what] + 2 + MARGIN[name, what], (name, what, first, last)
-        # Etcd keeps its last 10,000 requests in memory, and goes up and down with them.
-        most = 256 if name == "etcd" else 1.2 * first[name]["MiB"] + 16
-        assert last[name]["MiB"] <= most, (name, first, last)
+        assert last[name]["MiB"] <= most_memory(name, first[name]["MiB"]), (name, first, last)
     assert last["keys"] == first["keys"]
     assert late < SLOWER * early
     assert {line["weight"] for line in steps} == {8.0}
