@@ -78,9 +78,8 @@ def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(t
         first.wait()
         assert first.stdin is not None
         first.stdin.close()
-        reader, writer = (
-            os.pipe()
-        )  # a pipe that takes what is said to it tells nothing of whoever was to listen
+        # A pipe that takes what is said to it tells nothing of whoever was to listen.
+        reader, writer = os.pipe()
         first.stdin = os.fdopen(writer, "wb")
         assert ready.take(os.environ) is second
         os.close(reader)

@@ -50,8 +50,8 @@ def held(pid: int) -> dict[str, int]:
 
 
 def most_memory(name: str, first: int) -> float:
-    """Etcd keeps its last 10,000 requests in memory, and goes up and down with them. Others settle: a launcher that kept
-    0.6 kB of each step had 7 MiB more at the end, of 60."""
+    """Etcd keeps its last 10,000 requests in memory, and goes up and down with them. One that kept 0.6 kB
+    of each step had 7 MiB more at the end, of 60; others settle."""
     return 256 if name == "etcd" else 1.02 * first + 3
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from recover.agent.free_slots import SETTLE, HostSlots
 from recover.agent.host_options import HostPart, read_options
-from recover.job.hosts_asked import HostOptions
+from recover.job.hosts_asked import HostOptions, room_for
 from recover.launch.preflight import Refusal
 from recover.world.ending import End
 
@@ -23,6 +23,10 @@ def marker(end: End, detail: str = "") -> str:
 def lose(slots: HostSlots, at: float, left: str = "", code: int = KILLED, slot: int = 0) -> str:
     slots.take(slot, at)
     return slots.leave(slot, left, code, at + 1)
+
+
+def test_there_are_ids_for_a_thousand_returns_and_for_more_of_small_replicas() -> None:
+    assert [room_for(size) for size in (1, 8, 10, 64)] == [10_000, 10_000, 10_000, 64_000]
 
 
 def test_a_place_is_free_at_once_after_a_first_loss_and_rests_after_another() -> None:

@@ -70,6 +70,19 @@ def test_draws_differ_by_slot_step_shard_stage_and_purpose_and_by_nothing_else()
     assert reads[0] not in seen
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_gpus_draw_like_the_host_but_a_reader_that_was_forked_leaves_those_of_its_parent_alone(
+    usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fork torch still has them, and any call to CUDA fails."""
+    on_gpus = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "default_generators", tuple(on_gpus))
+    Randomness(7, 0).sample(3)
+    seeds = {generator.initial_seed() for generator in on_gpus}
+    assert seeds == {torch.initial_seed() if usable else 0}
+
+
 def test_an_error_inside_a_step_leaves_the_users_generators_alone() -> None:
     seed_user()
     expected = [draws(), draws()]
