@@ -23,9 +23,10 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 CAN_BE_CUT = {"num_hidden_layers": 2, "num_key_value_heads": 2}  # into stages, and into slices
+ON_GPU = " gpu_peak_mib mfu" if os.environ.get("TEST_DEVICE") == "cuda" else ""
 STEP_FIELDS = (
     "step loss grad_norm lr microbatches tokens replicas epoch accum roles seconds data_digest at "
-    "compute_ms wait_ms"
+    f"compute_ms wait_ms{ON_GPU}"
 )
 INCIDENT_FIELDS = (
     "step location dead_ranks dead_replicas boundary restore extra_microbatches redone_microbatches epoch "
@@ -33,7 +34,7 @@ INCIDENT_FIELDS = (
 )
 SUMMARY_FIELDS = (
     "steps microbatches_min microbatches_max replicas_start replicas_end failures tokens seconds tokens_per_second "
-    "effective_throughput final_loss parameters_digest goodput"
+    f"effective_throughput final_loss parameters_digest goodput{ON_GPU}"
 )
 
 

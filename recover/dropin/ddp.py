@@ -27,9 +27,10 @@ from recover.launch.join import init
 from recover.policy import SlotSet
 from recover.sums.accumulation import ignore
 from recover.sums.buckets import Bucket
-from recover.sums.gradients import NO_SLOTS, Post, squared_norm
+from recover.sums.gradients import NO_SLOTS, Post
 from recover.sums.later import Later
 from recover.sums.ledger import with_slots
+from recover.sums.norm import squared_norm
 from recover.sums.reduction import FastSum, Sum
 
 Restore = Literal["auto", "blocking", "non-blocking"]
@@ -152,7 +153,7 @@ class DDPGradients:
         self._post, self._held = None, NO_SLOTS
         self.release()
 
-    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
         self._post, self._fresh = post, 0
         self._after = with_slots(self._held, slots)
         self._model.require_backward_grad_sync = post is not None  # what DDP's no_sync() sets

@@ -21,7 +21,6 @@ from recover.replica.hsdp import ShardedReplica
 from recover.sums.accumulation import ignore
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import mark
-from recover.sums.places import Place
 from recover.world.world import World
 
 SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
@@ -29,6 +28,9 @@ SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 class FSDPGradients(OwnedGradients):
     """The sharded gradients of an FSDP-wrapped model, for `recover.Step(..., gradients=...)`."""
+
+    # Autograd's hooks would see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
+    told_by_autograd = False
 
     def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float | None = None) -> None:
         for module in FullyShardedDataParallel.fsdp_modules(model):
@@ -45,23 +47,12 @@ class FSDPGradients(OwnedGradients):
             ignore(module, "no_sync")  # every microbatch leaves its gradient here, to be counted
         assert model.process_group is not None
         super().__init__(model.parameters(), bucket_mb)
-        self._through = False
         mark(model, ShardedReplica(model.process_group, next(model.parameters()).device))
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        if self._hooks:
+        if "buckets" in vars(self):
             raise ValueError(
                 "parameters were frozen or unfrozen, and FSDP has flattened those that it was wrapped with; use "
                 "recover.hsdp, or wrap the model anew, with a new FSDPGradients and a new Step"
             )
         super().lay_out(parameters)
-
-    def collect(self) -> None:
-        self._through = True
-        super().collect()
-        self._through = False
-
-    def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
-        # Autograd's hooks see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
-        if self._through:
-            super()._take(place, parameter)

@@ -349,7 +349,7 @@ class Step(BesideTraining):
         batches = self._handed_out.read(stream, self._transaction.index, slots)
         self._moving.hand_out()
         expected = SlotSet((slot, slot + 1) for slot in slots)
-        self._gradients.expect(self._transaction.post if post else None, expected)
+        self._gradients.expect(self._transaction.post if post else None, expected, self._by_rounds)
         self._habits.handed_out()
         self.seed_microbatch(0)
         return batches

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from recover.policy import SlotSet
 from recover.sums import later
 from recover.sums.buckets import Bucket
 from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
-from recover.sums.later import Later, Numbers
+from recover.sums.later import Later
 from recover.sums.ledger import with_slots
+from recover.sums.norm import squared_norm
 from recover.sums.parts import as_real, on_device, own_gradient
 from recover.sums.places import Place, cut, marked, room_for
 from recover.sums.reduction import FastSum, Sum
+from recover.sums.tellers import Tellers
 
 Post = Callable[[int, Bucket], None]
 MEGABYTE = 1 << 20
@@ -42,7 +41,10 @@ class Gradients(Protocol):
 
     sum: Sum
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
-    came: bool  # whether any gradient has, since the last `expect`
+
+    @property
+    def came(self) -> bool:
+        """Whether any gradient has, since the last `expect`."""
 
     @property
     def usage(self) -> list[float]:
@@ -74,7 +76,7 @@ class Gradients(Protocol):
     def clear(self) -> None:
         """Give up what this replica has summed in this step."""
 
-    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
         """A microbatch (or a round) is about to run: `slots` is what the buckets hold more of when it is through.
 
         If `post` is given it is the last one, and full buckets are posted.
@@ -110,6 +112,8 @@ class OwnedGradients:
     up over the partners when the round is through: a local sum never holds half a gradient.
     """
 
+    told_by_autograd = True  # otherwise gradients are taken when a backward is through
+
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
@@ -124,7 +128,7 @@ class OwnedGradients:
         self._extremes = Extremes(self.sum.bound)
         self._told: dict[int, Later[set[Place]]] = {}  # by bucket, what its partners have used
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
-        self._hooks: list[RemovableHandle] = []
+        self._tellers = Tellers([], self._take, self._take_bucket)
         self._used: set[Place] = set()
         self._after = NO_SLOTS  # what a bucket holds that the microbatch under way has filled
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
@@ -133,8 +137,8 @@ class OwnedGradients:
         self._open = False
         self._post: Post | None = None
         self._next = 0  # the next bucket to post
-        self._waiting: list[int] = []
-        self._seen: set[Place] = set()
+        self._seen: set[Place] = set()  # of the microbatch under way
+        self._missing: list[int] = []  # by bucket, how many were not seen yet
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         everything = list(parameters)
@@ -144,17 +148,14 @@ class OwnedGradients:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to train")
         self._members: list[list[Place]] = []  # by bucket
         self._taken: list[dict[Place, torch.Tensor]] = []  # by bucket, gradients that are not in its sum yet
-        self._at_once: list[int] = []  # by bucket, how many are added together
+        self._together: list[bool] = []  # by bucket, whether its gradients are
         self._trays: dict[int, tuple[Partners, torch.Tensor]] = {}  # by bucket
         self.buckets = self._lay_out(self._bucket_mb, self._replica)
         by_parameter = {place.parameter: place for members in self._members for place in members}
         self._places = [by_parameter[parameter] for parameter in self.parameters]
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            place.parameter.register_post_accumulate_grad_hook(partial(self._take, place))
-            for place in self._places
-        ]
+        self._tellers.remove()
+        told_of = self._members if self.told_by_autograd else []
+        self._tellers = Tellers(told_of, self._take, self._take_bucket)
 
     @property
     def usage(self) -> list[float]:
@@ -202,7 +203,7 @@ class OwnedGradients:
                     at += size
                 self._members.append(places)
                 self._taken.append({})
-                self._at_once.append(1 if near else len(places))
+                self._together.append(not near)
                 buckets.append(Bucket(local, copies=sharing.copies))
         return buckets
 
@@ -223,19 +224,24 @@ class OwnedGradients:
         for bucket in self.buckets:
             bucket.held = NO_SLOTS
 
-    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS) -> None:
-        self._open, self._post, self._next, self.came = True, post, 0, False
+    @property
+    def came(self) -> bool:
+        return bool(self._seen) or any(parameter.grad is not None for parameter in self.parameters)
+
+    def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
+        self._open, self._post, self._next = True, post, 0
         self._after = with_slots(self.buckets[0].held, slots)
         self._seen.clear()
-        # A tray is full when the round is through, and not before.
-        self._waiting = [len(places) + (index in self._trays) for index, places in enumerate(self._members)]
+        self._missing = [len(places) for places in self._members]
+        self._tellers.expect(in_round)
 
     def ready(self) -> None:
         pass  # out of place, nothing is ever rewound
 
     def collect(self) -> None:
-        for place in self._places:  # gradients that came without autograd's hooks
+        for place in self._places:  # gradients that nobody told of
             if place.parameter.grad is not None:
+                self._tellers.came_otherwise(place.index)
                 self._take(place, place.parameter)
         for index in range(len(self.buckets)):  # those of which this microbatch did not use all
             self._add_taken(index)
@@ -272,29 +278,56 @@ class OwnedGradients:
             parameter.grad = None
 
     def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None or not self._open:
+        """Its gradient is complete."""
+        if parameter.grad is None or not self._open:
             return
         index = place.index
+        if place in self._seen:
+            self._tellers.came_otherwise(index)
+            if place in self._taken[index]:
+                self._add_taken(index)
+        self._set_aside([place])
+        if not self._together[index]:
+            self._add_taken(index)
+        elif len(self._taken[index]) == len(self._members[index]):
+            self._tellers.came_last(place)
+            self._add_taken(index)
+        self._post_full()
+
+    def _take_bucket(self, index: int, _last: torch.nn.Parameter) -> None:
+        """The gradient that was the last of this bucket so far is complete: take all that are there."""
+        if self._open:
+            self._set_aside([place for place in self._members[index] if place.parameter.grad is not None])
+            self._add_taken(index)
+            self._post_full()
+
+    def _set_aside(self, places: Sequence[Place]) -> None:
+        """Their gradients, all of one bucket."""
+        if not places:
+            return
+        index = places[0].index
         if self._post is not None and index < self._next:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after its bucket was handed to the reduction; "
                 "with activation checkpointing of shared weights use use_reentrant=False"
             )
-        taken, self.came = self._taken[index], True
-        if place in taken:
-            self._add_taken(index)  # this is its second one
-        taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(parameter)
-        parameter.grad = None
-        if len(taken) == self._at_once[index]:
-            self._add_taken(index)
-        if self._post is not None and place not in self._seen:
-            self._seen.add(place)
-            self._waiting[index] -= 1
-            ready = self._next
-            while ready < len(self.buckets) and not self._waiting[ready]:
-                ready += 1
-            self._post_up_to(ready)
+        taken = self._taken[index]
+        for place in places:
+            gradient = place.parameter.grad
+            taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(place.parameter)
+            place.parameter.grad = None
+        before = len(self._seen)
+        self._seen.update(places)
+        self._missing[index] -= len(self._seen) - before
+
+    def _post_full(self) -> None:
+        """In their order. A tray is full when the round is through, and not before."""
+        if self._post is None:
+            return
+        ready = self._next
+        while ready < len(self.buckets) and not self._missing[ready] and ready not in self._trays:
+            ready += 1
+        self._post_up_to(ready)
 
     def _add_taken(self, index: int) -> None:
         """Add what was taken for this bucket to its places; what comes first to a place overwrites it."""
@@ -357,16 +390,3 @@ class OwnedGradients:
                 self._emptied.add(index)
             self._told[index] = marked(self._members[index], tray[local.numel() :])
             self._touched.difference_update(self._members[index])
-
-
-def squared_norm(buckets: Sequence[Bucket]) -> float:
-    """Read at once, whatever their number. A device is asked for it before its sums are through, so that it goes on
-    from them without a word of the host. If one of them fails it is of no account."""
-    if not all(bucket.is_coming() for bucket in buckets):
-        return 0.0
-    copies = torch.tensor([bucket.copies for bucket in buckets], dtype=torch.float64)
-
-    def total(*norms: Numbers) -> float:
-        return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
-
-    return Later(total, *(torch.linalg.vector_norm(bucket.result) for bucket in buckets)).value

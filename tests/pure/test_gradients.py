@@ -220,7 +220,8 @@ def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
 def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
     microbatches: list[list[int]], in_a_bucket: int, reduction: str, far: bool
 ) -> None:
-    """Some gradients not at all, some several times, in any order; until a bucket is handed over."""
+    """Some gradients not at all, some several times, in any order; until a bucket is handed over. On a device that is
+    so in rounds: the microbatches of one must not be added up by autograd."""
     parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(later, "NEAR", () if far else ("cpu",))
@@ -231,7 +232,8 @@ def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
     gradients.begin()
     for number, arrivals in enumerate(microbatches):
         last = number == len(microbatches) - 1
-        gradients.expect((lambda i, bucket: posted.update({i: bucket.local.clone()})) if last else None)
+        post = (lambda i, bucket: posted.update({i: bucket.local.clone()})) if last else None
+        gradients.expect(post, in_round=far)
         for at, which in enumerate(arrivals):
             factor = torch.tensor([0.1, -0.7, 3.3]) / (1 + at + number)
             loss = (parameters[which] * factor).sum()

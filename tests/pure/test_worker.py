@@ -13,7 +13,7 @@ from launching import wait_until
 
 from recover.carriers.worker import Rest, Work, Worker
 from recover.sums.buckets import Bucket
-from recover.sums.gradients import squared_norm
+from recover.sums.norm import squared_norm
 from recover.sums.places import Place
 
 
