@@ -15,8 +15,7 @@ from typing import Any
 
 from recover.etcd.etcd_agreement import Decision
 from recover.etcd.etcd_client import KeyValue
-from recover.etcd.etcd_host import GRACE
-from recover.job.hosts_asked import LEASE
+from recover.etcd.etcd_host import GRACE, TTL
 
 PROGRAM = Path(__file__).parent / "programs" / "etcd_host.py"
 PATIENCE = 90.0  # seconds; far above what anything here takes
@@ -32,7 +31,7 @@ class EtcdRanks:
         directory: Path,
         hosts: Sequence[Sequence[int]],
         carrier: str = "",
-        ttl: float = LEASE,
+        ttl: float = TTL,
         grace: float = GRACE,
         replica_size: int = 1,
         patience: float = 30.0,

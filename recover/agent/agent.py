@@ -31,7 +31,7 @@ from recover.agent.placement import across
 from recover.agent.returns import Returns
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.etcd.etcd_client import EtcdClient, EtcdError
-from recover.etcd.etcd_host import HostLease, without_lease
+from recover.etcd.etcd_host import HostLease, parts_of, without_lease
 from recover.job.grid import Grid
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.job.outlet import OUTLET, say
@@ -98,7 +98,7 @@ def launch_host(
         spec = replace(spec, faults=preflight.check_faults(faults, first, replica_size, later))
         preflight.check_module(str(script)) if module else preflight.check_script(script)
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
-        spec = replace(spec, address=address, interface=interface_of_address(address))
+        spec = replace(spec, address=address, interface=interface_of_address(address), lease=options.lease)
         directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
         facts = facts_of(
             part, spec, script, module, options.lease, words_of(args) if facts is None else facts
@@ -237,7 +237,7 @@ class Agent:
         host, part = self._part.host, self._part
         mine = {} if meeting.late else {rank: plan.seats[rank].slot for rank in plan.ranks_of(host)}
         impatient = _client(spec.etcd, _IMPATIENT)
-        lease = HostLease(impatient, host, tuple(mine), options.lease, lost=self._lose)
+        lease = HostLease(impatient, host, tuple(mine), parts_of(options.lease)[0], lost=self._lose)
         board = Board(session.directory / "board", spec.board_size)
         grid = Grid.of(spec.ranks, spec.replica_size)
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
@@ -261,6 +261,9 @@ class Agent:
         try:
             if not meeting.late:
                 lease.start()
+            if longer := lease.granted - parts_of(options.lease)[0]:
+                seen = f"a lost host is seen after {options.lease + longer:g} s, not {options.lease:g}"
+                say(f"etcd grants no lease under {lease.granted} s here: {seen}")
             must_end = functools.partial(self._must_end, clerk, ranks, timeout, bool(spec.across))
             failure = ranks.watch(timeout, must_end, lambda: clerk.ends)
             if failure:

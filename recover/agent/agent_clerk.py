@@ -136,7 +136,7 @@ class Clerk:
                 declare(self._client, rank, death)
             if marker is not None:
                 # All agents read it within a moment; those of weeks would fill the store.
-                lease = self._client.grant(KEPT) if death and self.returns is not None else 0
+                lease = self._client.grant(KEPT)[0] if death and self.returns is not None else 0
                 self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
             with self._lock:
                 del self._outbox[rank]

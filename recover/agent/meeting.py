@@ -126,7 +126,7 @@ class Meeting:
                     "give this one a name of its own, or end the other first"
                 )
             time.sleep(LOOK)
-        self._lease = self._client.grant(LEASE)
+        self._lease, _ = self._client.grant(LEASE)
         key, mine = f"{MEET}{self.me.host}", self.me.to_bytes()
         writes = [put(key, mine, self._lease), delete(f"{REFUSED}{self.me.host}")]
         answer = self._client.txn([absent(key)], writes, [get(key)])
@@ -189,7 +189,7 @@ class Meeting:
             return
         self._left.set()
         try:
-            word = [put(f"{REFUSED}{self.me.host}", why.encode(), self._client.grant(60.0))] if why else []
+            word = [put(f"{REFUSED}{self.me.host}", why.encode(), self._client.grant(60.0)[0])] if why else []
             key = f"{MEET}{self.me.host}"
             self._client.txn([value_is(key, self.me.to_bytes())], [delete(key), *word])
             self._client.revoke(self._lease)
@@ -292,7 +292,7 @@ class Meeting:
         while not self._left.wait(KEEP):
             try:
                 if not self._client.keep_alive(self._lease):
-                    self._lease = self._client.grant(LEASE)
+                    self._lease, _ = self._client.grant(LEASE)
                     self._client.txn([], [put(f"{MEET}{self.me.host}", self.me.to_bytes(), self._lease)])
             except EtcdError:
                 pass  # once etcd is back

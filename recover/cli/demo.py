@@ -135,6 +135,8 @@ def _on_hosts(count: int, place: Path) -> int:
         endpoints,
         "--rdzv-id",
         "demo",
+        "--lease",
+        "4",  # all hosts share one machine
     ]
     keys = [f"steps={STEPS}", *(word for word in WORDS if not word.startswith("replicas"))]
     steps = place / "h2" / "steps.jsonl"

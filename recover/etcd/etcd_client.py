@@ -211,9 +211,10 @@ class EtcdClient:
         body = {"key": to_base64(self.prefix + prefix), "range_end": to_base64(after(self.prefix + prefix))}
         self.ask("/v3/kv/deleterange", body)
 
-    def grant(self, ttl: float) -> int:
-        """A new lease of so many seconds (etcd counts whole ones)."""
-        return int(self.ask("/v3/lease/grant", {"TTL": math.ceil(ttl)})["ID"])
+    def grant(self, ttl: float) -> tuple[int, int]:
+        """A new lease of so many seconds, and how many they are: etcd counts whole ones, and grants none too short."""
+        granted = self.ask("/v3/lease/grant", {"TTL": math.ceil(ttl)})
+        return int(granted["ID"]), int(granted["TTL"])
 
     def keep_alive(self, lease: int) -> bool:
         """Let it count from the start again. False if there is no such lease any more."""

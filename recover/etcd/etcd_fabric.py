@@ -96,7 +96,7 @@ class EtcdFabric:
 
     `token`: the same for all processes of a job. `host`: the name under which this rank's host holds its lease, if any.
     `hang_limit`: seconds after which a rank that all others wait for in an agreement is declared dead; None: never.
-    `grace`: seconds that a host may be without a lease before its ranks are declared dead.
+    `grace`: seconds that a host may be without a lease in etcd before its ranks are declared dead.
     `end`: called with the reason, from any thread, when this rank was declared dead; it must not return. By default
     the next call raises DeclaredDeadError.
     `address`: of this host, for its mates. `limit`: of ranks at work; who asks beyond it stands by until a loss.

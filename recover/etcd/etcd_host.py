@@ -3,6 +3,8 @@
 A lease that has gone is no proof: a member of etcd that was paused and comes back may revoke those of living hosts. So
 the others wait for a grace before they declare the ranks of such a host dead, all at once, and meanwhile its holder may
 get a new one, unless it is too late. That etcd is silent is no reason for either to do anything.
+
+What users call a lease is all of it, etcd's and the grace: so long after its last sign a host is dead to all.
 """
 
 from __future__ import annotations
@@ -29,11 +31,20 @@ from recover.etcd.etcd_client import (
 from recover.job.hosts_asked import LEASE
 
 HOST, PLACED = "seen/host/", "seen/placed/"
-GRACE = 1.0  # seconds between the end of a lease and what follows from it
-KEEP = 0.25  # seconds between two looks at one's own lease: one that was revoked must be renewed within the grace
-KEEPERS = 3  # ways to etcd on which the lease is kept: on a bad cable, or a busy machine, one alone may take seconds
+EXPIRY = 0.5  # seconds between two looks of etcd at what has run out
+KEEP = 0.15  # seconds between two requests to keep a lease: one that was revoked must be renewed within the grace
+KEEPERS = 8  # of these that may be under way: on a bad cable, or a busy machine, one may take seconds
 LOOK = 0.1  # seconds between two looks at the hosts that seem lost
 MOST_RANKS = 120  # of one host: etcd takes 128 operations in a transaction
+
+
+def parts_of(lease: float) -> tuple[int, float]:
+    """Of so many seconds without a sign: those of the lease in etcd, which counts whole ones, and the grace."""
+    ttl = max(1, int(lease * 0.7))
+    return ttl, lease - EXPIRY - ttl
+
+
+TTL, GRACE = parts_of(LEASE)
 
 
 def without_lease(host: str) -> str:
@@ -49,7 +60,7 @@ class HostLease:
         client: EtcdClient,
         name: str,
         ranks: Sequence[int],
-        ttl: float = LEASE,
+        ttl: float = TTL,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
         if "/" in name or not name:
@@ -58,6 +69,8 @@ class HostLease:
         self.ranks = self._checked(ranks)
         self._client, self._ttl, self._lost = client, ttl, lost
         self._lease, self._placings = 0, 1
+        self.granted = 0  # seconds; etcd may grant no lease as short as it was asked for
+        self._asked, self._asking = 0.0, threading.Lock()  # when a keeper went to etcd for the last time
         self._left = threading.Event()
         self._ending = threading.Lock()
         self._threads = [
@@ -67,7 +80,7 @@ class HostLease:
 
     def start(self) -> None:
         """Register the host. From here on its ranks may vote."""
-        self._lease = self._client.grant(self._ttl)
+        self._lease, self.granted = self._client.grant(self._ttl)
         host, placed = f"{HOST}{self.name}", f"{PLACED}{self.name}"
         ranks = json.dumps(self.ranks).encode()
         writes = [put(placed, ranks), put(host, b"%d" % self._lease, self._lease)]
@@ -107,16 +120,28 @@ class HostLease:
     def _keep(self, keeper: int) -> None:
         for _ in range(keeper):
             self._client.go_on()  # each begins with another member
-        while not self._left.wait(min(self._ttl / 4, KEEP)):
+        while not self._left.wait(max(0.0, self._asked + KEEP - time.monotonic())):
+            if not self._my_turn():
+                continue
             try:
                 if not self._client.keep_alive(self._lease) and not self._registered_anew():
                     self._give_up()
             except EtcdError:
                 pass  # without etcd nobody can agree on anything, and when it is back leases count from the start
 
+    def _my_turn(self) -> bool:
+        """One of the keepers that wait for no answer goes, every so often."""
+        with self._asking:
+            now = time.monotonic()
+            turn = now - self._asked >= KEEP
+            if turn:
+                self._asked = now
+            return turn
+
     def _registered_anew(self) -> bool:
         """By the first keeper that gets through. False if the others have given this host up."""
-        lease, placed, host = self._client.grant(self._ttl), f"{PLACED}{self.name}", f"{HOST}{self.name}"
+        lease, _ = self._client.grant(self._ttl)
+        placed, host = f"{PLACED}{self.name}", f"{HOST}{self.name}"
         guards, writes = [present(placed), absent(host)], [put(host, b"%d" % lease, lease)]
         answer = self._client.txn(guards, [*writes, get(placed), get(host)], [get(placed), get(host)])
         there, bound = answer.found

@@ -30,6 +30,9 @@ LOWEST, DEALT_OUT = 10_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRIES, PAUSE = 5, 0.2  # somebody may take a port between our choice and etcd's start
 KEPT_REVISIONS = "1000"  # of the past; nobody here reads any of it
 LOGGED = 10_000  # requests between two snapshots: what was logged before is thrown away, and its memory is free again
+ELECTION = (
+    600  # milliseconds without a leader before there is another; 1.5 times that is the shortest lease, 1 s
+)
 LOG = "etcd.log"
 _PR_SET_PDEATHSIG = 1
 
@@ -195,6 +198,8 @@ class EtcdServer:
             "snapshot-count": LOGGED,
             "max-wals": 1,
             "max-snapshots": 1,
+            "heartbeat-interval": ELECTION // 10,
+            "election-timeout": ELECTION,
             "log-level": "warn",
             "log-outputs": self._directory / LOG,
         }

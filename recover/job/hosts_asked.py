@@ -7,7 +7,7 @@ from pathlib import Path
 
 PATIENCE = 30.0  # seconds that etcd may be silent
 JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
-LEASE = 2.0  # seconds; etcd grants no shorter ones
+LEASE = 2.0  # seconds without a sign of a host after which it is lost to all
 PREFIX = "/recover"
 RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
 ROOM = 1000  # replicas that may be started after the first ones, and more of small ones, as long as there are ...

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from recover.job import process
+from recover.job.hosts_asked import LEASE
 
 VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
 FILE = "job.json"
@@ -60,7 +61,7 @@ class JobSpec:
     host: str | None = None  # the name under which this host's agent holds its lease
     address: str | None = None  # where the other hosts reach this one, and its interface
     interface: str | None = None
-    grace: float = 1.0  # seconds that a host may be without a lease before its ranks are dead
+    lease: float = LEASE  # seconds without a sign of a host after which its ranks are dead
     across: tuple[int, ...] = ()  # replicas that lie on several hosts
     directories: tuple[tuple[int, ...], ...] = ()  # the ranks that see the same run directory; (): all do
     joining: bool = False  # this process asks to be let into a world that is there already

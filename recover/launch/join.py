@@ -113,6 +113,7 @@ def _alone(job: JobSpec) -> World:
 
 def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.etcd.etcd_fabric import EtcdFabric
+    from recover.etcd.etcd_host import parts_of
     from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
     from recover.launch.etcd_pulses import steps_told
@@ -131,7 +132,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         board,
         job.token,
         job.host,
-        grace=job.grace,
+        grace=parts_of(job.lease)[1],
         end=_leave_etcd,
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",

@@ -28,7 +28,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         words = ["--nnodes", "3", "--nproc-per-node", "2", "--rdzv-endpoint", THREE, "--rdzv-id", "j"]
         keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "checkpoint.every=100000"]
-        job = LabJob(lab, tmp_path, ["train", *words, "--lease", "3", *keys])
+        job = LabJob(lab, tmp_path, ["train", *words, "--lease", "4", *keys])
         steps = {host: job.run_dir(host) / "steps.jsonl" for host in ("h2", "h3")}
 
         def replicas() -> int:
@@ -94,7 +94,7 @@ def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Pa
             "--rdzv-id",
             "j",
             "--lease",
-            "3",
+            "4",
             "--rdzv-patience",
             "6",
         ]

@@ -104,6 +104,7 @@ def test_a_job_meets_in_an_etcd_with_tls_and_users_and_whoever_is_nobody_there_i
     assert run.finish() == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["agreed 0", "agreed 1"]
     assert "a-password" not in run.stderr
+    assert "etcd grants no lease under 2 s here: a lost host is seen after 3 s, not 2" in run.stderr
     assert root.get_all("ours/")[0] == ()
     with pytest.raises(EtcdError):
         EtcdClient(endpoint, "/ours/tls/", "trainer", "a-password", patience=0).put("key", b"")

@@ -22,7 +22,7 @@ def a_job(
     lab: Lab, place: Path, words: list[str], nnodes: str, slots: int, batch: list[str], shared: bool
 ) -> LabJob:
     hosts = ["--nnodes", nnodes, "--nproc-per-node", str(slots), "--rdzv-endpoint", "h1", "--rdzv-id", "j"]
-    more = ["--lease", "3", "--return", "--return-delay", "0", "steps=100000", "pace=0.05"]
+    more = ["--lease", "4", "--return", "--return-delay", "0", "steps=100000", "pace=0.05"]
     return LabJob(lab, place, ["train", *hosts, *more, *words, *batch], shared)
 
 

@@ -235,7 +235,7 @@ def test_what_is_left_of_two_replicas_becomes_one_and_a_host_that_comes_later_on
     words = [*small_world(tmp_path / "world"), *LR, *HSDP, "reduction=reproducible"]
     with Lab(hosts=4, shared=[tmp_path]) as lab:
         hosts = ["--nnodes", "3:4", "--nproc-per-node", "2", "--rdzv-endpoint", "h1:2379", "--rdzv-id", "j"]
-        more = ["--lease", "3", "--return", "--return-delay", "0"]
+        more = ["--lease", "4", "--return", "--return-delay", "0"]
         batch = ["accum=2", "steps=100000", "pace=0.05"]
         job = LabJob(lab, tmp_path, ["train", *hosts, *more, *words, *batch], shared=True)
         run_dir = job.run_dir("h1")
