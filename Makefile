@@ -28,12 +28,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/recover demo
 
-# What starts no process runs beside what does, out of its way, and is told of after it.
 test: setup
-	@said=$$(mktemp) && trap 'kill $$beside 2>/dev/null; rm -f $$said' EXIT && trap 'exit 130' INT TERM; \
-	nice -n 19 $(BIN)/python -m pytest -m "pure or simulated" >$$said 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest -m processes; ended=$$?; \
-	wait $$beside || ended=$$?; cat $$said; exit $$ended
+	$(BIN)/python tests/suite.py
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "(pure or simulated) and not slow"

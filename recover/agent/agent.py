@@ -28,7 +28,7 @@ from recover.agent.host_options import HostPart, access_to, one_host, read_optio
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.own_etcd import OwnEtcd
 from recover.agent.placement import across
-from recover.agent.returns import Returns
+from recover.agent.returns import MISSED, Returns
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease, parts_of, without_lease
@@ -248,7 +248,10 @@ class Agent:
         clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options))
         slots = HostSlots(part.slots, options.return_delay, options.forgive)
         if part.returns:
-            clerk.returns = Returns(impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear)
+            patience = parts_of(options.lease)[1] + MISSED
+            clerk.returns = Returns(
+                impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear, patience
+            )
         if meeting.late:
             self._come_late(lease)
         elif spec.records:  # of an earlier run

@@ -42,7 +42,7 @@ from recover.fabrics.base import NotAdmittedError
 from recover.job.outlet import say
 
 FREE, ANEW = "free/", "anew/"
-MISSED = 12  # looks in a row at a host without a lease: then it does not start what was placed there
+MISSED = 2.0  # seconds after its grace: then a host does not start any more what was placed there
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ class Returns:
         replica_size: int,
         most: int,
         heard: Callable[[Newcomer], object],
+        patience: float,  # seconds that a host may be without a lease
     ) -> None:
         self._client, self._host, self._slots, self._size = client, host, slots, replica_size
-        self._most, self._heard = most, heard
+        self._most, self._heard, self._patience = most, heard, patience
         self.known: dict[int, Newcomer] = {}  # by the first rank: those that are there
         self.asked: set[int] = set()  # ranks of theirs that have been ready
-        self._missed: dict[str, int] = {}
+        self._missed: dict[str, float] = {}  # hosts without a lease, since when
         self.ended = False  # nobody is started any more
         self._is_full = False  # nobody could be, for want of ids
 
@@ -166,7 +167,8 @@ class Returns:
     def _miss(self, there: set[str]) -> None:
         """One that was to be started on a host that has gone will never come; its mates need not wait for it."""
         hosts = {seat.host for newcomer in self.known.values() for seat in newcomer.seats}
-        self._missed = {host: self._missed.get(host, 0) + 1 for host in hosts - there}
-        for host in (host for host, looks in self._missed.items() if looks >= MISSED):
+        now = time.monotonic()
+        self._missed = {host: self._missed.get(host, now) for host in hosts - there}
+        for host in (host for host, since in self._missed.items() if now - since > self._patience):
             for rank in (rank for newcomer in self.known.values() for rank in newcomer.on(host)):
-                declare(self._client, rank, f"host {host} has gone")
+                declare(self._client, rank, f"host {host} has gone", absent(f"{HOST}{host}"))

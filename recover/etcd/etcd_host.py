@@ -4,7 +4,7 @@ A lease that has gone is no proof: a member of etcd that was paused and comes ba
 the others wait for a grace before they declare the ranks of such a host dead, all at once, and meanwhile its holder may
 get a new one, unless it is too late. That etcd is silent is no reason for either to do anything.
 
-What users call a lease is all of it, etcd's and the grace: so long after its last sign a host is dead to all.
+What users call a lease is all of it, etcd's and the grace: about so long after its last sign a host is dead to all.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line])
         "host",
         f"was on host {host}, which was lost",
         f"host {host} was lost, with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: there was "
-        f"no sign of it for longer than its lease of {line['heard']['lease']:g} s, so it has no power, no network, or "
+        f"no sign of it for its lease of {line['heard']['lease']:g} s, so it has no power, no network, or "
         "no agent any more (killed, or stopped)",
         f"look at {host}: does it run, do the others reach it, what do its kernel's and its console's logs say; a job "
         "with --return takes it back when the same command is started there again",

@@ -340,6 +340,7 @@ class Step(BesideTraining):
     def _put_back(self) -> None:
         """What was run does not count."""
         self._handed_out.leave()
+        self._gradients.clear()  # what comes into `p.grad` from here on is the user's
         self._gradients.release()
         self._moving.restore()
         self._samples.put_back()

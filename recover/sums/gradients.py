@@ -233,7 +233,7 @@ class OwnedGradients:
         self._after = with_slots(self.buckets[0].held, slots)
         self._seen.clear()
         self._missing = [len(places) for places in self._members]
-        self._tellers.expect(in_round)
+        self._tellers.expect(each=in_round or self.sum.exact)
 
     def ready(self) -> None:
         pass  # out of place, nothing is ever rewound
@@ -282,10 +282,8 @@ class OwnedGradients:
         if parameter.grad is None or not self._open:
             return
         index = place.index
-        if place in self._seen:
-            self._tellers.came_otherwise(index)
-            if place in self._taken[index]:
-                self._add_taken(index)
+        if place in self._taken[index]:
+            self._add_taken(index)  # this is its second one
         self._set_aside([place])
         if not self._together[index]:
             self._add_taken(index)

@@ -26,6 +26,7 @@ class Sum(Protocol):
 
     unit: float  # what 1.0 in a bucket stands for
     bound: float  # gradients must stay within +- this
+    exact: bool  # it does not depend on the order, so nobody else may add up gradients beside it
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         """What the gradients of such parameters are summed in."""
@@ -55,6 +56,7 @@ class Sum(Protocol):
 
 
 class FastSum:
+    exact = False
     unit = 1.0
     bound = math.inf
     loss_unit = 1.0
@@ -86,6 +88,8 @@ class FastSum:
 
 
 class ReproducibleSum:
+    exact = True
+
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
         self.exponent = 48 - math.ceil(math.log2(global_batch))
@@ -105,13 +109,14 @@ class ReproducibleSum:
         gradients = [gradient.float() for gradient in gradients]
         some = [gradient for gradient in gradients if gradient.numel()]
         extremes = _extremes(some) if some else []
-        # Exact: a power of two, and integers from 2^24 on.
-        torch._foreach_mul_(gradients, 2.0**self.exponent)
-        torch._foreach_round_(gradients)
+        # Exact: a power of two, and integers from 2^24 on. Into memory of our own: that of a gradient may be another
+        # gradient's, too, or flow on in autograd, or be kept by the user.
+        scaled = torch._foreach_mul(gradients, 2.0**self.exponent)
+        torch._foreach_round_(scaled)
         if first:
-            torch._foreach_copy_(places, gradients)
+            torch._foreach_copy_(places, scaled)
         else:
-            torch._foreach_add_(places, gradients)
+            torch._foreach_add_(places, scaled)
         return extremes
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:

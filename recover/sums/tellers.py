@@ -17,11 +17,7 @@ from recover.sums.places import Place
 
 
 class Tellers:
-    """Hooks on the parameters of buckets: `one` is called for a parameter, `bucket` for a whole bucket.
-
-    One tells for all only where a parameter has one gradient in a microbatch. A second one, of a round or of activation
-    checkpointing, would be added up by autograd, and not in our sum.
-    """
+    """Hooks on the parameters of buckets: `one` is called for a parameter, `bucket` for a whole bucket."""
 
     def __init__(
         self,
@@ -31,8 +27,8 @@ class Tellers:
     ) -> None:
         self._members, self._one, self._bucket = members, one, bucket
         self._last: dict[int, Place] = {}  # by bucket
-        self._settled, self._in_round = False, True
-        self._each: set[int] = set()  # buckets of which each parameter tells, for good
+        self._settled, self._each = False, True
+        self._unsteady: set[int] = set()  # buckets of which each parameter tells, for good
         self._hooks: list[RemovableHandle] = []
 
     def remove(self) -> None:
@@ -46,19 +42,20 @@ class Tellers:
             self._last[place.index], self._settled = place, False
 
     def came_otherwise(self, index: int) -> None:
-        """A gradient of this bucket came that nobody told of, or a second one."""
-        if index not in self._each:
-            self._each.add(index)
+        """A gradient of this bucket came that nobody told of."""
+        if index not in self._unsteady:
+            self._unsteady.add(index)
             self._settled = False
 
-    def expect(self, in_round: bool) -> None:
-        """Before a backward pass, or those of a round."""
-        if self._settled and in_round is self._in_round:
+    def expect(self, each: bool) -> None:
+        """Before a backward pass, or those of a round. `each`: all are to tell. If a parameter has several gradients,
+        in a round or by activation checkpointing, autograd adds up those of which nobody tells, and not our sum."""
+        if self._settled and each is self._each:
             return
         self.remove()
-        self._settled, self._in_round = True, in_round
+        self._settled, self._each = True, each
         for index, places in enumerate(self._members):
-            if in_round or index in self._each or index not in self._last:
+            if each or index in self._unsteady or index not in self._last:
                 for place in places:
                     self._hook(place, partial(self._one, place))
             else:

@@ -12,7 +12,7 @@ from etcd_fabrics import Fabrics, at_once
 from launching import wait_until
 
 from recover.agent.free_slots import HostSlots
-from recover.agent.returns import ANEW, FREE, MISSED, Newcomer, Returns
+from recover.agent.returns import ANEW, FREE, Newcomer, Returns
 from recover.etcd.etcd_agreement import DEAD, declare, rank_of
 from recover.etcd.etcd_client import EtcdClient
 from recover.etcd.etcd_entry import end_job
@@ -22,13 +22,17 @@ from recover.fabrics.base import NotAdmittedError
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
-def agents(fabrics: Fabrics, free: dict[str, int], size: int, most: int = 1000) -> dict[str, Returns]:
+def agents(
+    fabrics: Fabrics, free: dict[str, int], size: int, most: int = 1000, patience: float = 600.0
+) -> dict[str, Returns]:
     """One for each host, all of whose slots are free; each with a way to etcd of its own."""
     found = {}
     for host, slots in free.items():
         fabrics.etcd.put(f"{HOST}{host}", b"")
         client = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix)
-        found[host] = Returns(client, host, HostSlots(slots, 0, 600), size, most, lambda newcomer: None)
+        found[host] = Returns(
+            client, host, HostSlots(slots, 0, 600), size, most, lambda newcomer: None, patience
+        )
     return found
 
 
@@ -82,7 +86,12 @@ def test_a_replica_that_waits_for_a_rank_of_a_lost_host_is_given_up_and_its_plac
     (replica,) = placed(fabrics)
     assert {seat.host for seat in replica.seats} == {"h1", "h2"}
     fabrics.etcd.delete_all(f"{HOST}h2")
-    look(there["h1"], times=MISSED + 1)
+    look(there["h1"], times=20)
+    assert not fabrics.etcd.get_all(DEAD)[0], (
+        "however often it was looked for: it may come back within its lease"
+    )
+    there["h1"]._patience = 0.0
+    look(there["h1"])
     assert [rank_of(found) for found in fabrics.etcd.get_all(DEAD)[0]] == list(replica.on("h2"))
     assert wait_until(lambda: all(rank.failed() for rank in ranks))
     assert at_once(*(lambda rank=rank: rank.agree(1) for rank in ranks)) == [1, 1], "nobody else is disturbed"

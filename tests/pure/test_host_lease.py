@@ -25,6 +25,8 @@ def test_a_lost_host_is_seen_within_the_seconds_of_its_lease(lease: float) -> No
     assert ttl >= 1
     assert grace >= 0.5 - 1e-9
     assert abs(ttl + EXPIRY + grace - lease) < 1e-9
+    assert ttl > KEEP * 4
+    assert grace > KEEP * 3
 
 
 class SlowEtcd:

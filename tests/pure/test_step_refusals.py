@@ -108,3 +108,21 @@ def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbat
     with pytest.warns(UserWarning, match="left before it was complete"):
         next(iter(step.microbatches(Stream())))
     step.refuse_inside_step("anything")
+
+
+def test_after_a_break_gradients_are_the_users_again() -> None:
+    model, world = Model().eval(), World()
+    step = begin(world, model)
+
+    def leave_the_last_microbatch() -> None:
+        for number, sample in enumerate(step.microbatches(Stream())):
+            if number == BATCH - 1:
+                break
+            step.backward(loss_of(model, sample))
+
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        leave_the_last_microbatch()
+    before = world.log.count("bucket")
+    loss_of(model, Stream()[0]).backward()
+    assert any(p.grad is not None for p in model.parameters()), "they were taken for a step that is left"
+    assert world.log.count("bucket") == before, "a bucket of a step that is left was posted"

@@ -85,24 +85,28 @@ def test_who_tells_for_a_bucket_of_a_device_is_who_comes_last(monkeypatch: pytes
     assert hooks_of(parameters) == 4
 
 
-def test_where_a_parameter_has_two_gradients_in_a_microbatch_each_tells(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("first", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_a_reproducible_sum_does_not_depend_on_what_a_rank_has_seen_before(
+    monkeypatch: pytest.MonkeyPatch, first: list[int]
 ) -> None:
-    """As with activation checkpointing that goes back twice: autograd must not add them up outside of our sum."""
+    """In some microbatches a parameter has two gradients, as by activation checkpointing: each is rounded by itself."""
     monkeypatch.setattr(later, "NEAR", ())
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-    gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20))
+    gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20), make_sum("reproducible", 1 << 20))
+    microbatches = [[3, 2, 1, 0], [3, 3, 2, 1, 1, 0], [3, 2, 2, 1, 0]]
     gradients.begin()
-    for _ in range(2):
+    for number in first:
         gradients.expect(None)
         assert hooks_of(parameters) == 4
-        for which in (3, 3, 2, 1, 0, 0):
-            (parameters[which] * 2.0).sum().backward()
+        for at, which in enumerate(microbatches[number]):
+            (parameters[which] * (0.1 + at + number)).mul(1e-9).sum().backward()
         gradients.collect()
-    assert [bucket.local.tolist() for bucket in gradients.buckets] == [
-        [8.0] * 3 + [4.0] * 3,
-        [4.0] * 3 + [8.0] * 3,
-    ]
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    for number, arrivals in enumerate(microbatches):
+        for at, which in enumerate(arrivals):
+            one = (torch.ones(3) * 1e-9) * (0.1 + at + number)
+            expected[3 - which] += (one * 2.0**gradients.sum.exponent).round().double()
+    assert torch.equal(torch.cat([bucket.local for bucket in gradients.buckets]), expected.flatten())
 
 
 def test_a_second_gradient_that_nobody_told_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
