@@ -34,7 +34,7 @@ INCIDENT_FIELDS = (
 )
 SUMMARY_FIELDS = (
     "steps microbatches_min microbatches_max replicas_start replicas_end failures tokens seconds tokens_per_second "
-    f"effective_throughput final_loss parameters_digest goodput{ON_GPU}"
+    f"effective_throughput final_loss parameters_digest goodput{ON_GPU and f'{ON_GPU} gpu'}"
 )
 
 
