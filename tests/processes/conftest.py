@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ from recover.lab.hosts import unavailable
 
 def children() -> set[int]:
     """Of this process, those that run."""
-    mine = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
-    return {
-        int(pid)
-        for pids in mine
-        for pid in pids
-        if "Z (zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    }
+    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for pids in found for pid in pids if runs(pid)}
+
+
+def runs(pid: str) -> bool:
+    try:
+        return "Z (zombie)" not in Path("/proc", pid, "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,8 @@ def a_test_that_fails_leaves_no_job_running() -> Iterator[None]:
     left = children() - before
     for how in (signal.SIGTERM, signal.SIGKILL):  # a launcher that is asked to takes its ranks along
         for pid in left & children():
-            os.kill(pid, how)
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
         wait_until(lambda: not left & children(), 20)
 
 
