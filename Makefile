@@ -29,7 +29,7 @@ demo: setup
 	$(BIN)/recover demo
 
 test: setup
-	$(BIN)/python tests/suite.py
+	$(BIN)/python -m pytest
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "(pure or simulated) and not slow"
