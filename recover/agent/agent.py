@@ -237,7 +237,8 @@ class Agent:
         host, part = self._part.host, self._part
         mine = {} if meeting.late else {rank: plan.seats[rank].slot for rank in plan.ranks_of(host)}
         impatient = _client(spec.etcd, _IMPATIENT)
-        lease = HostLease(impatient, host, tuple(mine), parts_of(options.lease)[0], lost=self._lose)
+        ttl, grace = parts_of(options.lease)
+        lease = HostLease(impatient, host, tuple(mine), ttl, lost=self._lose)
         board = Board(session.directory / "board", spec.board_size)
         grid = Grid.of(spec.ranks, spec.replica_size)
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
@@ -248,9 +249,8 @@ class Agent:
         clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options))
         slots = HostSlots(part.slots, options.return_delay, options.forgive)
         if part.returns:
-            patience = parts_of(options.lease)[1] + MISSED
             clerk.returns = Returns(
-                impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear, patience
+                impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear, grace + MISSED
             )
         if meeting.late:
             self._come_late(lease)
@@ -264,7 +264,7 @@ class Agent:
         try:
             if not meeting.late:
                 lease.start()
-            if longer := lease.granted - parts_of(options.lease)[0]:
+            if longer := lease.granted - ttl:
                 seen = f"a lost host is seen after {options.lease + longer:g} s, not {options.lease:g}"
                 say(f"etcd grants no lease under {lease.granted} s here: {seen}")
             must_end = functools.partial(self._must_end, clerk, ranks, timeout, bool(spec.across))

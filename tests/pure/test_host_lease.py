@@ -19,7 +19,7 @@ GENEROUS = 30.0
 
 
 @given(st.floats(LEASE, 600.0))
-def test_a_lost_host_is_seen_within_the_seconds_of_its_lease(lease: float) -> None:
+def test_etcds_lease_its_look_and_the_grace_make_up_what_users_call_a_lease(lease: float) -> None:
     """Those of etcd, the time until it looks, and the grace in which one that lives can come back."""
     ttl, grace = parts_of(lease)
     assert ttl >= 1
