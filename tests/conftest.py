@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN's in /tmp, as `recover` itself has it
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code's
 settings.load_profile("untimed")
 HERE = Path(__file__).parent

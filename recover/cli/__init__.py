@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Annotated
 
@@ -61,4 +62,6 @@ def command(
 
 
 def main() -> None:
+    # On aarch64 oneDNN otherwise leaves a file for `perf` in /tmp for every process that multiplies. 1: as on x86_64.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")
     app()

@@ -28,6 +28,9 @@ def main() -> None:
             importlib.import_module(name)
         except Exception:
             pass  # the rank will say so, if it needs it
+    if "torch" in sys.modules:
+        # Where there is no MKL (aarch64) torch counts its threads when it is first asked, in the environment of then.
+        sys.modules["torch"].get_num_threads()
     told = sys.stdin.buffer.readline()
     if not told:
         return  # nobody needs it

@@ -19,8 +19,11 @@ from recover.lab.hosts import unavailable
 
 def children() -> set[int]:
     """Of this process, those that run."""
-    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
-    return {int(pid) for pids in found for pid in pids if runs(pid)}
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found |= {int(pid) for pid in path.read_text().split() if runs(pid)}
+    return found
 
 
 def runs(pid: str) -> bool:

@@ -56,6 +56,25 @@ def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path
     assert job.leftovers() == []
 
 
+@pytest.mark.parametrize(("own", "found"), [(None, "1"), ("6", "6")])
+def test_torch_in_a_rank_writes_no_file_beside_those_of_the_job_unless_it_is_asked_to(
+    own: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("ONEDNN_JIT_PROFILE", own)
+    script = RANK + "print(os.environ['ONEDNN_JIT_PROFILE'])\n"
+    if own is None:
+        script += (
+            "import torch\n"
+            "torch.nn.Linear(64, 64)(torch.ones(64, 64)).sum().backward()\n"
+            "assert not os.path.exists(f'/tmp/perf-{os.getpid()}.map')\n"
+        )
+    job = Job(tmp_path, script, "-n", "2")
+    assert job.finish() == 0, job.stderr
+    assert job.stdout.split() == [found] * 2
+
+
 def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: Path) -> None:
     script = ULFM + (
         "world.Barrier(); start = time.monotonic()\n"
