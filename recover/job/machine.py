@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def processor() -> str:
-    """The name of the processor; its architecture where the system does not tell."""
+def processor(told: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the processor, or (on aarch64) its numbers; its architecture where the system does not tell."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = [line.partition(":") for line in told.read_text().splitlines()]
     except OSError:
-        pass
-    return platform.machine()
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    if "CPU part" in facts:
+        return f"implementer {facts.get('CPU implementer')}, part {facts['CPU part']}"
+    return facts.get("model name", platform.machine())
 
 
 def machine() -> dict[str, Any]:

@@ -42,7 +42,9 @@ ORDER = (
     "simulate",
 )
 KINDS = ("", "ddp", "hsdp", "3d")
-GPU, WIDE = "gpu", "hosts-wide"  # of other machines than the rest: the second has more cores
+GPU = "gpu"
+# On a machine that has a wheel of torchft's, and on one with more cores.
+SEVERAL_HOSTS = ("hosts", "hosts-torchft", "hosts-wide")
 QUOTED = re.compile(r"(<!--fig ([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 TABLE = re.compile(r"(<!--table ([\w-]+)-->\n)(.*?)(<!--/table-->)", re.DOTALL)
 
@@ -124,17 +126,17 @@ def figure(name: str, content: Content) -> dict[str, Any]:
 
 
 def origin(figures: Figures) -> str:
-    """Where all of them were measured, but those of GPUs and of a wider machine: these tell it themselves."""
-    kept = (each for name, each in figures.items() if name not in (GPU, WIDE))
+    """Where all of them were measured, but those of GPUs and of several hosts: these tell it themselves."""
+    kept = (each for name, each in figures.items() if name not in (GPU, *SEVERAL_HOSTS))
     return "; ".join(dict.fromkeys(map(_place, kept)))
 
 
 def _place(figure: dict[str, Any]) -> str:
     place = figure["machine"]
-    return (
-        f"{place['cores']} cores ({place['processor']}, {place['architecture']}), torch {place['torch']}, "
-        f"Open MPI {place['openmpi']}"
-    )
+    kind = ", ".join(
+        dict.fromkeys((place["processor"], place["architecture"]))
+    )  # not every system names the first
+    return f"{place['cores']} cores ({kind}), torch {place['torch']}, Open MPI {place['openmpi']}"
 
 
 def _rank(name: str) -> tuple[int, int]:
@@ -162,7 +164,7 @@ def _gpu_short(figures: Figures) -> str:
 def _hosts_short(figures: Figures) -> str:
     """What several hosts and returning replicas cost, with the machine; nothing before it was measured."""
     parts = [
-        name for name in ("hosts", WIDE, "return", "returning") if figures.get(name, {"rows": []})["rows"]
+        name for name in (*SEVERAL_HOSTS, "return", "returning") if figures.get(name, {"rows": []})["rows"]
     ]
     tables = (
         f"On {_place(figures[name])}, by `{figures[name]['command'].partition(' --json')[0]}`:\n\n"

@@ -24,6 +24,7 @@ from recover.records.lines import read
 DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
 SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted
 STEPS = 10 * DEATHS
+QUIET = 6  # steps between being whole and the next deaths, or none would tell how long one takes that is not disturbed
 SEED = 11
 LR = ["lr=1", "warmup_steps=100000"]  # the same in each step, however many there will be
 # Beyond two: each of four ranks may have opened or closed its connections, Go's runtime makes threads as it needs
@@ -74,6 +75,10 @@ def look(run_dir: Path, launcher: int) -> dict[str, Any]:
     }
 
 
+def newest(run_dir: Path) -> int:
+    return int(read(run_dir / "steps.jsonl").whole[-1]["step"])
+
+
 def pace(run_dir: Path, steps: slice) -> float:
     """Seconds of a step on all replicas in which nothing happened."""
     disturbed = {line["step"] + after for line in read(run_dir / "incidents.jsonl").whole for after in (0, 1)}
@@ -97,9 +102,11 @@ def test_nothing_grows_over_a_week_of_deaths_and_returns(tmp_path: Path) -> None
         wait(lambda: replicas(run_dir) < 4, "nobody is missed")  # a step may end before
         wait(lambda: replicas(run_dir) == 4, f"not whole again after {deaths} deaths")
         deaths += len(victims)
+        until = newest(run_dir) + QUIET
+        wait(lambda until=until: newest(run_dir) >= until, f"no step after {deaths} deaths")
         if first is None and deaths >= SETTLED * DEATHS:
             first = look(run_dir, process.pid)
-    wait(lambda: read(run_dir / "steps.jsonl").whole[-1]["step"] >= STEPS, "too few steps", 300)
+    wait(lambda: newest(run_dir) >= STEPS, "too few steps", 300)
     last = look(run_dir, process.pid)
     process.send_signal(signal.SIGTERM)
     run = finish(process, run_dir)
