@@ -89,7 +89,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         endpoints,
         job,
         host,
-        int(order) if order and order.isdigit() else None,
+        int(order) if order and order.isdecimal() else None,
         options.token or _read_secret("--token-file", options.token_file),
         options.restarts,
         options.standby,
@@ -157,7 +157,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
         slots = gpus_on_host() or (1 if text == "auto" else 0)
         if not slots:
             raise Refusal("--nproc-per-node is gpu, and there is no GPU to be seen here; give a number")
-    elif text.isdigit():
+    elif text.isdecimal():
         slots = int(text)
     else:
         slots = 0

@@ -110,7 +110,8 @@ class HostLease:
         """All its ranks have ended: nobody need miss it."""
         self._left.set()
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():  # not even begun, where etcd has refused the lease
+                thread.join()
         self._client.txn([], [delete(f"{PLACED}{self.name}"), delete(f"{HOST}{self.name}")])
         try:
             self._client.revoke(self._lease)

@@ -68,6 +68,7 @@ def test_what_slurm_says_need_not_be_said_again() -> None:
         ("nnodes", "4:3", "--nnodes is '4:3'"),
         ("nproc_per_node", "0", "--nproc-per-node is '0'"),
         ("nproc_per_node", "many", "a number of ranks from 1"),
+        ("nproc_per_node", "²", "a number of ranks from 1"),
         ("rdzv_endpoint", "h1:x", "--rdzv-endpoint is 'h1:x'; give HOST:PORT"),
         ("rdzv_endpoint", None, "where do the hosts meet?"),
         ("rdzv_id", "a/b", "--rdzv-id is 'a/b'"),
