@@ -66,6 +66,7 @@ class Clerk:
         self.over = False  # every rank has ended, as far as anybody can still tell
         self.silent_since: float | None = None  # nobody answers
         self.ends: dict[int, str] = {}  # what the agents say
+        self._finished = False
         self._outbox: dict[
             int, tuple[str | None, str]
         ] = {}  # by rank: its marker, and why it is dead, if it is
@@ -146,7 +147,10 @@ class Clerk:
         ends, dead, order, decision = self._client.read(*asked).found
         plan, there = self._meeting.present(self._plan)
         self.hosts = plan.hosts
-        self.ends = self.ends | {rank_of(found): found.value.decode() for found in ends}
+        new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self.ends}
+        self.ends = self.ends | new
+        # Nobody is done before all have come to the end.
+        self._finished |= any(marker and json.loads(marker)["end"] == End.DONE for marker in new.values())
         lost = {rank_of(found): found.value.decode() for found in dead}
         if decision:  # whose deaths all know of may be forgotten by now
             participants = Decision.of(decision[0]).participants
@@ -162,7 +166,7 @@ class Clerk:
             self.over = not self._outbox and all(
                 rank in self.ends or rank in self._dead or self._gone(rank) for rank in self.counted
             )
-        if self.returns is not None and not self.returns.ended and (self.over or self._has_finished()):
+        if self.returns is not None and not self.returns.ended and (self.over or self._finished):
             self.returns.ended = True
             end_job(self._client, "the job has come to its end")
 
@@ -173,10 +177,6 @@ class Clerk:
     def _pause(self) -> float:
         """Until the next look: a place that is free sooner is used at once."""
         return LOOK if self.returns is None else min(LOOK, self.returns.next_free_in())
-
-    def _has_finished(self) -> bool:
-        """Nobody is done before all have come to the end."""
-        return any(marker and json.loads(marker)["end"] == End.DONE for marker in self.ends.values())
 
     def _gone(self, rank: int) -> bool:
         seat = self.seats.get(rank)

@@ -7,29 +7,39 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recover.world.ending import End
 
 
+class Left(NamedTuple):
+    """What a rank has left behind. `end`: in words, None as long as it has left no marker."""
+
+    end: str | None
+    raised: str  # what, if it was outside of any step: no other rank makes good what it left undone
+    crashed: bool
+
+
 class Verdict:
     """Who is done and who was lost, and how. A rank without a marker crashed in native code or was killed,
-    unless it is one of those that the launcher gave no time to end (`unfinished`)."""
+    unless it is one of those that the launcher gave no time to end (`unfinished`). What is `known` is not read again.
+    """
 
-    def __init__(self, run_dir: Path, ranks: int | Iterable[int], unfinished: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: int | Iterable[int],
+        unfinished: Collection[int] = (),
+        known: Mapping[int, Left] | None = None,
+    ) -> None:
         self.directory = run_dir / "ranks"
         everyone = range(ranks) if isinstance(ranks, int) else sorted(ranks)
-        markers = {rank: self._read(rank) for rank in everyone}
-        ends = {rank: _in_words(marker) for rank, marker in markers.items()}
-        # Those that raised outside of any step, and what: no other rank makes good what they left undone.
-        self.raised = {
-            rank: f"{marker['kind']} at {marker['place'] or 'the end'}"
-            for rank, marker in markers.items()
-            if marker and marker["end"] == End.RAISED and not marker["ordinary"]
-        }
+        self.left = {rank: (known or {}).get(rank) or self._read(rank) for rank in everyone}
+        ends = {rank: left.end for rank, left in self.left.items()}
+        self.raised = {rank: left.raised for rank, left in self.left.items() if left.raised}
         self.done = [rank for rank, end in ends.items() if end == End.DONE]
         self.silent = [rank for rank, end in ends.items() if end is None]
-        self.crashed = [r for r in self.silent if "Fatal Python error" in self.stack(r)]
+        self.crashed = [rank for rank in self.silent if self.left[rank].crashed]
         words = dict.fromkeys(self.silent, "killed")
         words |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(self.crashed, "crashed")
         self.lost = {rank: end or words[rank] for rank, end in ends.items() if end != End.DONE}
@@ -79,12 +89,14 @@ class Verdict:
         path = self.directory / f"{rank}.stack"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _read(self, rank: int) -> dict[str, Any] | None:
+    def _read(self, rank: int) -> Left:
         try:
             marker: dict[str, Any] = json.loads((self.directory / f"{rank}.end").read_text())
         except FileNotFoundError:
-            return None
-        return marker
+            return Left(None, "", "Fatal Python error" in self.stack(rank))
+        outside = marker["end"] == End.RAISED and not marker["ordinary"]
+        raised = f"{marker['kind']} at {marker['place'] or 'the end'}" if outside else ""
+        return Left(_in_words(marker), raised, False)
 
 
 def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
@@ -95,9 +107,7 @@ def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
     draft.replace(path)
 
 
-def _in_words(marker: dict[str, Any] | None) -> str | None:
-    if marker is None:
-        return None
+def _in_words(marker: dict[str, Any]) -> str:
     return f"{marker['end']}: {marker['detail']}" if marker["detail"] else str(marker["end"])
 
 

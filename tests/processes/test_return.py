@@ -22,6 +22,7 @@ from recover.agent.returns import Newcomer
 from recover.job.spec import JobSpec
 from recover.lab.hosts import Lab
 from recover.launch.session import Session
+from recover.launch.verdict import write_marker
 from recover.records.job_log import job_lines
 from recover.records.lines import read
 
@@ -146,6 +147,29 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
     marker = json.loads((run_dir / "ranks" / "1.end").read_text())
     assert marker["end"] == "fenced"
     assert "it was not ready to join after 0 s (--warm-up)" in marker["detail"]
+
+
+def test_what_ended_ranks_left_is_read_once_and_the_others_at_every_look(tmp_path: Path) -> None:
+    """After weeks thousands have ended, and their agent looks twice a second."""
+    run_dir, done = tmp_path / "run", {"end": "done", "detail": "", "time": ""}
+    raised = {"end": "raised", "detail": "OSError: full", "kind": "OSError", "place": "a.py:1", "ordinary": False}
+    (run_dir / "ranks").mkdir(parents=True)
+    (run_dir / "ranks" / "4.stack").write_text("Fatal Python error: Segmentation fault")
+    with Session() as session:
+        spec = JobSpec(3, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
+        ranks = HostRanks(spec, {}, HostSlots(2, 0.0, 600.0), 2, session, [], lambda *_: None)
+        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        first = ranks.verdict()
+        assert (first.silent, first.crashed, list(first.raised)) == ([0, 1, 3, 4], [4], [2])
+        for path in (run_dir / "ranks").iterdir():
+            path.unlink()  # whoever reads them again finds that out
+        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        assert not list((run_dir / "ranks").iterdir())
+        write_marker(run_dir, 1, done)
+        second = ranks.verdict()
+    assert (second.raised, second.crashed) == (first.raised, first.crashed)
+    assert (second.done, second.silent) == ([1], [0, 3, 4])
+    assert second.losses() == "ranks 0, 3 killed; rank 2 raised: OSError: full; rank 4 crashed"
 
 
 OWN = f"""{OWN_STEP}
