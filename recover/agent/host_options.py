@@ -19,6 +19,7 @@ from recover.launch.preflight import Refusal
 
 PORT = 2379  # etcd's own
 LEAST_LEASE = 2.0
+MOST = 1e7  # seconds: etcd grants leases of no more than 9e9
 LOOPBACK = "127.0.0.1"
 ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
 
@@ -75,9 +76,9 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         ("--standby", options.standby, 0.0),
         ("--warm-up", options.warm_up, 1.0),
     ):
-        if not low <= value < float("inf"):
+        if not low <= value <= MOST:
             what = "a number" if name == "--standby" else "seconds"
-            raise Refusal(f"{name} is {value:g}; give {what}, {low:g} or more")
+            raise Refusal(f"{name} is {value:g}; give {what}, {low:g} to {MOST:,.0f}")
     host = options.host_name or socket.gethostname()
     if not re.fullmatch(r"[\w.:-]{1,200}", host):
         raise Refusal(f"--host-name is {host!r}; give letters, digits, and . : _ - only")

@@ -84,6 +84,7 @@ def run(
     # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):
+        several.check_use()
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
         beside = onlookers(page, page_bind, on_incident, say, otel, tell)
     told: dict[str, Any] = {

@@ -69,6 +69,7 @@ def train(
     from recover.train.supervision import train as start
 
     with refusals("recover train"):
+        several.check_use()
         beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
     hosts_asked = several if several.asked else None
     returning = several if several.restarts else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 PATIENCE = 30.0  # seconds that etcd may be silent
@@ -14,6 +14,13 @@ ROOM = 1000  # replicas that may be started after the first ones, and more of sm
 ROWS = 10_000  # ... so many rows of the board for them
 FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
 WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
+# Without several hosts, or without returns, these would be taken and have no effect.
+_OF_HOSTS = (
+    *("nproc_per_node", "rdzv_backend", "join_timeout", "lease", "interface"),
+    *("token_file", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"),
+)
+_OF_THE_FABRIC = ("rdzv_patience", "host_name", "etcd_dir", "etcd_prefix")  # a job with returns has one, too
+_OF_RETURNS = ("return_delay", "forgive", "ready", "warm_up")
 
 
 def room_for(replica_size: int) -> int:
@@ -60,3 +67,19 @@ class HostOptions:
     def restarts(self) -> bool:
         """Whether lost replicas are started again: standbys are of no use without."""
         return self.returns or self.standby > 0
+
+    def check_use(self) -> None:
+        """Raises ValueError for options that were given and would have no effect."""
+        given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        for names, used, needed in (
+            (_OF_HOSTS, self.asked, "--nnodes and --rdzv-endpoint"),
+            (_OF_THE_FABRIC, self.asked or self.restarts, "--nnodes and --rdzv-endpoint, or --return"),
+            (_OF_RETURNS, self.restarts, "--return"),
+        ):
+            if idle := [] if used else [name for name in names if name in given]:
+                options = " and ".join(
+                    "--no-ready" if name == "ready" else f"--{name.replace('_', '-')}" for name in idle
+                )
+                raise ValueError(
+                    f"{options} would have no effect without {needed}: give that, or leave it out"
+                )

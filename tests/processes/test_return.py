@@ -152,7 +152,13 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
 def test_what_ended_ranks_left_is_read_once_and_the_others_at_every_look(tmp_path: Path) -> None:
     """After weeks thousands have ended, and their agent looks twice a second."""
     run_dir, done = tmp_path / "run", {"end": "done", "detail": "", "time": ""}
-    raised = {"end": "raised", "detail": "OSError: full", "kind": "OSError", "place": "a.py:1", "ordinary": False}
+    raised = {
+        "end": "raised",
+        "detail": "OSError: full",
+        "kind": "OSError",
+        "place": "a.py:1",
+        "ordinary": False,
+    }
     (run_dir / "ranks").mkdir(parents=True)
     (run_dir / "ranks" / "4.stack").write_text("Fatal Python error: Segmentation fault")
     with Session() as session:

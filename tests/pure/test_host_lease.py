@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover.etcd.etcd_client import Answer
+from recover.etcd.etcd_client import Answer, EtcdError
 from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, HostLease, parts_of
 from recover.job.hosts_asked import LEASE
 
@@ -80,3 +81,13 @@ def test_etcd_is_asked_no_more_often_than_is_needed_whatever_the_number_of_keepe
         for _ in range(11):
             assert etcd.came.acquire(timeout=GENEROUS)
         assert time.monotonic() - began >= 10 * KEEP
+
+
+def test_a_lease_that_etcd_has_refused_can_be_left() -> None:
+    """Its agent has no other way out, and says what etcd said."""
+    etcd = SlowEtcd()
+    etcd.grant = lambda ttl: (_ for _ in ()).throw(EtcdError("too large"))  # type: ignore[method-assign]
+    lease = HostLease(etcd, "h", [0])  # type: ignore[arg-type]
+    with pytest.raises(EtcdError, match="too large"):
+        lease.start()
+    lease.leave()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as some
 
 from recover.agent.host_options import access_to, read_options, slurm_hosts
 from recover.agent.placement import across, place
-from recover.job.hosts_asked import HostOptions
+from recover.job.hosts_asked import LEASE, HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch.preflight import Refusal
 
@@ -74,7 +75,9 @@ def test_what_slurm_says_need_not_be_said_again() -> None:
         ("rdzv_id", "a/b", "--rdzv-id is 'a/b'"),
         ("rdzv_id", None, "what is the job called?"),
         ("rdzv_backend", "static", "hosts meet in etcd here; leave it out"),
-        ("lease", 0.5, "--lease is 0.5; give seconds, 2 or more"),
+        ("lease", 0.5, "--lease is 0.5; give seconds, 2 to 10,000,000"),
+        ("lease", 2e10, "--lease is 2e+10; give seconds, 2 to 10,000,000"),
+        ("return_delay", float("inf"), "--return-delay is inf; give seconds, 0 to"),
         ("rdzv_patience", float("nan"), "--rdzv-patience is nan"),
         ("token_file", Path("/absent"), "--token-file /absent cannot be read on this host"),
     ],
@@ -85,6 +88,46 @@ def test_what_makes_no_sense_is_refused_with_option_value_and_mend(
     with pytest.raises(Refusal) as refusal:
         read_options(replace(ASKED, **{option: value}), {})  # type: ignore[arg-type]
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lease": 5.0}, "--lease would have no effect without --nnodes and --rdzv-endpoint: give that,"),
+        ({"lease": 5.0, "returns": True}, "--lease would have no effect without --nnodes"),
+        ({"interface": "eth0", "nproc_per_node": "4"}, "--nproc-per-node and --interface would have no"),
+        (
+            {"etcd_dir": Path("x")},
+            "--etcd-dir would have no effect without --nnodes and --rdzv-endpoint, or --r",
+        ),
+        (
+            {"return_delay": 0.0},
+            "--return-delay would have no effect without --return: give that, or leave it",
+        ),
+        ({"nnodes": "4", "ready": False}, "--no-ready would have no effect without --return"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HostOptions(**given).check_use()
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    """Every option, with what it needs; and a word that says no more than the default."""
+    several = {"nnodes": "2", "rdzv_endpoint": "h", "rdzv_id": "j"}
+    of_returns = {"return_delay": 0.0, "forgive": 0.0, "ready": False, "warm_up": 2.0}
+    of_both = {"rdzv_patience": 2.0, "host_name": "h", "etcd_dir": Path("x"), "etcd_prefix": "/p"}
+    paths = {
+        name: Path("x") for name in ("token_file", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
+    }
+    words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "interface", "etcd_user", "token"), "x")
+    of_hosts = {"join_timeout": 2.0, "lease": 5.0, **paths, **words}
+    everything = several | of_both | of_hosts | of_returns | {"returns": True, "standby": 1}
+    assert everything.keys() == {field.name for field in fields(HostOptions)}
+    HostOptions(**everything).check_use()
+    HostOptions(**several | of_both | of_hosts).check_use()
+    HostOptions(**of_both | of_returns, standby=1).check_use()
+    HostOptions(lease=LEASE).check_use()
 
 
 def test_the_ranks_read_what_the_agent_wrote(tmp_path: Path) -> None:
