@@ -37,6 +37,7 @@ class HostCarrier(DataCarrier):
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, lanes: AllLanes) -> None:
         super().__init__(worker, peers, rank)
         self._lanes = lanes
+        self._epoch = object()  # in place of the carrier, which nobody else must keep
 
     def arrive(self) -> None:
         """An operation begins: wait for the peers, where that is cheaper than in the library."""
@@ -65,7 +66,7 @@ class HostCarrier(DataCarrier):
     def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
         if _is_laned(source) and _is_laned(out):
             self.arrive()
-            return self._lanes.to(source.device).through(source, out, ready, self.begin_sum)
+            return self._lanes.to(source.device).through(source, out, ready, self.begin_sum, self._epoch)
         send = _HostView(source)
         receive = send if out is source else _HostView(out)
         send.load(ready)
@@ -81,7 +82,7 @@ class HostCarrier(DataCarrier):
             def begin(piece: Array) -> None:
                 self.copy_from(piece, root)
 
-            return self._lanes.to(data.device).through(data, data, ready, begin)
+            return self._lanes.to(data.device).through(data, data, ready, begin, self._epoch)
         staged = _HostView(data)
         staged.load(ready)
         self.arrive()

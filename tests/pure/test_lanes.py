@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +14,9 @@ from streams import LateDevice
 from recover.carriers.base import Array, Ready
 from recover.carriers.contract import CarrierError
 from recover.carriers.lanes import SLOTS, Lanes
+from recover.carriers.worker import Worker
 
+GROUP, NEXT = "that of now", "that after a failure"
 PIECE = 64  # bytes: 16 numbers of float32
 
 
@@ -23,20 +29,29 @@ def doubled(piece: Array) -> None:
 
 
 class Wire:
-    """As gloo's: a sum is there only when it was waited for, and several may be under way."""
+    """As gloo's: a sum is there only when it was waited for, by one or by two, and several may be under way."""
 
     def __init__(self) -> None:
-        self.under_way = self.most = 0
+        self.under_way = self.most = self.begun = 0
+        self.dies_at = 0
+        self._lock = threading.Lock()
 
     def begin(self, piece: Array):  # type: ignore[no-untyped-def]
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        value = piece.copy()
+        with self._lock:
+            self.under_way += 1
+            self.begun += 1
+            self.most = max(self.most, self.under_way)
+            dies = self.dies_at and self.begun >= self.dies_at
+        value = [piece.copy()]
         piece[...] = np.nan
 
         def wait() -> None:
-            piece[...] = value * 2
-            self.under_way -= 1
+            with self._lock:
+                if dies:
+                    raise CarrierError("a peer has died")
+                if value:
+                    piece[...] = value.pop() * 2
+                    self.under_way -= 1
 
         return wait
 
@@ -57,11 +72,91 @@ def test_every_piece_comes_back_whenever_the_device_does_its_part(
         ready.events = [producer.record()]
         out = source if in_place else torch.full((count,), -2.0)
         begin = wire.begin if turn % 2 else doubled
-        lanes.through(source, out, ready, begin).wait()
+        lanes.through(source, out, ready, begin, GROUP).wait()
         torch.testing.assert_close(out, values * 2, rtol=0, atol=0)
         if not in_place:
             torch.testing.assert_close(source, values, rtol=0, atol=0)
     assert wire.most == (2 if count > 16 else 1)  # two pieces at once, not all of them
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbers(seed: int) -> None:
+    device, chance = LateDevice(seed), random.Random(seed)
+    lanes, wire, worker = make_lanes(device), Wire(), Worker()
+    counts = [chance.choice([1, 16, 17, 16 * SLOTS, 0]) for _ in range(12)]
+    sources = [torch.arange(count, dtype=torch.float32) + 100 * n for n, count in enumerate(counts)]
+    outs = [torch.full_like(source, -2.0) for source in sources]
+    go = threading.Event()
+    worker.post(go.wait)  # so that all are there before the first begins
+    works = []
+    for n, (source, out) in enumerate(zip(sources, outs, strict=True)):
+        begin = doubled if n % 5 == 4 else wire.begin
+        works.append(worker.post(partial(lanes.through, source, out, Ready(), begin, GROUP)))
+    go.set()
+    for work, source, out in zip(works, sources, outs, strict=True):
+        assert work.wait(30.0), work.error
+        assert out.tolist() == (source * 2).tolist()
+    assert wire.under_way == 0
+    assert wire.most <= 2
+
+
+def test_a_small_operation_is_begun_while_the_one_before_it_is_on_the_wire() -> None:
+    lanes, wire = make_lanes(LateDevice()), Wire()
+    outs = torch.zeros(16), torch.zeros(16)
+    first, second = (lanes.through(torch.ones(16), out, Ready(), wire.begin, GROUP) for out in outs)
+    assert wire.most == 2
+    second.wait()
+    first.wait()
+    assert [out.tolist() for out in outs] == [[2.0] * 16] * 2
+
+
+def test_slots_rest_also_if_the_last_piece_fails_when_nothing_follows() -> None:
+    lanes, wire, used = make_lanes(LateDevice()), Wire(), list[int]()
+    wire.dies_at = 1
+
+    def begin(piece: Array):  # type: ignore[no-untyped-def]
+        used.append(piece.ctypes.data)
+        return wire.begin(piece)
+
+    with pytest.raises(CarrierError):
+        lanes.through(torch.ones(16), torch.zeros(16), Ready(), begin, GROUP).wait()
+    wire.dies_at = 0
+    lanes.through(torch.ones(16 * SLOTS), torch.zeros(16 * SLOTS), Ready(), begin, NEXT).wait()
+    assert len(set(used)) == 1 + SLOTS
+
+
+@pytest.mark.parametrize("dies_at", range(1, 8))
+@pytest.mark.parametrize("seed", range(5))
+def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_failed(
+    dies_at: int, seed: int
+) -> None:
+    """A peer dies while pieces of two operations are on the wire: neither is taken for the other."""
+    device = LateDevice(seed)
+    lanes, wire, worker = make_lanes(device), Wire(), Worker()
+    wire.dies_at = dies_at
+    given: set[int] = set()
+
+    def begin(piece: Array):  # type: ignore[no-untyped-def]
+        given.add(piece.ctypes.data)
+        return wire.begin(piece)
+
+    sources = [torch.arange(24, dtype=torch.float32) + 100 * n for n in range(4)]  # of two pieces each
+    outs = [torch.zeros(24) for _ in sources]
+    works = [
+        worker.post(partial(lanes.through, source, out, Ready(), begin, GROUP))
+        for source, out in zip(sources, outs, strict=True)
+    ]
+    ended = [work.wait(30.0) for work in works]
+    assert ended == [n < (dies_at - 1) // 2 for n in range(4)]
+    for source, out in list(zip(sources, outs, strict=True))[: (dies_at - 1) // 2]:
+        assert out.tolist() == (source * 2).tolist()
+    used: list[int] = []
+
+    def note(piece: Array) -> None:
+        used.append(piece.ctypes.data)
+
+    lanes.through(torch.ones(16 * 6), torch.zeros(16 * 6), Ready(), note, NEXT).wait()
+    assert not given & set(used)
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.bfloat16])
@@ -75,7 +170,7 @@ def test_other_types_travel_as_themselves_or_as_float32(kind: torch.dtype) -> No
         piece *= 2
 
     out = torch.empty_like(source)
-    lanes.through(source, out, Ready(), begin).wait()
+    lanes.through(source, out, Ready(), begin, GROUP).wait()
     assert out.tolist() == [2 * number for number in range(40)]
     assert seen == {"float32" if kind is torch.bfloat16 else str(kind).removeprefix("torch.")}
 
@@ -88,7 +183,7 @@ def test_the_result_is_not_overwritten_before_its_reader_is_through() -> None:
     reader.copy(seen, out)  # asked for, and not done yet
     ready = Ready()
     ready.events = [reader.record()]
-    lanes.through(source, out, ready, doubled).wait()
+    lanes.through(source, out, ready, doubled, GROUP).wait()
     assert seen.tolist() == [5.0] * 40
 
 
@@ -104,18 +199,18 @@ def test_after_a_failure_nothing_more_comes_up_and_the_slots_that_the_library_ma
         piece *= 2
 
     with pytest.raises(CarrierError):
-        lanes.through(source, out, Ready(), fails_at_the_third)
+        lanes.through(source, out, Ready(), fails_at_the_third, GROUP)
     assert out[:32].tolist() == [2.0] * 32  # what was on its way up has arrived
     used: list[int] = []
 
     def note(piece: Array) -> None:
         used.append(piece.ctypes.data)
 
-    lanes.through(source, torch.zeros(16 * 6), Ready(), note).wait()
+    lanes.through(source, torch.zeros(16 * 6), Ready(), note, NEXT).wait()
     assert not {piece.ctypes.data for piece in given} & set(used)
     before = given[0].ctypes.data
     given.clear()
     with pytest.raises(CarrierError):
-        lanes.through(source, out, Ready(), fails_at_the_third)
-    lanes.through(source, torch.zeros(16 * 6), Ready(), note).wait()
+        lanes.through(source, out, Ready(), fails_at_the_third, NEXT)
+    lanes.through(source, torch.zeros(16 * 6), Ready(), note, GROUP).wait()
     assert before in used  # two sets take turns: failures do not use memory up
