@@ -19,6 +19,7 @@ _ROOM = 64 * 1024  # bytes; with less a disk counts as full
 _HARDWARE = re.compile(
     r"NVRM: Xid|\[Hardware Error\]|mce: |EDAC .* UE |GPU has fallen off the bus", re.IGNORECASE
 )
+_NUMBER = re.compile(r"\b\d+\b")
 
 
 class HostTroubles:
@@ -41,7 +42,7 @@ class HostTroubles:
         said = [
             line
             for at, line in self._kernel.said
-            if (at >= since and _HARDWARE.search(line)) or re.search(rf"\b{pid}\b", line)
+            if (at >= since and _HARDWARE.search(line)) or str(pid) in _NUMBER.findall(line)
         ]
         if (now := _uncorrected()) > self._memory_errors:
             said.append(f"EDAC: {now - self._memory_errors} uncorrected memory errors")

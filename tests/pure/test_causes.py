@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recorded import START, exit_line, incident_line, make_run, start_line, writ
 from typer.testing import CliRunner
 
 from recover.cli import app
+from recover.launch.host_troubles import HostTroubles
 from recover.liveness.board import Board
 from recover.records.stories import stories
 
@@ -246,3 +248,16 @@ def test_status_tells_the_same_in_words_and_as_json_and_finds_the_newest_run(
     write_lines(tmp_path / "runs" / "first" / "job.jsonl", [start_line(4), {"what": "end", "at": START + 9}])
     followed = CliRunner().invoke(app, ["status", "--follow"])  # until it has ended, as it has
     assert "first: ended" in followed.output
+
+
+def test_what_the_kernel_said_of_a_process_is_found_by_its_number_and_looking_leaves_nothing() -> None:
+    """A launcher looks at each death, for weeks, so nothing may be kept of any."""
+    troubles = HostTroubles()
+    said = [f"Out of memory: Killed process {pid} (python3)" for pid in (42, 420, 1042)]
+    troubles._kernel.said.extend((0.0, line) for line in [*said, XID_43, "traps: x42[7] ip:42a"])
+    assert troubles.look(42)[0] == said[:1]
+    assert troubles.look(4242)[0] == [XID_43]
+    patterns = len(re._cache)  # type: ignore[attr-defined]
+    for pid in range(10_000, 10_100):
+        troubles.look(pid)
+    assert len(re._cache) == patterns  # type: ignore[attr-defined]
