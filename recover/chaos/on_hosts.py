@@ -69,6 +69,9 @@ RDZV_PATIENCE = 12.0  # seconds; longer than etcd is ever stopped
 ENDS = 30.0  # seconds for a host that is lost to be empty, after the others have ended
 _CODES = {"lab:power": (-9,), "lab:agent-kill": (-9,), "lab:agent-stop": (1, 0)}  # the last may end in time
 _LOOK = 0.005  # seconds between two looks
+PYTHON_BEGINS = (
+    "Fatal Python error: init_"  # what Python says if it is interrupted before any code of ours runs
+)
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,10 @@ def _codes_after(fault: Fault | None) -> tuple[int, ...]:
 def _codes(life: AgentLife) -> tuple[int, ...]:
     """One that came when the job was at its end is refused, or is ended by us: perhaps while Python begins or ends."""
     codes = _codes_after(life.struck)
-    return codes if life.came_in else (*codes, 2, 128 + signal.SIGINT, -signal.SIGINT)
+    if life.came_in:
+        return codes
+    no_python_yet = (1,) if life.dismissed and PYTHON_BEGINS in life.said.read_text() else ()
+    return (*codes, 2, 128 + signal.SIGINT, -signal.SIGINT, *no_python_yet)
 
 
 def _environment(asked: Path) -> dict[str, str]:

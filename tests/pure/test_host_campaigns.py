@@ -15,7 +15,15 @@ import pytest
 from recover.chaos.cells import PLACES, RECOVERIES
 from recover.chaos.host_agents import AgentLife, HostAgents
 from recover.chaos.host_matrix import WHATS, host_cells, lay_out_hosts
-from recover.chaos.on_hosts import ACTIONS, QUIET, TAKES_A_MEMBER, TO_NEWCOMERS, Hosts, LeftOnHosts
+from recover.chaos.on_hosts import (
+    ACTIONS,
+    PYTHON_BEGINS,
+    QUIET,
+    TAKES_A_MEMBER,
+    TO_NEWCOMERS,
+    Hosts,
+    LeftOnHosts,
+)
 from recover.faults import Fault, lab_requests, parse_fault, parse_faults
 from recover.faults.fault import OF_HOST
 from recover.faults.probe import Probe
@@ -176,6 +184,8 @@ def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
     back = parse_fault("5joined:5.0:vote=lab:cut")
     for code, word, struck, is_right in (
         (0, came, None, True),
+        (1, f"{PYTHON_BEGINS}import_site: Failed to import the site module", None, True),  # we were too soon
+        (1, "Traceback", None, False),
         (2, "refused", None, True),
         (130, "not in yet", None, True),
         (2, came, None, False),
@@ -183,7 +193,7 @@ def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
         (1, came, back, True),
         (3, came, back, False),
     ):
-        more = (*good.lives, life("h2", code, tmp_path, struck=struck, said=word))
+        more = (*good.lives, replace(life("h2", code, tmp_path, struck=struck, said=word), dismissed=True))
         laws = list(hosts.violations(replace(good, lives=more), config, faults, calm))
         assert (not laws) == is_right, (code, word, laws)
     gone = pretend(tmp_path / "gone", {"h1": cut, "h2": cut, "h3": cut}, {"h1": 1, "h2": 1, "h3": 1})
