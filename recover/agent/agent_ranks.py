@@ -20,7 +20,7 @@ from recover.launch import preflight, rank_outputs
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
-from recover.launch.verdict import Left, Verdict, write_marker
+from recover.launch.verdict import write_marker
 from recover.launch.watched_job import WatchedJob
 from recover.liveness.board import AT_WORK, Board
 from recover.ready.kept import ReadyProcesses, start
@@ -60,7 +60,6 @@ class HostRanks(WatchedJob):
         self._seats: dict[int, int] = {}
         self.mine: set[int] = set()
         self.running: set[int] = set()
-        self._known: dict[int, Left] = {}  # of those who have ended
         self._left: deque[tuple[float, int]] = deque()  # rows of the board to be forgotten, and when
         self.outside: set[int] = set()  # those of them who were started to join, and have not yet
         self._began: dict[int, float] = {}  # when each of these was started
@@ -150,12 +149,6 @@ class HostRanks(WatchedJob):
                 return f"no progress for {timeout:g} s (--timeout)"
         return ""
 
-    def verdict(self) -> Verdict:
-        """As things are. Who has ended leaves nothing more, and is read once: over weeks there are thousands."""
-        verdict = Verdict(self.run_dir, self.everyone, known=self._known)
-        self._known.update((rank, verdict.left[rank]) for rank in self.ended.difference(self._known))
-        return verdict
-
     def wait(self) -> None:
         """Until all are gone: they were killed, or have ended."""
         for started in self._processes.values():
@@ -166,12 +159,10 @@ class HostRanks(WatchedJob):
     def take_over(self, ends: dict[int, str]) -> None:
         """What agents of other hosts tell of their ranks is kept here, too: the verdict is the same everywhere."""
         for rank, marker in ends.items():
-            if rank in self._known:
-                continue
             path = self.run_dir / "ranks" / f"{rank}.end"
             self.ended.add(rank)
             self.everyone.add(rank)
-            if marker and not path.exists():
+            if marker and rank not in self.known and not path.exists():
                 write_marker(self.run_dir, rank, json.loads(marker))
 
     def reap(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from recover.world.ending import End
 
 
-class Left(NamedTuple):
+class EndOfRank(NamedTuple):
     """What a rank has left behind. `end`: in words, None as long as it has left no marker."""
 
     end: str | None
@@ -30,7 +30,7 @@ class Verdict:
         run_dir: Path,
         ranks: int | Iterable[int],
         unfinished: Collection[int] = (),
-        known: Mapping[int, Left] | None = None,
+        known: Mapping[int, EndOfRank] | None = None,
     ) -> None:
         self.directory = run_dir / "ranks"
         everyone = range(ranks) if isinstance(ranks, int) else sorted(ranks)
@@ -89,14 +89,14 @@ class Verdict:
         path = self.directory / f"{rank}.stack"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _read(self, rank: int) -> Left:
+    def _read(self, rank: int) -> EndOfRank:
         try:
             marker: dict[str, Any] = json.loads((self.directory / f"{rank}.end").read_text())
         except FileNotFoundError:
-            return Left(None, "", "Fatal Python error" in self.stack(rank))
+            return EndOfRank(None, "", "Fatal Python error" in self.stack(rank))
         outside = marker["end"] == End.RAISED and not marker["ordinary"]
         raised = f"{marker['kind']} at {marker['place'] or 'the end'}" if outside else ""
-        return Left(_in_words(marker), raised, False)
+        return EndOfRank(_in_words(marker), raised, False)
 
 
 def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from recover.job.outlet import say
 from recover.job.spec import JobSpec
 from recover.launch.relay import Relay
 from recover.launch.telling import Teller
-from recover.launch.verdict import Verdict, name_ranks
+from recover.launch.verdict import EndOfRank, Verdict, name_ranks
 from recover.world.ending import STACK_SIGNAL
 
 RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
@@ -24,8 +24,15 @@ class WatchedJob:
         self.relay = relay
         self.everyone = set(range(spec.ranks))  # and those who have joined
         self.ended: set[int] = set()  # ranks that ended by themselves
+        self.known: dict[int, EndOfRank] = {}  # what those of them have left that has been read
         self.crashed: set[int] = set()  # ranks whose crash was shown
         self.teller: Teller | None = None
+
+    def verdict(self) -> Verdict:
+        """As things are. Who has ended leaves nothing more, and is read once: over weeks there are thousands."""
+        verdict = Verdict(self.run_dir, self.everyone, known=self.known)
+        self.known.update((rank, verdict.left[rank]) for rank in self.ended.difference(self.known))
+        return verdict
 
     def judge(self, failure: str) -> int:
         """Say what became of the job; `failure` is what is known already to have gone wrong."""

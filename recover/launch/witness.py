@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recover.job.spec import JobSpec
-from recover.launch.host_troubles import HostTroubles, cgroup_of, disk_is_full, oom_kills
+from recover.liveness.host_troubles import HostTroubles, cgroup_of, disk_is_full, oom_kills
 from recover.records.job_log import JobLog
 
 if TYPE_CHECKING:

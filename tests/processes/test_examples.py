@@ -47,7 +47,14 @@ def test_a_users_own_ddp_loses_replicas_and_trains_on_with_the_same_batch(tmp_pa
 
 
 # Loops of one's own are tried by test_own_loop.py, too.
-@pytest.mark.parametrize("name", [pytest.param(TWINS[0], marks=pytest.mark.soak), *TWINS[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("plain_loop", marks=pytest.mark.soak),
+        "nanogpt",
+        pytest.param("huggingface", marks=pytest.mark.soak),
+    ],
+)
 def test_an_example_loses_replicas_and_keeps_the_losses_of_its_plain_twin(tmp_path: Path, name: str) -> None:
     def arguments(where: str) -> list[str]:
         return [str(tmp_path / where)] if name == "nanogpt" else []

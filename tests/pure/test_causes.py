@@ -14,8 +14,8 @@ from recorded import START, exit_line, incident_line, make_run, start_line, writ
 from typer.testing import CliRunner
 
 from recover.cli import app
-from recover.launch.host_troubles import HostTroubles
 from recover.liveness.board import Board
+from recover.liveness.host_troubles import HostTroubles
 from recover.records.stories import stories
 
 RAISED = {"end": "raised", "kind": "ValueError", "detail": "ValueError: no", "place": "script.py:3, in main"}

@@ -23,7 +23,7 @@ from recover.world.membership import (
 )
 from recover.world.simulated_parts import InlineWorker
 
-SCHEDULES = 900
+SCHEDULES = 600
 AIMED = 200
 
 
