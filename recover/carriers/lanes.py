@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from recover.carriers.base import Array, Ready, wire_type
+from recover.carriers.contract import CarrierError
 from recover.carriers.device_streams import CudaStream, Event, Stream
 from recover.carriers.worker import Rest
 
@@ -147,8 +148,10 @@ class Lanes:
 
     def _take_turns(self, group: object) -> None:
         """A library may still write to slots of a group that has failed, until all have been through another agreement;
-        so they rest while the next group is at work."""
-        if group is not self._group and self._failed:
+        so they rest while the next group is at work. Which of them are free nobody knows, so it uses them no more."""
+        if group is self._group and self._failed:
+            raise CarrierError("an operation of this group has failed before")
+        if self._failed:
             self._slots, self._spare, self._failed = self._spare or self._make(), self._slots, False
             self._on_the_wire = deque()
         self._group = group

@@ -81,6 +81,14 @@ def run(
     if several.restarts and hostfile is not None:
         typer.echo("recover run: --return is not for Open MPI's --hostfile; give --nnodes", err=True)
         raise typer.Exit(2)
+    if ranks is None or several.restarts:
+        for name, value in (("--hostfile", hostfile), ("--mpirun", mpirun)):
+            if value is not None:
+                typer.echo(
+                    f"recover run: {name} is Open MPI's, and would have no effect here; leave it out",
+                    err=True,
+                )
+                raise typer.Exit(2)
     # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):

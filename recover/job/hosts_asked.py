@@ -16,10 +16,11 @@ FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there d
 WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
 # Without several hosts, or without returns, these would be taken and have no effect.
 _OF_HOSTS = (
-    *("nproc_per_node", "rdzv_backend", "join_timeout", "lease", "interface"),
+    *("nproc_per_node", "rdzv_backend", "lease"),
     *("token_file", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
-_OF_THE_FABRIC = ("rdzv_patience", "host_name", "etcd_dir", "etcd_prefix")  # a job with returns has one, too
+# A job with returns has an etcd, too.
+_OF_THE_FABRIC = ("rdzv_patience", "join_timeout", "interface", "host_name", "etcd_dir", "etcd_prefix")
 _OF_RETURNS = ("return_delay", "forgive", "ready", "warm_up")
 
 
@@ -70,11 +71,15 @@ class HostOptions:
 
     def check_use(self) -> None:
         """Raises ValueError for options that were given and would have no effect."""
+        if self.standby < 0:
+            raise ValueError(f"--standby is {self.standby}; give a number, 0 or more")
         given = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         for names, used, needed in (
             (_OF_HOSTS, self.asked, "--nnodes and --rdzv-endpoint"),
             (_OF_THE_FABRIC, self.asked or self.restarts, "--nnodes and --rdzv-endpoint, or --return"),
             (_OF_RETURNS, self.restarts, "--return"),
+            (("etcd_key",), self.etcd_cert is not None, "--etcd-cert"),
+            (("etcd_password_file",), self.etcd_user is not None, "--etcd-user"),
         ):
             if idle := [] if used else [name for name in names if name in given]:
                 options = " and ".join(

@@ -42,7 +42,7 @@ class HostTroubles:
         said = [
             line
             for at, line in self._kernel.said
-            if (at >= since and _HARDWARE.search(line)) or str(pid) in _NUMBER.findall(line)
+            if (at >= since and _HARDWARE.search(line)) or (pid and str(pid) in _NUMBER.findall(line))
         ]
         if (now := _uncorrected()) > self._memory_errors:
             said.append(f"EDAC: {now - self._memory_errors} uncorrected memory errors")

@@ -257,6 +257,8 @@ def test_what_the_kernel_said_of_a_process_is_found_by_its_number_and_looking_le
     troubles._kernel.said.extend((0.0, line) for line in [*said, XID_43, "traps: x42[7] ip:42a"])
     assert troubles.look(42)[0] == said[:1]
     assert troubles.look(4242)[0] == [XID_43]
+    troubles._kernel.said.append((0.0, "Out of memory: Killed process 77 (python3) UID:0 oom_score_adj:0"))
+    assert troubles.look(0)[0] == [], "one that nobody has seen is not that of root"
     patterns = len(re._cache)  # type: ignore[attr-defined]
     for pid in range(10_000, 10_100):
         troubles.look(pid)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from typer.testing import CliRunner
 
 from recover.agent.host_options import access_to, read_options, slurm_hosts
 from recover.agent.placement import across, place
+from recover.cli import app
 from recover.job.hosts_asked import LEASE, HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.launch.preflight import Refusal
@@ -95,7 +97,20 @@ def test_what_makes_no_sense_is_refused_with_option_value_and_mend(
     [
         ({"lease": 5.0}, "--lease would have no effect without --nnodes and --rdzv-endpoint: give that,"),
         ({"lease": 5.0, "returns": True}, "--lease would have no effect without --nnodes"),
-        ({"interface": "eth0", "nproc_per_node": "4"}, "--nproc-per-node and --interface would have no"),
+        (
+            {"rdzv_backend": "etcd", "nproc_per_node": "4"},
+            "--nproc-per-node and --rdzv-backend would have no",
+        ),
+        (
+            {"interface": "eth0"},
+            "--interface would have no effect without --nnodes and --rdzv-endpoint, or --ret",
+        ),
+        ({"nnodes": "4", "etcd_key": Path("x")}, "--etcd-key would have no effect without --etcd-cert"),
+        (
+            {"nnodes": "4", "etcd_password_file": Path("x")},
+            "--etcd-password-file would have no effect without --etcd-u",
+        ),
+        ({"standby": -1}, "--standby is -1; give a number, 0 or more"),
         (
             {"etcd_dir": Path("x")},
             "--etcd-dir would have no effect without --nnodes and --rdzv-endpoint, or --r",
@@ -112,16 +127,33 @@ def test_what_would_have_no_effect_is_refused(given: dict[str, Any], words: str)
         HostOptions(**given).check_use()
 
 
+@pytest.mark.parametrize("option", ["--hostfile", "--mpirun"])
+@pytest.mark.parametrize(
+    "other", [["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-id", "j"], ["-n", "2", "--standby", "1"]]
+)
+def test_open_mpis_options_are_refused_where_a_job_stands_on_etcd(option: str, other: list[str]) -> None:
+    result = CliRunner().invoke(app, ["run", *other, option, "x", __file__])
+    assert result.exit_code == 2
+    assert option in result.output
+
+
 def test_what_has_an_effect_is_taken() -> None:
     """Every option, with what it needs; and a word that says no more than the default."""
     several = {"nnodes": "2", "rdzv_endpoint": "h", "rdzv_id": "j"}
     of_returns = {"return_delay": 0.0, "forgive": 0.0, "ready": False, "warm_up": 2.0}
-    of_both = {"rdzv_patience": 2.0, "host_name": "h", "etcd_dir": Path("x"), "etcd_prefix": "/p"}
+    of_both = {
+        "rdzv_patience": 2.0,
+        "join_timeout": 2.0,
+        "interface": "x",
+        "host_name": "h",
+        "etcd_dir": Path("x"),
+        "etcd_prefix": "/p",
+    }
     paths = {
         name: Path("x") for name in ("token_file", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
     }
-    words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "interface", "etcd_user", "token"), "x")
-    of_hosts = {"join_timeout": 2.0, "lease": 5.0, **paths, **words}
+    words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "etcd_user", "token"), "x")
+    of_hosts = {"lease": 5.0, **paths, **words}
     everything = several | of_both | of_hosts | of_returns | {"returns": True, "standby": 1}
     assert everything.keys() == {field.name for field in fields(HostOptions)}
     HostOptions(**everything).check_use()

@@ -125,6 +125,22 @@ def test_slots_rest_also_if_the_last_piece_fails_when_nothing_follows() -> None:
     assert len(set(used)) == 1 + SLOTS
 
 
+def test_a_group_that_has_failed_uses_no_slot_that_one_of_its_own_is_still_in() -> None:
+    """The first is on the wire, the second fails when three more slots are filled: the third must not come."""
+    lanes, wire = make_lanes(LateDevice()), Wire()
+    out = torch.zeros(16)
+    first = lanes.through(torch.ones(16), out, Ready(), wire.begin, GROUP)
+
+    def refuses(_piece: Array) -> None:
+        raise CarrierError("the group was freed after a death")
+
+    for begin in (refuses, wire.begin):
+        with pytest.raises(CarrierError):
+            lanes.through(torch.full((48,), 3.0), torch.zeros(48), Ready(), begin, GROUP)
+    first.wait()
+    assert out.tolist() == [2.0] * 16
+
+
 @pytest.mark.parametrize("dies_at", range(1, 8))
 @pytest.mark.parametrize("seed", range(5))
 def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_failed(
