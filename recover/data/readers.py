@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 from recover.data.sending import pack
@@ -101,6 +102,7 @@ class Readers:
         if self._count and self._lost <= REPLACED:
             import torch.multiprocessing  # how tensors go from process to process: in shared memory
 
+            get_temp_dir()  # all share the rank's: who is killed would leave one of its own behind
             context = torch.multiprocessing.get_context("fork")
             while len(self._workers) < self._count:
                 here, there = context.Pipe()

@@ -242,7 +242,11 @@ def test_no_worker_outlives_its_rank_however_it_ends(tmp_path: Path) -> None:
         )
     )
     rank = subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert rank.stdout
     assert rank.stdin
