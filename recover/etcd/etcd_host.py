@@ -34,13 +34,14 @@ HOST, PLACED = "seen/host/", "seen/placed/"
 EXPIRY = 0.5  # seconds between two looks of etcd at what has run out
 KEEP = 0.15  # seconds between two requests to keep a lease: one that was revoked must be renewed within the grace
 KEEPERS = 8  # of these that may be under way: on a bad cable, or a busy machine, one may take seconds
+LEAST_GRACE = 0.5  # seconds: three requests to keep a lease, and an answer
 LOOK = 0.1  # seconds between two looks at the hosts that seem lost
 MOST_RANKS = 120  # of one host: etcd takes 128 operations in a transaction
 
 
 def parts_of(lease: float) -> tuple[int, float]:
     """Of so many seconds without a sign: those of the lease in etcd, which counts whole ones, and the grace."""
-    ttl = max(1, int(lease * 0.7))
+    ttl = max(1, int(min(lease * 0.7, lease - EXPIRY - LEAST_GRACE)))
     return ttl, lease - EXPIRY - ttl
 
 

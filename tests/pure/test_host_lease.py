@@ -9,22 +9,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recover.etcd.etcd_client import Answer, EtcdError
-from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, HostLease, parts_of
+from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, LEAST_GRACE, HostLease, parts_of
 from recover.job.hosts_asked import LEASE
 
 GENEROUS = 30.0
 
 
 @given(st.floats(LEASE, 600.0))
+@example(2.875)  # seven tenths of it are two whole seconds, and too little would be left for the grace
 def test_etcds_lease_its_look_and_the_grace_make_up_what_users_call_a_lease(lease: float) -> None:
     """Those of etcd, the time until it looks, and the grace in which one that lives can come back."""
     ttl, grace = parts_of(lease)
     assert ttl >= 1
-    assert grace >= 0.5 - 1e-9
+    assert grace >= LEAST_GRACE - 1e-9
     assert abs(ttl + EXPIRY + grace - lease) < 1e-9
     assert ttl > KEEP * 4
     assert grace > KEEP * 3
