@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 help:
 	@echo "make demo      train a small LLaMA twice, with and without deaths and returns, and draw both"
 	@echo "make test      all tests (minus the soaks)"
-	@echo "make test-fast those that start no process: under a minute"
+	@echo "make test-fast those that start no process: two minutes on two cores"
 	@echo "make check     ruff (format, lint) and mypy"
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
@@ -28,11 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/recover demo
 
+# Tests that start processes are alone on the machine, one after the other; all others share its cores.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "pure or simulated" --numprocesses auto
+	$(BIN)/python -m pytest -m processes
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "(pure or simulated) and not slow"
+	$(BIN)/python -m pytest -m "(pure or simulated) and not slow" --numprocesses auto
 
 check: setup
 	$(BIN)/ruff format --check .
