@@ -220,7 +220,7 @@ class Config(Keys):
         grid = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
         if self.parallel != "3d" and (wrong := [f"{name}={n}" for name, n in grid.items() if n > 1]):
             raise ValueError(
-                f"{', '.join(wrong)}: a grid belongs to parallel=3d, not to parallel={self.parallel}; add parallel=3d"
+                f"{', '.join(wrong)}: a grid belongs to parallel=3d, not to parallel={self.parallel}; say parallel=3d"
             )
         if self.parallel == "3d" and self.replica_size == 1:
             raise ValueError("parallel='3d' needs a grid of more than one rank; add tp=2, pp=2 or both")

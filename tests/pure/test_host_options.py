@@ -42,6 +42,8 @@ def test_a_replica_lies_on_as_few_hosts_as_possible(counts: list[int], size: int
     assert len(seats) // size - len(across(seats, size)) == whole, (
         "a replica that fits onto one host is on one"
     )
+    hosts = [seat.host for seat in seats[: whole * size]]
+    assert hosts == sorted(hosts), "whole replicas come first, and those of a host follow each other"
     largest = sorted(counts, reverse=True)
     least = next((n for n in range(1, len(counts) + 1) if sum(largest[:n]) >= size), 0)
     if seats and not whole:
