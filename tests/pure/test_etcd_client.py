@@ -262,7 +262,9 @@ def test_a_decision_follows_from_the_votes_of_the_living_alone(
     living = frozenset(rank for rank in participants if dead.isdisjoint(mates(rank, size)))
     assume(living)
     votes = {
-        rank: Vote(data.draw(st.integers(0, 15)), dead - data.draw(few), asking)
+        rank: Vote(
+            data.draw(st.integers(0, 15)), dead - data.draw(few), frozenset(range(12, 24)) - data.draw(few)
+        )
         for rank in sorted(participants)[::size]
     }
     value, cleaned = decided(looked(votes, dead, asking), participants, size, min(living))
@@ -271,12 +273,12 @@ def test_a_decision_follows_from_the_votes_of_the_living_alone(
     assert decision.dead == participants - living, "a replica that has lost one is lost"
     counted = [votes[rank] for rank in votes.keys() & living]
     if all(participants & dead <= vote.acknowledged for vote in counted):
-        word = 15
+        word, let_in = 15, asking - dead
         for vote in counted:
-            word &= vote.word
+            word, let_in = word & vote.word, let_in & vote.admit
         assert decision.word == word
-        assert decision.joined == whole(asking - dead, size), (
-            "who asks and lives is admitted, in whole replicas"
+        assert decision.joined == whole(let_in, size), (
+            "who asks, lives and is known to all, in whole replicas"
         )
         assert decision.participants == living | decision.joined
     else:
