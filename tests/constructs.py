@@ -62,6 +62,18 @@ class Net(torch.nn.Module):
         return self.out(x)
 
 
+class Pixels(torch.nn.Module):
+    """Its matrices lie in memory as `memory_format=torch.channels_last` has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = torch.nn.Conv2d(2, 6, 2, bias=False), torch.nn.Conv2d(6, 2, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.first(x.view(-1, 2, 2, 2).repeat(1, 1, 2, 2)))).mean((2, 3))
+
+
 class Tied(torch.nn.Module):
     """Input and output share one matrix."""
 
@@ -153,6 +165,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-5)
 
 
+def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
 def in_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -205,6 +221,7 @@ CONSTRUCTS: dict[str, Construct] = {
     "Qwen2, mean over all tokens of padded batches": Construct(
         qwen2, of_model, weight=targets_of, stream=Padded
     ),
+    "channels_last, a fused optimizer": Construct(Pixels, optimizer=fused),
     "IterableDataset": Construct(stream=lambda: recover.stream(Endless(), batch_size=4, window=BATCH)),
 }
 

@@ -31,6 +31,7 @@ from recover.sums.gradients import NO_SLOTS, Post
 from recover.sums.later import Later
 from recover.sums.ledger import with_slots
 from recover.sums.norm import squared_norm
+from recover.sums.parts import is_dense
 from recover.sums.reduction import FastSum, Sum
 
 Restore = Literal["auto", "blocking", "non-blocking"]
@@ -42,6 +43,10 @@ class _DDPBucket:
     def __init__(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.bucket = Bucket(flat, in_place=True)
         self.parameters = parameters
+        # In DDP's buckets, too, the numbers of a gradient are in the order of its parameter's, unless that has gaps.
+        self._strides = [
+            p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride() for p in parameters
+        ]
 
     def write_gradients(self, flat: torch.Tensor) -> None:
         """DDP may keep `p.grad` apart from its buckets: bring it up to what `flat` says."""
@@ -60,9 +65,9 @@ class _DDPBucket:
                 part.copy_(parameter.grad)
 
     def _parts(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        at = 0
-        for parameter in self.parameters:
-            yield parameter, flat[at : at + parameter.numel()].view(parameter.shape)
+        at = flat.storage_offset()
+        for parameter, stride in zip(self.parameters, self._strides, strict=True):
+            yield parameter, flat.as_strided(parameter.shape, stride, at)
             at += parameter.numel()
 
 

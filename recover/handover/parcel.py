@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recover.sums.parts import local_part
+from recover.sums.parts import in_order_of, local_part
 
 
 class Stateful(Protocol):
@@ -46,6 +46,7 @@ class _Place:
     number: int
     dtype: torch.dtype
     shape: torch.Size
+    stride: tuple[int, ...]
     on_device: bool  # where the model is; otherwise on the host
     sharded: _Sharded | None
 
@@ -147,14 +148,16 @@ class Parcel:
         if part is not tensor and hasattr(tensor, "device_mesh"):
             its: Any = tensor
             sharded = _Sharded(_mesh_key(its.device_mesh), tuple(its.placements), its.shape, its.stride())
-        return _Place(len(found) - 1, part.dtype, part.shape, part.device == self._device, sharded)
+        here = part.device == self._device
+        return _Place(len(found) - 1, part.dtype, part.shape, part.stride(), here, sharded)
 
     def _room_for(self, place: _Place) -> torch.Tensor:
         device = self._device if place.on_device else torch.device("cpu")
         return torch.empty(place.shape, dtype=place.dtype, device=device)
 
     def _put_back(self, place: _Place) -> torch.Tensor:
-        tensor = self._found[place.number]
+        theirs = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
+        tensor = in_order_of(theirs, self._found[place.number])  # all travel by rows
         if place.sharded is None:
             return tensor
         from torch.distributed.tensor import DTensor

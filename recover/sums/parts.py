@@ -22,6 +22,22 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device)
 
 
+def in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, whose numbers follow each other by rows, with its numbers in memory as those of `like` are.
+
+    Autograd makes gradients so, and kernels that walk through memory take a parameter, its gradient and its moments for
+    laid out alike. Where `like` has gaps or overlaps, autograd does as it is here: by rows.
+    """
+    if like.is_contiguous() or not is_dense(like):
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has neither gaps nor overlaps, in whatever order its numbers are."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's part of the gradient, placed as the parameter is.
 
@@ -36,10 +52,10 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """`value` as the gradient of `parameter`: in its dtype, and sharded as it is."""
+    """`value` as the gradient of `parameter`: in its dtype and its order in memory, and sharded as it is."""
     if parameter.is_complex():
         value = torch.complex(value[..., 0], value[..., 1])
-    value = value.to(local_part(parameter).dtype)
+    value = in_order_of(local_part(parameter), value.to(local_part(parameter).dtype))
     if not hasattr(parameter, "_local_tensor"):
         return value
     from torch.distributed.tensor import DTensor

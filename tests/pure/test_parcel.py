@@ -66,7 +66,7 @@ def bits(value: Any) -> Any:
     """A nest of anything, comparable."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().view(-1).view(torch.uint8)
-        return (str(value.dtype), tuple(value.shape), bytes(flat.tolist()))
+        return (str(value.dtype), tuple(value.shape), value.stride(), bytes(flat.tolist()))
     if isinstance(value, dict):
         return type(value).__name__, {key: bits(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
