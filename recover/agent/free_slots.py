@@ -1,9 +1,9 @@
 """The places of one host: which are free, which rest, and which are not tried again.
 
 A slot is a place for one rank. A rank that was lost because of another one (its replica's, or the others went on
-without it) leaves a good place. One that was lost by itself strikes its place: a place that is struck twice is set
-aside, and so is at once one whose process died as of broken hardware. Where a rank has worked for long enough, earlier
-strikes are forgotten.
+without it) leaves a good place. One that was lost by itself, or with which no carrier could be built, strikes its
+place: a place that is struck twice is set aside, and so is at once one whose process died as of broken hardware. Where
+a rank has worked for long enough, earlier strikes are forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import signal
 from dataclasses import dataclass, field
 
-from recover.world.ending import End
+from recover.world.ending import UNFIT, End
 
 INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
 SETTLE = 0.1  # seconds that any place rests: mates leave theirs a moment later, and are placed together again
@@ -51,7 +51,7 @@ class HostSlots:
         if now - place.began >= self._forgive:
             place.strikes.clear()
         told = json.loads(marker) if marker else {"end": "", "detail": ""}
-        if told["end"] in INNOCENT:
+        if told["end"] in INNOCENT and UNFIT not in told["detail"]:
             return ""
         how = f"{told['end']}: {told['detail']}" if told["end"] else _killed(code)
         place.strikes.append(how)

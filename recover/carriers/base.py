@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ Array = npt.NDArray[Any]
 Data = Any  # a NumPy array, or a torch tensor on whatever device
 WIRE_TYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.int64))
 _WIRE_NAMES = frozenset(map(str, WIRE_TYPES))
+TRIAL_LIMIT = 30.0  # seconds: one that has failed alone, and lives, does not come
 
 
 class Ready:
@@ -43,6 +45,9 @@ class DataCarrier(ABC):
     are `ready`, and raise CarrierError. They block, or return what is left to wait for when a device goes on with them.
     A group of one needs no wire.
     """
+
+    # Whether a sum that has ended well here is right, whoever of the others has given it up, and died since.
+    ends_cleanly = True
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int) -> None:
         self.peers = peers
@@ -102,9 +107,10 @@ class DataCarrier(ABC):
             )
 
     def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> None:
-        """Wait for the communication thread; if a member dies meanwhile, free it."""
+        """Wait for the communication thread; if a member dies meanwhile, or takes too long, free it."""
+        deadline = time.monotonic() + TRIAL_LIMIT
         while not work.wait(0.001) and not work.done:
-            if alarmed():
+            if alarmed() or time.monotonic() > deadline:
                 self.free()
 
 

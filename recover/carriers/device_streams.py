@@ -16,9 +16,6 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """The host waits until the stream has passed it."""
 
-    def wait(self) -> None:
-        """What this thread asks of the device from here on happens behind it."""
-
 
 class Stream(Protocol):
     def wait(self, event: Any) -> None:
@@ -28,6 +25,13 @@ class Stream(Protocol):
         """One of the two is memory of the host that the device can reach (pinned)."""
 
     def record(self) -> Event: ...
+
+
+def hold_back(data: Any, event: Any) -> None:
+    """What this thread asks of the device of `data` from here on, whichever is its current one, happens behind it."""
+    import torch
+
+    torch.cuda.current_stream(data.device).wait_event(event)
 
 
 class CudaStream:

@@ -51,11 +51,14 @@ class NcclCarriers(DataCarriers):
         self._library = library or Nccl()
         self._stream = stream or CudaStream(own_device(), first=True)
         self._aborts: list[threading.Thread] = []
+        self._unused: list[bytes] = []  # addresses: behind each there is a thread that waits for its group
 
     def make(self, members: tuple[int, ...]) -> NcclCarrier:
         self._await_aborts()
         peers = self._grid.peers(self._rank, members)
-        return NcclCarrier(self._worker, peers, self._rank, self._library, self._stream, self._aborts)
+        return NcclCarrier(
+            self._worker, peers, self._rank, self._library, self._stream, self._aborts, self._unused
+        )
 
     def _await_aborts(self) -> None:
         deadline = time.monotonic() + ABORT_LIMIT
@@ -67,6 +70,9 @@ class NcclCarriers(DataCarriers):
 
 
 class NcclCarrier(DataCarrier):
+    # An abort ends the kernels of peers, too, which may take for the sum what was left in its buffers.
+    ends_cleanly = False
+
     def __init__(
         self,
         worker: Worker,
@@ -75,9 +81,11 @@ class NcclCarrier(DataCarrier):
         library: Any,
         stream: Any,
         aborts: list[threading.Thread],
+        unused: list[bytes],
     ) -> None:
         super().__init__(worker, peers, rank)
-        self._library, self._stream, self._aborts = library, stream, aborts
+        self._library, self._stream, self._aborts, self._unused = library, stream, aborts, unused
+        self._address = b""  # that this rank has offered, and nobody has used yet
         self._comm: int | None = None
         self._inside = threading.Lock()  # held by whoever is inside NCCL
         self._freeing = threading.Lock()
@@ -85,12 +93,14 @@ class NcclCarrier(DataCarrier):
         self._abort_thread: threading.Thread | None = None
 
     def offer(self) -> bytes:
-        return bytes(self._library.new_id()) if self.index == 0 else b""
+        if self.index == 0:
+            self._address = self._unused.pop() if self._unused else bytes(self._library.new_id())
+        return self._address
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        address = offers[self.peers[0]]
+        address, self._address = offers[self.peers[0]], b""
         if len(address) != ID_BYTES:
             raise CarrierError("a member could not offer a carrier")
         with self._inside, self._stream.on_device():
@@ -109,6 +119,8 @@ class NcclCarrier(DataCarrier):
             if self._freed:
                 return
             self._freed = True
+            if self._address:  # the census came to nothing, on all members: the next round can have it
+                self._unused.append(self._address)
             self._abort_thread = threading.Thread(target=self._abort, name="recover-nccl-abort", daemon=True)
             self._aborts.append(self._abort_thread)
             self._abort_thread.start()

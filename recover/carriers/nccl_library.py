@@ -107,13 +107,16 @@ class Nccl:
     ) -> None:
         """Peers, buffers and counts: all of them at once, as one group of calls."""
         self._check(self._library.ncclGroupStart())
-        for peer, data, count in out:
-            code = self._library.ncclSend(data, count, TYPES[kind], peer, comm, stream)
-            self._check(code, comm, in_progress_too=True)
-        for peer, data, count in into:
-            code = self._library.ncclRecv(data, count, TYPES[kind], peer, comm, stream)
-            self._check(code, comm, in_progress_too=True)
-        self._check(self._library.ncclGroupEnd(), comm, in_progress_too=True)
+        try:
+            for peer, data, count in out:
+                code = self._library.ncclSend(data, count, TYPES[kind], peer, comm, stream)
+                self._check(code, comm, in_progress_too=True)
+            for peer, data, count in into:
+                code = self._library.ncclRecv(data, count, TYPES[kind], peer, comm, stream)
+                self._check(code, comm, in_progress_too=True)
+        finally:  # in one that stays open, nothing that this thread asks for would ever begin, in no group
+            ended = self._library.ncclGroupEnd()
+        self._check(ended, comm, in_progress_too=True)
 
     def is_through(self, comm: int) -> bool:
         """Whether the last call has been handed to the device. Raises CarrierError if the group is broken."""

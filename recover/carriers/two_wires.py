@@ -10,10 +10,22 @@ import struct
 from collections.abc import Callable, Mapping
 
 from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready
+from recover.carriers.contract import CarrierError
 from recover.carriers.nccl import NcclCarrier, NcclCarriers
 from recover.carriers.worker import Rest, Worker
 
-_LENGTH = struct.Struct("<q")
+_MARK, _LENGTH = b"nccl:", struct.Struct("<q")
+
+
+def _parts(rank: int, offer: bytes) -> tuple[bytes, bytes]:
+    """What a member offers of the device's wire, and of the host's."""
+    if not offer.startswith(_MARK):
+        raise CarrierError(
+            f"rank {rank} has chosen another carrier than nccl (there are not as many GPUs as ranks on its host, or it "
+            "has none): give it GPUs, or say --carrier on all hosts"
+        )
+    (length,), rest = _LENGTH.unpack_from(offer, len(_MARK)), offer[len(_MARK) + _LENGTH.size :]
+    return rest[:length], rest[length:]
 
 
 class TwoWireCarriers(DataCarriers):
@@ -32,25 +44,30 @@ class TwoWireCarriers(DataCarriers):
 
 
 class TwoWires(DataCarrier):
+    ends_cleanly = NcclCarrier.ends_cleanly
+
     def __init__(self, device: NcclCarrier, host: DataCarrier, worker: Worker) -> None:
         super().__init__(worker, device.peers, device.peers[device.index])
         self._device, self._host = device, host
 
     def offer(self) -> bytes:
         of_device = self._device.offer()
-        return _LENGTH.pack(len(of_device)) + of_device + self._host.offer()
+        return _MARK + _LENGTH.pack(len(of_device)) + of_device + self._host.offer()
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        """Each is built, and tried, by itself."""
-        lengths = {rank: _LENGTH.unpack_from(offer)[0] for rank, offer in offers.items()}
-        parts = {
-            rank: (offer[_LENGTH.size :][: lengths[rank]], offer[_LENGTH.size + lengths[rank] :])
-            for rank, offer in offers.items()
-        }
-        # The one with agreements in it first: whoever fails in the other would leave the rest alone in them.
-        self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
+        """Each is built, and tried, by itself. The second one where all have the first: it is waited for in vain
+        for long, since the library cannot see that somebody does not come."""
+        try:
+            parts = {rank: _parts(rank, offer) for rank, offer in offers.items()}
+            # The one with agreements in it first: whoever fails in the other would leave the rest alone in them.
+            self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
+        except Exception:
+            confirm(False)
+            raise
+        if not confirm(True):
+            raise CarrierError("the host's wire was not built everywhere")
         self._device.build({rank: of_device for rank, (of_device, _) in parts.items()}, confirm, alarmed)
 
     def free(self) -> None:

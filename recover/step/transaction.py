@@ -252,7 +252,9 @@ class Transaction:
         self._count_fruitless(lost)
         if not all(record.in_range for record in records.values()):
             self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
-        if all(record.complete for record in records.values()):
+        # Where what was left of a sum may pass for it, the dead may have given it up before their end.
+        sure = self.world.cross.ends_cleanly or not lost
+        if sure and all(record.complete for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False

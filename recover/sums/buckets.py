@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from recover.carriers.device_streams import hold_back
 from recover.carriers.worker import Work
 from recover.policy import SlotSet
 from recover.world.cross import CrossGroup
@@ -61,7 +62,7 @@ class Bucket:
         passed = self._work.behind()
         if passed is None:
             return self._work.ok
-        passed.wait()
+        hold_back(self.result, passed)
         return True
 
     def rewind(self) -> None:

@@ -26,6 +26,7 @@ class CrossGroup:
         self.size = carrier.size
         self.index = carrier.index
         self.peers = carrier.peers
+        self.ends_cleanly = carrier.ends_cleanly
         self.error: Exception | None = None
         self._carrier, self._worker, self._reduced = carrier, worker, reduced
 

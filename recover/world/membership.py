@@ -23,6 +23,7 @@ from recover.carriers.contract import Carrier, Carriers
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.fabrics.base import Fabric, FabricError, Transfer
 from recover.job.grid import Grid
+from recover.world.ending import UNFIT
 from recover.world.roll_call import Census, Row, pack, unpack
 
 TAG_BITS = 4
@@ -60,7 +61,7 @@ class ExcludedError(Exception):
         self.orphan = orphan
         why = "lost a mate of its replica" if orphan else "was excluded by the others"
         if trouble and not orphan:
-            why += f", for it failed in {FAILURES} rounds of a repair ({trouble})"
+            why += f", {UNFIT} {FAILURES} rounds of a repair ({trouble})"
         super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
 
 
@@ -205,7 +206,8 @@ class Membership(Generic[C]):
         """Who has failed again and again while nobody died. From the census: the same on all members.
 
         Who says that it cannot make a carrier is as good as dead, however many say so. Where one cannot be built, both
-        ends of a connection fail, and the fault may be neither's: the worst are left out, but never the many.
+        ends of a connection fail, and the fault may be neither's: the worst are left out, but never the many. Those who
+        were to join are, before any member: it went without them.
         """
         cannot = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
         if cannot:
@@ -217,6 +219,9 @@ class Membership(Generic[C]):
         if worst < FAILURES:
             return frozenset()
         sick = frozenset(rank for rank, count in failures.items() if count == worst)
+        newcomers = frozenset(rank for rank, row in rows.items() if not row.epoch)
+        if sick & newcomers and newcomers != rows.keys():
+            return sick & newcomers
         if 2 * len(self.grid.replicas_of(sick)) >= len(self.grid.replicas_of(rows)):
             self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
         return sick
@@ -327,6 +332,7 @@ class Membership(Generic[C]):
         except Exception as error:
             trouble = f"the carrier failed here: {type(error).__name__}: {error}"
             self._report(trouble)
+            carrier.free()  # others may wait for this rank in it
             return trouble
         return ""
 

@@ -26,6 +26,7 @@ from recover.step.errors import OutOfRangeError
 from recover.step.handed_out import HandedOut
 from recover.step.transaction import Transaction
 from recover.sums import later
+from recover.sums.buckets import Bucket
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PlainReplica, Sharing
 from recover.sums.later import Later, fetch, now
@@ -272,3 +273,21 @@ def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other
     handed_out.blame(torch.AcceleratorError())
     assert shown[-1] == []
     assert len(notes) == 2, "what the device is through with is not to blame"
+
+
+def test_what_is_made_of_a_result_waits_for_it_on_its_own_device_whichever_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank may compute on cuda:1 without having made it the current device."""
+    waits: list[tuple[Any, Any]] = []
+
+    def current_stream(device: Any = "the current device") -> SimpleNamespace:
+        return SimpleNamespace(wait_event=lambda event: waits.append((device, event)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    result = SimpleNamespace(device="cuda:1", shape=(3,), new_empty=lambda shape: result)
+    group = SimpleNamespace(all_reduce=lambda *_: SimpleNamespace(behind=lambda: "passed"))
+    bucket = Bucket(result)
+    bucket.post(group, 1, contribute=True)  # type: ignore[arg-type]
+    assert bucket.is_coming()
+    assert waits == [("cuda:1", "passed")]

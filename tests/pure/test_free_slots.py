@@ -12,6 +12,7 @@ from recover.agent.host_options import HostPart, read_options
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.launch.preflight import Refusal
 from recover.world.ending import End
+from recover.world.membership import ExcludedError
 
 KILLED = -signal.SIGKILL
 
@@ -68,6 +69,15 @@ def test_one_that_was_lost_because_of_others_leaves_a_good_place(end: End) -> No
     for number in range(10):
         assert lose(slots, 10 * number, marker(end)) == ""
     assert slots.free(1e9) == [0]
+
+
+def test_one_with_which_no_carrier_could_be_built_strikes_its_place() -> None:
+    """It would come again and again, and each time the others would wait for it."""
+    slots = HostSlots(1, delay=0, forgive=600)
+    left = marker(End.EXCLUDED, str(ExcludedError(3, (0, 1), False, "the carrier failed here")))
+    assert lose(slots, 0, left) == ""
+    assert "the carrier failed here" in lose(slots, 10, left)
+    assert slots.free(1e9) == []
 
 
 def test_deaths_on_a_place_are_forgotten_once_a_rank_has_worked_there_for_long() -> None:

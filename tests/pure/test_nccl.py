@@ -22,6 +22,7 @@ from streams import LateDevice, LateStream, on_device
 from recover.carriers.base import Ready
 from recover.carriers.contract import CarrierError
 from recover.carriers.nccl import NcclCarrier
+from recover.carriers.nccl_library import Nccl
 from recover.carriers.worker import Worker
 from recover.world.cross import CrossGroup
 
@@ -167,7 +168,7 @@ def make_ranks(size: int, seed: int | None = None) -> tuple[list[Rank], list[Ncc
         stream = LateDevice(seed).stream()
         rank, worker = Rank(groups, {stream.handle: stream}), Worker()
         ranks.append(rank)
-        carriers.append(NcclCarrier(worker, peers, number, rank, stream, []))
+        carriers.append(NcclCarrier(worker, peers, number, rank, stream, [], []))
         crosses.append(CrossGroup(carriers[-1], worker))
     offers = {number: carrier.offer() for number, carrier in enumerate(carriers)}
     builders = [
@@ -276,14 +277,88 @@ def test_an_abort_waits_for_a_thread_that_is_inside_the_library() -> None:
 def test_a_death_while_the_group_is_made_is_not_waited_for() -> None:
     groups, stream = Groups(), LateDevice().stream()
     rank = Rank(groups, {stream.handle: stream})
-    carrier = NcclCarrier(Worker(), (0, 1), 0, rank, stream, [])
+    carrier = NcclCarrier(Worker(), (0, 1), 0, rank, stream, [], [])
     looks = iter([False, False, True])
     with pytest.raises(CarrierError, match="a member died"):
         carrier.build({0: carrier.offer(), 1: b""}, bool, lambda: next(looks))
 
 
+def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 0.3)
+    groups, peers, carriers = Groups(), (0, 1, 2), []
+    for number in peers:
+        stream = LateDevice().stream()
+        rank = Rank(groups, {stream.handle: stream})
+        if number == 1:
+            rank._launch = lambda *_: None  # type: ignore[method-assign]  # as in a library that has gone wrong
+        carriers.append(NcclCarrier(Worker(), peers, number, rank, stream, [], []))
+    offers = {number: carrier.offer() for number, carrier in enumerate(carriers)}
+    failed: list[int] = []
+
+    def build(carrier: NcclCarrier) -> None:
+        with pytest.raises(CarrierError, match="trial reduction"):
+            carrier.build(offers, bool, lambda: False)
+        failed.append(carrier.index)
+
+    builders = [threading.Thread(target=build, args=[carrier], daemon=True) for carrier in carriers]
+    for each in builders:
+        each.start()
+    for each in builders:
+        each.join(20)
+    assert sorted(failed) == [0, 1, 2]
+
+
+def test_an_address_that_nobody_has_used_is_offered_again() -> None:
+    """Behind each, NCCL has a thread and a socket that wait for its group for ever."""
+    unused: list[bytes] = []
+    stream = LateDevice().stream()
+    rank = Rank(Groups(), {stream.handle: stream})
+
+    def carrier() -> NcclCarrier:
+        return NcclCarrier(Worker(), (0,), 0, rank, stream, [], unused)
+
+    first = carrier()
+    address = first.offer()
+    first.free()
+    first.free()
+    second = carrier()
+    assert second.offer() == address
+    second.build({0: address}, bool, lambda: False)
+    second.free()
+    assert carrier().offer() != address
+
+
+class LibraryThatFails:
+    """NCCL's functions, of which one gives an error."""
+
+    def __init__(self, bad: str) -> None:
+        self._bad = bad
+        self.open = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: Any) -> Any:
+            self.open += {"ncclGroupStart": 1, "ncclGroupEnd": -1}.get(name, 0)
+            if name in ("ncclGetErrorString", "ncclGetLastError"):
+                return b"remote error"
+            return 6 if name == self._bad else 0
+
+        return call
+
+
+@pytest.mark.parametrize("bad", ["ncclSend", "ncclRecv", "ncclGroupEnd"])
+def test_no_group_of_calls_stays_open_after_an_error(bad: str) -> None:
+    """This thread could never begin anything again, in no group."""
+    library = Nccl.__new__(Nccl)
+    failing = library._library = LibraryThatFails(bad)  # type: ignore[assignment]
+    with pytest.raises(CarrierError, match="remote error"):
+        library.exchange([(1, 8, 4)], [(2, 16, 4)], "int64", 1, 2)
+    assert failing.open == 0
+
+
 def test_a_member_that_has_no_library_is_told_from_one_that_is_late() -> None:
-    carrier = NcclCarrier(Worker(), (0, 1), 1, Rank(Groups(), {}), LateDevice().stream(), [])
+    carrier = NcclCarrier(Worker(), (0, 1), 1, Rank(Groups(), {}), LateDevice().stream(), [], [])
     with pytest.raises(CarrierError, match="could not offer"):
         carrier.connect({0: b"", 1: b""}, bool, lambda: False)
 

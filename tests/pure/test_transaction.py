@@ -40,6 +40,8 @@ Reply = Callable[[Record], Record | None]  # from this rank's record to another'
 class Cross:
     """The sum with equal others, which brought other samples; or failures."""
 
+    ends_cleanly = True
+
     def __init__(self, world: World) -> None:
         self._world = world
 
@@ -132,6 +134,19 @@ def test_a_step_commits_as_it_is_only_if_every_survivor_has_the_whole_sum() -> N
         assert not transaction.vote()
         assert transaction.recover() is theirs
         assert transaction.incidents[0].complete is theirs
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_where_an_abort_may_pass_for_a_sum_a_step_with_deaths_is_summed_again(dead: int) -> None:
+    """As NCCL's may: one of the dead has perhaps aborted before it died, and said so to nobody."""
+    replies: dict[int, Reply] = {rank: died if rank <= dead else like_me(rank, 4) for rank in (1, 2, 3)}
+    world = World(Grid(4, 1), replies, agreed=[None])
+    world.cross.ends_cleanly = False
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert transaction.recover() is (dead == 0)
+    assert transaction.incidents[0].complete is (dead == 0)
+    assert transaction.incidents[0].extra_microbatches == dead
 
 
 def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from streams import LateDevice, on_device
 from test_nccl import Groups, Rank
@@ -87,7 +88,9 @@ def connected(size: int) -> tuple[list[Rank], list[ThreadsOfOneHost], list[Cross
         stream, worker = LateDevice().stream(), Worker()
         ranks.append(Rank(groups, {stream.handle: stream}))
         hosts.append(ThreadsOfOneHost(worker, peers, number, meeting))
-        pairs.append(TwoWires(NcclCarrier(worker, peers, number, ranks[-1], stream, []), hosts[-1], worker))
+        pairs.append(
+            TwoWires(NcclCarrier(worker, peers, number, ranks[-1], stream, [], []), hosts[-1], worker)
+        )
         crosses.append(CrossGroup(pairs[-1], worker))
     offers = {number: pair.offer() for number, pair in enumerate(pairs)}
     failures: list[BaseException] = []
@@ -135,6 +138,62 @@ def test_data_travel_by_the_wire_of_the_place_where_they_lie() -> None:
     assert all(work.wait(10) for work in works), [work.error for work in works]
     assert room.tolist() == state.tolist()
     assert [host.operations for host in hosts] == on_host, "a gradient went over the host's wire"
+
+
+class Agreed:
+    """What is confirmed: yes, if all say so."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._words = threading.Barrier(size), list[bool]()
+
+    def __call__(self, word: bool) -> bool:
+        self._words.append(word)
+        self._barrier.wait(10)
+        return all(self._words)
+
+
+def test_where_the_hosts_wire_fails_on_one_nobody_waits_in_the_devices_library() -> None:
+    """Which cannot see that somebody does not come, and would be given up after a minute."""
+    groups, meeting, peers, confirm = Groups(), Meeting(3), (0, 1, 2), Agreed(3)
+    pairs = []
+    for number in peers:
+        stream, worker = LateDevice().stream(), Worker()
+        host = ThreadsOfOneHost(worker, peers, number, meeting)
+        if number == 1:
+
+            def fail(*_: Any) -> None:
+                raise CarrierError("a trial that one alone finds wrong")
+
+            host.build = lambda *given, build=host.build: [build(*given), fail()]  # type: ignore[method-assign]
+        device = NcclCarrier(worker, peers, number, Rank(groups, {stream.handle: stream}), stream, [], [])
+        pairs.append(TwoWires(device, host, worker))
+    offers = {number: pair.offer() for number, pair in enumerate(pairs)}
+    told: dict[int, str] = {}
+
+    def build(pair: TwoWires) -> None:
+        with pytest.raises(CarrierError) as raised:
+            pair.build(offers, confirm, lambda: False)
+        told[pair.index] = str(raised.value)
+
+    builders = [threading.Thread(target=build, args=[pair], daemon=True) for pair in pairs]
+    for each in builders:
+        each.start()
+    for each in builders:
+        each.join(20)
+    assert told.keys() == set(peers)
+    assert "one alone" in told[1]
+    assert "was not built everywhere" in told[0]
+    assert not groups.joined, "somebody has begun a group"
+
+
+def test_who_has_chosen_another_carrier_is_named() -> None:
+    worker, peers = Worker(), (0, 1)
+    stream = LateDevice().stream()
+    device = NcclCarrier(worker, peers, 0, Rank(Groups(), {stream.handle: stream}), stream, [], [])
+    pair = TwoWires(device, ThreadsOfOneHost(worker, peers, 0, Meeting(2)), worker)
+    for offer in (b'[4711, "token", ["words"]]', b""):
+        with pytest.raises(CarrierError, match="rank 1 has chosen another carrier than nccl"):
+            pair.build({0: pair.offer(), 1: offer}, bool, lambda: False)
 
 
 def test_a_death_frees_whoever_waits_on_either_wire() -> None:
