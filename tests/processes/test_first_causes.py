@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from causes_told import first_causes, why
 from launching import ULFM, Job, wait_until
 from left_out import leave_out
+
+from recover.job.spec import JobSpec
+from recover.launch.witness import Witness, exit_status
 
 GROUPS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]  # of the first and of the second kind
 
@@ -82,6 +89,25 @@ def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_pat
     )
     assert told.returncode == 2
     assert "no incident 4" in told.stderr
+
+
+def test_how_a_rank_ended_is_known_although_its_parent_asks_for_it_later(tmp_path: Path) -> None:
+    """Mpirun takes its time. (Where the kernel does not tell, nobody knows.)"""
+    rank = subprocess.Popen(["sleep", "60"])
+    descriptor = os.pidfd_open(rank.pid)
+    idle = SimpleNamespace(step=3, doing="", slots=())
+    board: Any = SimpleNamespace(here=lambda: [0], pid=lambda rank_: rank.pid, now=lambda rank_: idle)
+    (tmp_path / "ranks").mkdir()
+    with Witness(tmp_path) as witness:
+        witness.watch(JobSpec(1, session=str(tmp_path)), board)
+        assert wait_until(lambda: witness._seen)
+        rank.kill()
+        assert wait_until(lambda: witness._leaving)
+        time.sleep(0.2)
+        rank.wait()
+    (line,) = (line for line in map(json.loads, (tmp_path / "job.jsonl").open()) if line["what"] == "exit")
+    assert line.get("signal") == exit_status(descriptor).get("signal")
+    os.close(descriptor)
 
 
 @pytest.fixture
