@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recover.carriers.contract import CarrierError, Carriers
+from recover.carriers.contract import CarrierError, Carriers, TookTooLongError
 from recover.carriers.worker import Rest, Work, Worker
 
 Array = npt.NDArray[Any]
@@ -98,7 +98,8 @@ class DataCarrier(ABC):
         ones = np.ones(4096, dtype=np.int64)
         total = np.empty_like(ones)
         work = self._worker.post(lambda: self.all_reduce(ones, total, Ready()))
-        self.await_or_free(work, alarmed)
+        if self.await_or_free(work, alarmed):
+            raise TookTooLongError(f"the trial reduction was not through after {TRIAL_LIMIT:g} s")
         if not work.ok:
             raise CarrierError(f"the trial reduction failed: {work.error}")
         if not (total == self.size).all():
@@ -106,12 +107,14 @@ class DataCarrier(ABC):
                 f"the trial reduction over {self.size} ranks gave {total.min()}..{total.max()}"
             )
 
-    def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> None:
-        """Wait for the communication thread; if a member dies meanwhile, or takes too long, free it."""
-        deadline = time.monotonic() + TRIAL_LIMIT
+    def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> bool:
+        """Wait for the communication thread; if a member dies meanwhile, free it. Whether it took too long."""
+        deadline, late = time.monotonic() + TRIAL_LIMIT, False
         while not work.wait(0.001) and not work.done:
-            if alarmed() or time.monotonic() > deadline:
+            late |= time.monotonic() > deadline
+            if late or alarmed():
                 self.free()
+        return late
 
 
 class DataCarriers(Carriers[DataCarrier], ABC):

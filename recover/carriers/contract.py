@@ -10,6 +10,10 @@ class CarrierError(Exception):
     """A carrier could not be built, or an operation on it failed or was freed."""
 
 
+class TookTooLongError(CarrierError):
+    """It was waited for others, who did not come: the fault is not this member's."""
+
+
 class Carrier(Protocol):
     """What moves the data of one epoch among the members, made anew for each epoch."""
 

@@ -16,6 +16,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """The host waits until the stream has passed it."""
 
+    def wait(self) -> None:
+        """What this thread asks of its current device from here on happens behind it; see `hold_back`."""
+
 
 class Stream(Protocol):
     def wait(self, event: Any) -> None:
@@ -29,6 +32,9 @@ class Stream(Protocol):
 
 def hold_back(data: Any, event: Any) -> None:
     """What this thread asks of the device of `data` from here on, whichever is its current one, happens behind it."""
+    if not getattr(data, "is_cuda", False):
+        event.wait()
+        return
     import torch
 
     torch.cuda.current_stream(data.device).wait_event(event)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
-from recover.carriers.contract import CarrierError
+from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.carriers.device_streams import CudaStream
 from recover.carriers.nccl_library import ID_BYTES, Nccl
 from recover.carriers.worker import Rest, Worker
@@ -110,8 +110,9 @@ class NcclCarrier(DataCarrier):
             late = time.monotonic() > deadline
             if late or alarmed():
                 self.free()
-                why = f"it took longer than {PATIENCE:g} s" if late else "a member died while it was made"
-                raise CarrierError(f"NCCL: the group was given up, {why}")
+                if late:
+                    raise TookTooLongError(f"NCCL: the group was not made after {PATIENCE:g} s")
+                raise CarrierError("NCCL: the group was given up, a member died while it was made")
             time.sleep(0.001)
 
     def free(self) -> None:

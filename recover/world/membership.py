@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
-from recover.carriers.contract import Carrier, Carriers
+from recover.carriers.contract import Carrier, Carriers, TookTooLongError
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
 from recover.fabrics.base import Fabric, FabricError, Transfer
 from recover.job.grid import Grid
@@ -153,10 +153,7 @@ class Membership(Generic[C]):
                 continue
             self._probe("repair", "carrier")
             offers = {rank: row.offer for rank, row in rows.items()}
-            trouble = self._build(carrier, offers, members)
-            built = not trouble
-            if not built:
-                mine = replace(mine, built=mine.built + 1, trouble=trouble)
+            built, mine = self._build(carrier, offers, members, mine)
             self._probe("repair", "closing")
             if not self._close(built):
                 self._give_up(carrier, "the carrier was not built everywhere")
@@ -323,8 +320,11 @@ class Membership(Generic[C]):
         if carrier is not None:
             carrier.free()
 
-    def _build(self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...]) -> str:
-        """What went wrong, if anything did."""
+    def _build(
+        self, carrier: C, offers: Mapping[int, bytes], members: tuple[int, ...], mine: Row
+    ) -> tuple[bool, Row]:
+        """Whether it went well, and what to say of it. The carrier is not freed here: others may be through with it,
+        and would be hit by that, so that nobody could tell whose fault it was."""
         try:
             carrier.build(
                 offers, lambda ok: bool(self._agree(Phase.CARRIER, ok)), lambda: self._alarmed(members)
@@ -332,9 +332,9 @@ class Membership(Generic[C]):
         except Exception as error:
             trouble = f"the carrier failed here: {type(error).__name__}: {error}"
             self._report(trouble)
-            carrier.free()  # others may wait for this rank in it
-            return trouble
-        return ""
+            own = not isinstance(error, TookTooLongError)
+            return False, replace(mine, built=mine.built + own, trouble=trouble)
+        return True, mine
 
     def _close(self, built: bool) -> bool:
         """Whether all of it worked everywhere. Without this, one member may go on where another starts again."""

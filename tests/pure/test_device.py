@@ -285,7 +285,7 @@ def test_what_is_made_of_a_result_waits_for_it_on_its_own_device_whichever_is_th
         return SimpleNamespace(wait_event=lambda event: waits.append((device, event)))
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    result = SimpleNamespace(device="cuda:1", shape=(3,), new_empty=lambda shape: result)
+    result = SimpleNamespace(is_cuda=True, device="cuda:1", shape=(3,), new_empty=lambda shape: result)
     group = SimpleNamespace(all_reduce=lambda *_: SimpleNamespace(behind=lambda: "passed"))
     bucket = Bucket(result)
     bucket.post(group, 1, contribute=True)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.job.grid import Grid
 from recover.world.membership import FAILURES, Membership, NoCarrierError
 from recover.world.roll_call import Row
@@ -43,3 +44,17 @@ def test_a_member_that_fails_more_often_than_all_others_goes_although_somebody_j
 def test_where_all_fail_alike_and_nobody_joins_it_is_over(epoch: int) -> None:
     with pytest.raises(NoCarrierError, match="half of the replicas or more failed"):
         left_out({rank: row(FAILURES, epoch) for rank in range(4)})
+
+
+@pytest.mark.parametrize(("error", "counted"), [(CarrierError, 1), (OSError, 1), (TookTooLongError, 0)])
+def test_who_has_waited_for_others_in_vain_is_not_at_fault(error: type[Exception], counted: int) -> None:
+    def build(*_: Any) -> None:
+        raise error("so it is")
+
+    fabric: Any = SimpleNamespace(rank=0)
+    carriers: Any = None
+    membership: Any = Membership(fabric, Grid(4), carriers, lambda location, detail: None)
+    built, told = membership._build(SimpleNamespace(build=build), {}, (0, 1), row(1, epoch=7))
+    assert not built
+    assert told.built == 1 + counted
+    assert "so it is" in told.trouble

@@ -20,7 +20,7 @@ import torch
 from streams import LateDevice, LateStream, on_device
 
 from recover.carriers.base import Ready
-from recover.carriers.contract import CarrierError
+from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.carriers.nccl import NcclCarrier
 from recover.carriers.nccl_library import Nccl
 from recover.carriers.worker import Worker
@@ -295,19 +295,19 @@ def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_lim
             rank._launch = lambda *_: None  # type: ignore[method-assign]  # as in a library that has gone wrong
         carriers.append(NcclCarrier(Worker(), peers, number, rank, stream, [], []))
     offers = {number: carrier.offer() for number, carrier in enumerate(carriers)}
-    failed: list[int] = []
+    failed: dict[int, type[Exception]] = {}
 
     def build(carrier: NcclCarrier) -> None:
-        with pytest.raises(CarrierError, match="trial reduction"):
+        with pytest.raises(CarrierError, match="trial reduction") as raised:
             carrier.build(offers, bool, lambda: False)
-        failed.append(carrier.index)
+        failed[carrier.index] = raised.type
 
     builders = [threading.Thread(target=build, args=[carrier], daemon=True) for carrier in carriers]
     for each in builders:
         each.start()
     for each in builders:
         each.join(20)
-    assert sorted(failed) == [0, 1, 2]
+    assert failed == {0: TookTooLongError, 1: CarrierError, 2: TookTooLongError}, "whose fault it was"
 
 
 def test_an_address_that_nobody_has_used_is_offered_again() -> None:
