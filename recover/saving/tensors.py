@@ -19,10 +19,18 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from recover.replica import plain_name
 from recover.saving.checkpoint import CheckpointError, file_digest
+from recover.saving.optimizer_state import load_state, named_state
 
 CONTENTS = "contents"  # of a file: what its tensors are, and what is no tensor
 
@@ -69,6 +77,8 @@ class Tensors:
         from recover.replica.torch_world import TIMEOUT
 
         self._model, self._optimizer = model, optimizer
+        # Its parameters are flat pieces of others, which torch alone can name.
+        self._is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         # A group of its own: it is used by the saving thread while the replica computes.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if replica_size > 1 else None
 
@@ -90,7 +100,8 @@ class Tensors:
         mine = {
             name: part
             for name, part in snapshot.parts.items()  # what several hold is written by the first of them
-            if part.tensor.numel() and not any(parts.get(name) == part.offsets for parts in held[:rank])
+            if (part.tensor.numel() or 0 in part.shape)
+            and not any(parts.get(name) == part.offsets for parts in held[:rank])
         }
         digest = failure = ""
         try:
@@ -107,12 +118,25 @@ class Tensors:
 
     def load(self, directory: Path, files: Iterable[str]) -> None:
         """Fill model and optimizer with what was written, by whatever grid."""
-        tensors, values = self._state()
         with Stored(directory, files) as stored:
-            for name, tensor in tensors.items():
-                stored.fill(name, Part.of(tensor))
-            for name, value in values.items():
-                values[name] = stored.value(name, value)
+            if self._is_flat:
+                self._load_flat(stored)
+                return
+            weights = get_model_state_dict(self._model)
+            for name, value in weights.items():
+                if isinstance(value, torch.Tensor):
+                    stored.fill(f"model.{name}", Part.of(value))
+                else:
+                    weights[name] = stored.value(f"model.{name}", value)
+            set_model_state_dict(self._model, weights)
+            load_state(self._model, self._optimizer, stored, "optimizer.")
+
+    def _load_flat(self, stored: Stored) -> None:
+        tensors, values = self._state()
+        for name, tensor in tensors.items():
+            stored.fill(name, Part.of(tensor))
+        for name, value in values.items():
+            values[name] = stored.value(name, value)
         both: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         for name, value in {**tensors, **values}.items():
             kind, _, rest = name.partition(".")
@@ -127,7 +151,13 @@ class Tensors:
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's tensors, and what else the optimizer holds, under the names of the whole model."""
-        weights, moments = get_state_dict(self._model, self._optimizer, options=_options())
+        weights: Mapping[str, Any]
+        moments: Mapping[str, Any]
+        if self._is_flat:
+            weights, moments = get_state_dict(self._model, self._optimizer, options=_options())
+        else:
+            weights = get_model_state_dict(self._model)
+            moments = named_state(self._model, self._optimizer)
         state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
         state |= {f"optimizer.{name}": value for name, value in moments.items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -169,8 +199,27 @@ class Stored:
     def __exit__(self, *_: object) -> None:
         self._parts.clear()  # unmaps the files
 
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in (*self._parts, *self._values) if name.startswith(prefix)]
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and type of a tensor; None of what is none."""
+        if name not in self._parts:
+            return None
+        (file, _), *_ = self._parts[name]
+        shape = self._shapes[name]
+        alone = not shape or 0 in shape
+        first = file.get_tensor(name) if alone else file.get_slice(name)[(slice(0, 1),) * len(shape)]
+        return shape, first.dtype
+
+    def load(self, name: str, into: torch.Tensor) -> torch.Tensor:
+        self.fill(name, Part.of(into))
+        return into
+
     def fill(self, name: str, part: Part) -> None:
         """Put together what lies inside this part."""
+        if 0 in part.shape:
+            return  # older files do not mention it
         if name not in self._parts:
             raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another model")
         if self._shapes[name] != part.shape:
@@ -204,10 +253,11 @@ class Stored:
 
     def whole(self, name: str) -> torch.Tensor:
         """A tensor put together from all of its parts."""
-        (file, _), *_ = self._parts[name]
-        shape = self._shapes[name]
-        first = file.get_slice(name)[(slice(0, 1),) * len(shape)] if shape else file.get_tensor(name)
-        tensor = torch.empty(shape, dtype=first.dtype)
+        kind = self.kind(name)
+        if kind is None:
+            raise CheckpointError(f"{self._directory} has no {name}")
+        shape, dtype = kind
+        tensor = torch.empty(shape, dtype=dtype)
         self.fill(name, Part(shape, (0,) * len(shape), tensor))
         return tensor
 

@@ -1,0 +1,202 @@
+"""A run that was saved and resumed, twice, has the bits of one that was not, whatever its optimizer and model hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recover.saving.checkpoint import CheckpointError
+from recover.saving.tensors import Tensors
+
+STEPS, CUTS = 9, (3, 6)
+INPUTS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(index)) for index in range(STEPS)]
+Make = Callable[[], nn.Module]
+Optimize = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+class Odd(nn.Module):
+    """Parameters of no dimension, of no numbers, not by rows, complex, tied, and one that nothing uses; buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.turned = nn.Parameter(torch.randn(6, 6).t())
+        self.spin = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.unused = nn.Linear(3, 3)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.register_buffer("cache", torch.empty(0))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x @ self.turned))) * self.scale + (x * self.spin).abs()
+
+
+class Masters(torch.optim.Optimizer):
+    """Of its own: weights and momentum with more digits than the parameters have, nested, and a step without words."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "nesterov": True})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {
+                        "master": parameter.double(),
+                        "of": {"momentum": parameter.double() * 0},
+                        "n": 0,
+                    }
+                state["n"] += 1
+                state["of"]["momentum"].mul_(0.9).add_(parameter.grad.double())
+                state["master"].sub_(group["lr"] * state["of"]["momentum"] / state["n"])
+                parameter.copy_(state["master"])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.AdamW(
+        [
+            {"params": [first], "lr": torch.tensor(0.03)},
+            {"params": []},
+            {"params": others, "weight_decay": 0.3},
+        ],
+        lr=0.01,
+    )
+
+
+def named(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def by_kind(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.01)
+    return optimizer
+
+
+OF_TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+OPTIMIZERS: dict[str, Optimize] = {
+    "AdamW": adamw,
+    "amsgrad, fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True, fused=True),
+    "foreach, maximize": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True, maximize=True),
+    "groups, one of them empty": in_groups,
+    "named parameters": named,
+    "masters": lambda m: Masters(m.parameters()),
+    **{name: partial(by_kind, getattr(torch.optim, name)) for name in OF_TORCH},
+}
+
+
+def train(
+    make: Make, optimize: Optimize, place: Path | None, frozen: tuple[int, ...] = ()
+) -> list[torch.Tensor]:
+    """With a `place`, the run is cut into pieces, each of which begins with a new model and a new optimizer."""
+    done = 0
+    for end in (*CUTS, STEPS) if place else (STEPS,):
+        torch.manual_seed(0 if done == 0 else 1)
+        model = make()
+        optimizer, last = optimize(model), list(model.children() or [model])[-1]
+        tensors = Tensors(model, optimizer, 1)
+        last.requires_grad_(done not in frozen)
+        if done and place:
+            tensors.load(place / str(done), ["part-0.safetensors"])
+        while done < end:
+            last.requires_grad_(done not in frozen)
+            kind = next(model.parameters()).dtype
+            outputs = model(INPUTS[done].to(kind if not kind.is_complex else torch.float32))
+            outputs.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+        if place:
+            tensors.write(place / str(done), tensors.snapshot())
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right), (left - right).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_bit_of_an_optimizer_is_lost_over_two_resumes(
+    optimizer: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make: Make = lambda: net().to(dtype)  # noqa: E731
+    optimize = OPTIMIZERS[optimizer]
+    assert_same(train(make, optimize, tmp_path), train(make, optimize, None))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "named parameters", "masters"])
+def test_parameters_of_every_kind_and_unused_ones_are_resumed(optimizer: str, tmp_path: Path) -> None:
+    optimize = OPTIMIZERS[optimizer]
+    if optimizer == "masters":
+        optimize = lambda m: Masters([p for p in m.parameters() if not p.is_complex()])  # noqa: E731
+    assert_same(train(Odd, optimize, tmp_path), train(Odd, optimize, None))
+
+
+@pytest.mark.parametrize("frozen", [(2, 3, 4), (3,), (5, 6, 7), (0, 1, 2, 3, 4, 5)])
+def test_moments_of_what_is_frozen_when_it_is_resumed_are_kept(
+    frozen: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert_same(train(net, adamw, tmp_path, frozen), train(net, adamw, None, frozen))
+
+
+def test_to_save_takes_no_step_and_runs_no_hook(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    tensors = Tensors(model, optimizer, 1)
+    tensors.write(tmp_path, tensors.snapshot())
+    tensors.load(tmp_path, ["part-0.safetensors"])
+    assert not steps
+    assert not optimizer.state
+
+
+def test_names_are_those_of_the_model_whatever_it_is_wrapped_in(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(net())
+        optimizer = adamw(wrapped)
+        wrapped(INPUTS[0]).sum().backward()
+        optimizer.step()
+        tensors = Tensors(torch.compile(wrapped, backend="eager"), optimizer, 1)  # type: ignore[arg-type]
+        tensors.write(tmp_path, tensors.snapshot())
+    finally:
+        dist.destroy_process_group()
+    model = net()
+    here = adamw(model)
+    Tensors(model, here, 1).load(tmp_path, ["part-0.safetensors"])
+    for mine, theirs in zip(here.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = net()
+    tensors = Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    tensors.write(tmp_path, tensors.snapshot())
+    with pytest.raises(CheckpointError, match="checkpoint of another optimizer"):
+        Tensors(model, adamw(model), 1).load(tmp_path, ["part-0.safetensors"])
