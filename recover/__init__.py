@@ -32,4 +32,6 @@ def __getattr__(name: str) -> Any:
     """Names are fetched when first used: the command line must not pay for MPI and torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "dropin":
+        return importlib.import_module("recover.dropin")
     raise AttributeError(f"module 'recover' has no attribute {name!r}")

@@ -227,6 +227,9 @@ class DDPGradients:
             if not anybody:
                 parameter.grad = None
 
+    def give_copies(self) -> None:
+        pass  # views of DDP's buckets are written to by DDP, too
+
     def release(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

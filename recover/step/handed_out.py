@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from recover.loop.clock import Clock
 from recover.step import poison
@@ -41,14 +41,22 @@ def loader_mend(stream: Any) -> str | None:
     """What to write instead of a DataLoader; None if it is none."""
     if not isinstance(stream, DataLoader):
         return None
-    given = {"batch_size": stream.batch_size or 1}
-    if isinstance(stream.sampler, RandomSampler):
+    by_batches = stream.batch_size is None and stream.batch_sampler is not None
+    sampler = getattr(stream.batch_sampler, "sampler", stream.batch_sampler) if by_batches else stream.sampler
+    given = {"batch_size": stream.batch_size or getattr(stream.batch_sampler, "batch_size", None) or 1}
+    if isinstance(sampler, RandomSampler):
         given |= {"shuffle": True, "seed": 0}
     if stream.num_workers:
         given["workers"] = stream.num_workers
     words = ", ".join(f"{name}={value}" for name, value in given.items())
     collate = "" if stream.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
-    return f"write recover.stream(loader.dataset, {words}{collate})"
+    mend = f"write recover.stream(loader.dataset, {words}{collate})"
+    if isinstance(stream.dataset, IterableDataset) or isinstance(sampler, RandomSampler | SequentialSampler):
+        return mend
+    return (
+        f"{mend}; its {type(sampler).__name__} is not carried over: take a Subset of the dataset, or give Step a "
+        "stream of your own, whose stream[i] is microbatch i"
+    )
 
 
 def _microbatch(stream: Stream[T], index: int) -> T:

@@ -100,6 +100,9 @@ class Gradients(Protocol):
         Parameters that no replica has `used` get None, as they would in one process: an optimizer leaves those alone.
         """
 
+    def give_copies(self) -> None:
+        """The optimizer keeps what it is given."""
+
     def release(self) -> None:
         """The optimizer is through with them."""
 
@@ -130,6 +133,7 @@ class OwnedGradients:
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._tellers = Tellers([], self._take, self._take_bucket)
         self._used: set[Place] = set()
+        self._gives_copies = False
         self._after = NO_SLOTS  # what a bucket holds that the microbatch under way has filled
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
         self.lay_out(parameters)
@@ -271,7 +275,11 @@ class OwnedGradients:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
         for place, anybody in zip(self._places, used, strict=True):
             if anybody:
-                place.parameter.grad = place.gradient_in(means[place.index])
+                gradient = place.gradient_in(means[place.index])
+                place.parameter.grad = gradient.clone() if self._gives_copies else gradient
+
+    def give_copies(self) -> None:
+        self._gives_copies = True
 
     def release(self) -> None:
         for parameter in self.parameters:

@@ -3,7 +3,8 @@
 The rule does not depend on who computed what, nor on who died. Every microbatch of a step starts from the buffers as
 they were when the step began. What its forward pass did to them is taken as a change, and changes are summed over the
 slots as gradients are, in the same reduction. When the step commits, a buffer of numbers with fractions becomes what it
-was plus the mean of the changes, and one of whole numbers (a counter) what it was plus their sum.
+was plus the mean of the changes, and one of whole numbers (a counter) what it was plus their sum. An average over all
+microbatches that ever were (BatchNorm with momentum=None) is just that.
 
 Any other buffer must stay as it is while microbatches are computed: replicas would drift apart.
 """
@@ -23,6 +24,7 @@ from recover.sums.parts import on_device
 from recover.sums.reduction import Sum
 from recover.sums.state_hash import fingerprint
 
+COUNTER = "num_batches_tracked"
 Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
 
 
@@ -137,14 +139,25 @@ class MovingBuffers:
         if not self.size:
             return
         changes = on_device(changes * self._sum.loss_unit, self._start[0].device)
-        for tensor, was, change in zip(
-            self.tensors(), self._start, changes.split([start.numel() for start in self._start]), strict=True
-        ):
+        parts = changes.split([start.numel() for start in self._start])
+        for name, tensor, was, change in zip(self._moving, self.tensors(), self._start, parts, strict=True):
             change = change.view(was.shape)
             if was.is_floating_point():
-                tensor.copy_(was.double() + change / microbatches)
+                tensor.copy_(was.double() + change / microbatches * self._pace(name, microbatches))
             else:
                 tensor.copy_(was + change.round().to(was.dtype))
+
+    def _pace(self, name: str, microbatches: int) -> torch.Tensor | float:
+        """A cumulative average (BatchNorm with momentum=None) moves by one part in as many as there were. Each of the
+        microbatches has taken itself for the next one; together they are so many."""
+        module, _ = self._moving[name]
+        if not isinstance(module, _NormBase) or module.momentum is not None:
+            return 1.0
+        counters = [where for where, place in self._moving.items() if place == (module, COUNTER)]
+        if not counters:
+            return 1.0
+        before = self._start[list(self._moving).index(counters[0])].double()
+        return (before + 1) * microbatches / (before + microbatches)
 
     def _look(self, name: str) -> Later[int]:
         """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""

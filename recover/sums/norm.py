@@ -10,6 +10,8 @@ import torch
 from recover.sums.buckets import Bucket
 from recover.sums.later import Later, Numbers
 
+PIECE = 1 << 16  # numbers
+
 
 def squared_norm(buckets: Sequence[Bucket]) -> float:
     """Read at once, whatever their number. A device is asked for it before its sums are through, so that it goes on
@@ -21,4 +23,11 @@ def squared_norm(buckets: Sequence[Bucket]) -> float:
     def total(*norms: Numbers) -> float:
         return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
 
-    return Later(total, *(torch.linalg.vector_norm(bucket.result) for bucket in buckets)).value
+    return Later(total, *(_norm(bucket.result) for bucket in buckets)).value
+
+
+def _norm(result: torch.Tensor) -> torch.Tensor:
+    """By pieces: on a host all squares would be added to one number, which grows too large for the small ones."""
+    if result.device.type != "cpu" or result.numel() <= PIECE:
+        return torch.linalg.vector_norm(result)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(result.split(PIECE))))

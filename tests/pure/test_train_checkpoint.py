@@ -80,6 +80,28 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def test_parameters_without_numbers_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """It is written at all, named and resumed."""
+
+    class Empty(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing, self.some = (torch.nn.Parameter(torch.ones(n, 4)) for n in (0, 2))
+            self.register_buffer("cache", torch.empty(0))
+
+    model = Empty()
+    one, tensors = saver(tmp_path), Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    one.save(1, tensors, {"step": 1})
+    one.found_equal(2, [0])
+    one.finish()
+    found = checkpoint.latest(tmp_path)
+    assert found
+    found.verify()
+    model.some.data.zero_()
+    tensors.load(found.path, found.facts()["files"])
+    assert model.some.sum() == 8
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_grid_reads_what_any_other_has_written(

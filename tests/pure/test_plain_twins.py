@@ -1,0 +1,146 @@
+"""Habits of plain loops whose numbers must not change under Step: each beside its twin in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lone_world import World
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+
+import recover
+from recover.step.handed_out import loader_mend
+
+BATCH, STEPS = 4, 6
+INPUTS = [
+    torch.randn(8, 6, generator=torch.Generator().manual_seed(index)) + index // BATCH * 0.5
+    for index in range(BATCH * STEPS)
+]
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return (model(inputs) - inputs).square().mean()
+
+
+def ours(model: nn.Module, optimizer: Any, **options: Any) -> nn.Module:
+    step = recover.Step(World(), model, optimizer, BATCH, **options)  # type: ignore[arg-type]
+    while step.index < STEPS:
+        for inputs in step.microbatches(INPUTS):
+            step.backward(loss_of(model, inputs))
+    return model
+
+
+def plain(model: nn.Module, optimizer: Any) -> nn.Module:
+    for number in range(STEPS):
+        for slot in range(BATCH):
+            (loss_of(model, INPUTS[number * BATCH + slot]) / BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+class Optimistic(torch.optim.Optimizer):
+    """Keeps the last gradient itself, and all of them."""
+
+    def __init__(self, parameters: Any, since: int) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self._since, self._steps = since, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                last = state.get("last", parameter.grad)
+                parameter.sub_(group["lr"] * (2 * parameter.grad - last))
+                parameter.sub_(group["lr"] * 0.1 * sum(state.get("all", [])))
+                if self._steps >= self._since:
+                    state["last"] = parameter.grad
+                    state.setdefault("all", []).append(parameter.grad)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+@pytest.mark.parametrize("since", [1, 2])
+def test_an_optimizer_that_keeps_the_gradients_it_is_given_has_them_for_itself(
+    since: int, reduction: str
+) -> None:
+    one, other = net(), net()
+    ours(one, Optimistic(one.parameters(), since), reduction=reduction)
+    plain(other, Optimistic(other.parameters(), since))
+    for mine, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_statistics_that_average_over_all_that_ever_was_are_those_of_a_plain_loop(
+    kind: type[nn.Module], reduction: str
+) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(kind(6, momentum=None), nn.Linear(6, 6))
+
+    one, other = made(), made()
+    if kind is nn.SyncBatchNorm:  # by itself it needs a GPU
+        other = nn.Sequential(nn.BatchNorm1d(6, momentum=None), nn.Linear(6, 6))
+        other.load_state_dict(one.state_dict())
+        one[0].forward = nn.BatchNorm1d.forward.__get__(one[0])  # type: ignore[index, attr-defined]
+    ours(one, torch.optim.SGD(one.parameters(), lr=0.01), reduction=reduction)
+    plain(other, torch.optim.SGD(other.parameters(), lr=0.01))
+    for name, right in other.named_buffers():
+        torch.testing.assert_close(one.get_buffer(name), right, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("layers", [3, 100])
+def test_the_norm_of_many_numbers_is_as_exact_as_torchs(layers: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(layers)])
+    directions = [torch.randn(p.shape) for p in model.parameters()]
+    step = recover.Step(World(), model, torch.optim.SGD(model.parameters(), lr=1.0), 1)  # type: ignore[arg-type]
+    for _ in step.microbatches(range(1)):
+        step.backward(sum((p * d).sum() for p, d in zip(model.parameters(), directions, strict=True)))  # type: ignore[arg-type]
+    right = torch.stack([d.double().square().sum() for d in directions]).sum().sqrt().item()
+    assert step.grad_norm == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words", "lost"),
+    [
+        (lambda data: DataLoader(data, batch_size=3), "batch_size=3)", ""),
+        (
+            lambda data: DataLoader(data, batch_size=3, shuffle=True),
+            "batch_size=3, shuffle=True, seed=0)",
+            "",
+        ),
+        (
+            lambda data: DataLoader(data, batch_size=3, sampler=SubsetRandomSampler(range(4))),
+            "batch_size=3)",
+            "SubsetRandomSampler",
+        ),
+        (
+            lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 5, False)),
+            "batch_size=5)",
+            "",
+        ),
+        (lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]), "batch_size=1)", "list"),
+        (lambda data: DataLoader(data, batch_size=None), "batch_size=1", ""),
+    ],
+)
+def test_what_is_written_in_place_of_a_loader_says_what_it_does_not_carry_over(
+    loader: Any, words: str, lost: str
+) -> None:
+    told = loader_mend(loader(list(range(8)))) or ""
+    assert words in told
+    assert (f"its {lost} is not carried over" in told) if lost else ("carried over" not in told)
+
+
+def test_the_drop_in_is_there_without_an_import_of_its_own() -> None:
+    assert recover.dropin.DDPGradients
