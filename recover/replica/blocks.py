@@ -23,6 +23,26 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(dict.fromkeys(found))
 
 
+def refuse_ties_across(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
+    """A parameter that lies in two units would be gathered with one of them, and be a shard to the other."""
+    unit: dict[torch.nn.Module, torch.nn.Module] = {}
+    for block in sorted(blocks, key=lambda block: -len(list(block.modules()))):  # those inside of others last
+        unit |= dict.fromkeys(block.modules(), block)
+    names = {module: name for name, module in model.named_modules()}
+    homes: dict[torch.nn.Parameter, dict[torch.nn.Module, str]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            at = f"{names[module]}.{name}" if names[module] else name
+            homes.setdefault(parameter, {}).setdefault(unit.get(module, model), at)
+    for units in homes.values():
+        if len(units) > 1:
+            raise ValueError(
+                f"{' and '.join(units.values())} are one parameter in {len(units)} units that are gathered one at a "
+                "time; leave their blocks out (blocks=[...], with the others), so that they are gathered together with "
+                "the rest of the model"
+            )
+
+
 def plain_name(name: str) -> str:
     """Of a parameter, without what recomputation puts into it."""
     return name.replace("_checkpoint_wrapped_module.", "")

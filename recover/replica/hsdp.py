@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from recover.replica.blocks import blocks_of, recompute_blocks
+from recover.replica.blocks import blocks_of, recompute_blocks, refuse_ties_across
 from recover.replica.torch_world import init_replica_world
 from recover.sums.accumulation import ignore
 from recover.sums.inside import Replica, mark
@@ -78,6 +78,7 @@ def hsdp(
         init_replica_world(world, device)
         mesh = init_device_mesh(device.type, (world.grid.replica_size,), mesh_dim_names=("shard",))
     chosen = list(blocks) if blocks is not None else blocks_of(model)
+    refuse_ties_across(model, chosen)
     if checkpoint_activations:
         chosen = recompute_blocks(model, chosen)
     for block in [*chosen, model]:

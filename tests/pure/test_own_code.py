@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-from recover.replica.blocks import blocks_of, recompute_blocks
+from recover.replica.blocks import blocks_of, recompute_blocks, refuse_ties_across
 from recover.saving.packing import pack, unpack
 from recover.step.belonging import Belonging, refuse_scheduler
 
@@ -39,6 +39,35 @@ def test_blocks_are_found_at_any_depth() -> None:
     assert blocks_of(model := qwen2(layers=3)) == list(model.model.layers)
     assert blocks_of(model := gpt2()) == list(model.transformer.h)
     assert blocks_of(Tied()) == []
+
+
+class TiedAcross(torch.nn.Module):
+    """A head in a list, tied to the embedding; and two blocks that share a matrix."""
+
+    def __init__(self, across: str) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(4, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        self.out = torch.nn.Linear(4, 4, bias=False)
+        self.out.weight = self.tokens.weight  # both are the model's own
+        self.again = self.layers[1]  # one block, used twice
+        if across == "head":
+            self.heads[0].weight = self.tokens.weight
+        if across == "blocks":
+            self.layers[2].weight = self.layers[0].weight
+
+
+@pytest.mark.parametrize(
+    ("across", "named"),
+    [("head", "tokens.weight and heads.0.weight"), ("blocks", "layers.0.weight and layers.2.weight")],
+)
+def test_weights_that_are_tied_across_units_are_refused_by_name(across: str, named: str) -> None:
+    fine, tied = TiedAcross(""), TiedAcross(across)
+    refuse_ties_across(fine, blocks_of(fine))
+    with pytest.raises(ValueError, match=f"{named} are one parameter in 2 units .* leave their blocks out"):
+        refuse_ties_across(tied, blocks_of(tied))
+    refuse_ties_across(tied, [tied.layers[1]])
 
 
 def test_recomputation_that_cannot_be_placed_is_refused() -> None:
