@@ -28,6 +28,7 @@ from recover.journal.run_records import (
     summary,
     write_json,
 )
+from recover.sums.parts import local_part
 from recover.sums.state_hash import parameters_digest
 from recover.world import ending
 from recover.world.world import World
@@ -174,7 +175,7 @@ class OwnRecords:
         """Of the parameters, where one rank has all of them and there is one model."""
         if len(self._parts) > 1 or self._world.grid.replica_size > 1:
             return None
-        named = sorted((name, p.detach()) for name, p in self._parts[0].model.named_parameters())
+        named = sorted((name, local_part(p.detach())) for name, p in self._parts[0].model.named_parameters())
         return parameters_digest(named)
 
     def _try(self, act: Callable[[], object]) -> None:

@@ -147,20 +147,9 @@ def _load(stored: StoredState, name: str, parameter: torch.Tensor) -> Any:
     if (kind := stored.kind(name)) is None:
         return stored.value(name, None)
     shape, dtype = kind
-    mesh: Any = getattr(parameter, "device_mesh", None)
-    if shape and shape == tuple(parameter.shape):
-        room = torch.empty_like(parameter.detach(), dtype=dtype)
-    elif not shape or mesh is None:
-        room = torch.empty(shape, dtype=dtype)  # the optimizer puts it where it wants it
-    else:
-        from torch.distributed import tensor as dtensor
-
-        placements: Any = parameter.placements  # type: ignore[attr-defined]
-        dims = [placement.dim for placement in placements if placement.is_shard()]
-        if any(dim >= len(shape) or shape[dim] != parameter.shape[dim] for dim in dims):
-            placements = [dtensor.Replicate()] * mesh.ndim
-        room = dtensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    return stored.load(name, room)
+    if shape and shape == tuple(parameter.shape):  # sharded as it is, if it is
+        return stored.load(name, torch.empty_like(parameter.detach(), dtype=dtype))
+    return stored.load(name, torch.empty(shape, dtype=dtype))  # the optimizer puts it where it wants it
 
 
 def _options(group: Mapping[str, Any], stored: StoredState, prefixes: list[str]) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
@@ -106,9 +109,16 @@ def test_steps_of_several_steps_in_any_order_are_all_written_and_their_numbers_o
     assert "tokens" not in summary
 
 
-def test_a_script_with_one_step_has_its_own_numbers_and_a_digest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_script_with_one_step_has_its_own_numbers_and_a_digest(sharded: bool, tmp_path: Path) -> None:
+    """Also where the model is sharded over the one rank of its replica."""
     world = OfWorld(tmp_path)
     step = OfStep(world)
+    model = step._records.model  # type: ignore[union-attr]
+    if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        dist.destroy_process_group()
     for _ in range(3):
         step.commit()
     world.end()
