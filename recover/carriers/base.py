@@ -108,13 +108,13 @@ class DataCarrier(ABC):
             )
 
     def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> bool:
-        """Wait for the communication thread; if a member dies meanwhile, free it. Whether it took too long."""
-        deadline, late = time.monotonic() + TRIAL_LIMIT, False
+        """Wait for the communication thread; if a member dies meanwhile, free it. Whether it took too long: the first
+        one that finds so frees others a moment before their time, and they have only waited, too."""
+        began = time.monotonic()
         while not work.wait(0.001) and not work.done:
-            late |= time.monotonic() > deadline
-            if late or alarmed():
+            if alarmed() or time.monotonic() - began > TRIAL_LIMIT:
                 self.free()
-        return late
+        return not work.ok and time.monotonic() - began > 0.8 * TRIAL_LIMIT
 
 
 class DataCarriers(Carriers[DataCarrier], ABC):

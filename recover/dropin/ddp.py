@@ -75,6 +75,7 @@ class DDPGradients:
     """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
     came = False  # DDP itself refuses a second backward
+    lends = False  # views of DDP's buckets are written to by DDP, too, and other gradients are autograd's
 
     def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
         if restore not in ("auto", "blocking", "non-blocking"):
@@ -228,7 +229,7 @@ class DDPGradients:
                 parameter.grad = None
 
     def give_copies(self) -> None:
-        pass  # views of DDP's buckets are written to by DDP, too
+        raise AssertionError("it lends none")
 
     def release(self) -> None:
         for parameter in self.parameters:

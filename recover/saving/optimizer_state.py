@@ -7,7 +7,7 @@ to the type of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,10 @@ class StoredState(Protocol):
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of it, tensors and values: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`."""
+    """All of it, tensors and values: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`.
+
+    Where the optimizer has it under another key than that name says, `key.PARAMETER.KEY` is the way to it.
+    """
     told, names = optimizer.state_dict(), _names(model)
     found: dict[str, Any] = {}
     by_key: dict[Any, str] = {}
@@ -51,7 +54,13 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 f"the optimizer holds {key!r}, which belongs to no parameter: a checkpoint has no place for it; "
                 "give it to recover.save as extra="
             )
-        found |= {f"state.{by_key[key]}.{'.'.join(path)}": value for path, value in _leaves(state)}
+        for way, value in _leaves(state):
+            path = f"{by_key[key]}.{'.'.join(map(str, way))}"
+            while f"state.{path}" in found:  # "0" and 0
+                path += "~"
+            found[f"state.{path}"] = value
+            if way != [way[0]] or not isinstance(way[0], str) or "." in way[0] or way[0].isdigit():
+                found[f"key.{path}"] = way
     return found
 
 
@@ -61,11 +70,15 @@ def load_state(
     """Give the optimizer what the files have for its parameters, and nothing for those of which they have nothing."""
     names = _names(model)
     parameters = {name: parameter for parameter, name in names.items()}
-    states: dict[torch.Tensor, dict[str, Any]] = {}
+    states: dict[torch.Tensor, list[tuple[list[Any], Any]]] = {}
+    ways = set(stored.names(f"{prefix}key."))
     for full in stored.names(f"{prefix}state."):
-        name, path = _split(full.removeprefix(f"{prefix}state."), parameters)
+        rest = full.removeprefix(f"{prefix}state.")
+        name, path = _split(rest, parameters)
         if name is not None:  # otherwise another rank of the pipeline has it
-            states.setdefault(parameters[name], {})[path] = _load(stored, full, parameters[name])
+            told = f"{prefix}key.{rest}"
+            way = stored.value(told, None) if told in ways else _way_of_old(path)
+            states.setdefault(parameters[name], []).append((way, _load(stored, full, parameters[name])))
     numbers = {
         parameter: number
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
@@ -77,9 +90,10 @@ def load_state(
     ]
     held = {numbers[p]: _nested(state) for p, state in states.items() if p in numbers}
     optimizer.load_state_dict({"state": held, "param_groups": groups})
+    if _loads_otherwise(optimizer):
+        return
     for parameter, state in states.items():  # to the bit: that has rounded to the type of the parameter
-        for path, value in state.items():
-            *way, last = _keys(path)
+        for (*way, last), value in state:
             place: Any = optimizer.state.get(parameter, {})
             for key in way:
                 place = place.get(key, {})
@@ -109,22 +123,28 @@ def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: bare(name) for name, parameter in model.named_parameters()}
 
 
-def _leaves(state: Mapping[Any, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _loads_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it makes something of its own of what it loads."""
+    own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    return own or bool(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None))
+
+
+def _leaves(state: Mapping[Any, Any], way: Sequence[Any] = ()) -> Iterator[tuple[list[Any], Any]]:
     for key, value in state.items():
         if isinstance(value, dict):
-            yield from _leaves(value, (*way, str(key)))
+            yield from _leaves(value, [*way, key])
         else:
-            yield (*way, str(key)), value
+            yield [*way, key], value
 
 
-def _keys(path: str) -> list[Any]:
+def _way_of_old(path: str) -> list[Any]:
+    """In files that do not say more, or where there is no more to say."""
     return [int(key) if key.isdigit() else key for key in path.split(".")]
 
 
-def _nested(state: Mapping[str, Any]) -> dict[Any, Any]:
+def _nested(state: Sequence[tuple[list[Any], Any]]) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
-    for path, value in state.items():
-        *way, last = _keys(path)
+    for (*way, last), value in state:
         place = made
         for key in way:
             place = place.setdefault(key, {})
@@ -147,9 +167,20 @@ def _load(stored: StoredState, name: str, parameter: torch.Tensor) -> Any:
     if (kind := stored.kind(name)) is None:
         return stored.value(name, None)
     shape, dtype = kind
+    mesh: Any = getattr(parameter, "device_mesh", None)
     if shape and shape == tuple(parameter.shape):  # sharded as it is, if it is
-        return stored.load(name, torch.empty_like(parameter.detach(), dtype=dtype))
-    return stored.load(name, torch.empty(shape, dtype=dtype))  # the optimizer puts it where it wants it
+        room = torch.empty_like(parameter.detach(), dtype=dtype)
+    elif not shape or mesh is None:
+        room = torch.empty(shape, dtype=dtype)  # the optimizer puts it where it wants it
+    else:  # averages of rows, say: sharded along what they have in common, otherwise whole
+        from torch.distributed import tensor as dtensor
+
+        placements: Any = parameter.placements  # type: ignore[attr-defined]
+        dims = [placement.dim for placement in placements if placement.is_shard()]
+        if any(dim >= len(shape) or shape[dim] != parameter.shape[dim] for dim in dims):
+            placements = [dtensor.Replicate()] * mesh.ndim
+        room = dtensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return stored.load(name, room)
 
 
 def _options(group: Mapping[str, Any], stored: StoredState, prefixes: list[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Update:
         self._randomness.update(number)
         with self._habits.updating():
             self._optimizer.step()
-        if self._kept.found_in(bucket.result for bucket in transaction.gradients.buckets):
-            transaction.gradients.give_copies()
+        gradients = transaction.gradients
+        if gradients.lends and self._kept.found_in(bucket.result for bucket in gradients.buckets):
+            gradients.give_copies()
         transaction.moving.settle(torch.from_numpy(totals.changes), len(totals.samples))

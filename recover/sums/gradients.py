@@ -41,6 +41,7 @@ class Gradients(Protocol):
 
     sum: Sum
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
+    lends: bool  # to the optimizer, memory that the next step sums into
 
     @property
     def came(self) -> bool:
@@ -101,7 +102,7 @@ class Gradients(Protocol):
         """
 
     def give_copies(self) -> None:
-        """The optimizer keeps what it is given."""
+        """The optimizer keeps what it is lent."""
 
     def release(self) -> None:
         """The optimizer is through with them."""
@@ -115,6 +116,7 @@ class OwnedGradients:
     up over the partners when the round is through: a local sum never holds half a gradient.
     """
 
+    lends = True
     told_by_autograd = True  # otherwise gradients are taken when a backward is through
 
     def __init__(

@@ -25,12 +25,20 @@ class KeptGradients:
         if not self._looks:
             return False
         self._looks -= 1
-        lent = {tensor.untyped_storage().data_ptr() for tensor in memory}
+        lent = {address for tensor in memory if (address := _address(tensor))}
         found = False
         for place, key, tensor in _tensors(getattr(self._optimizer, "state", {})):
-            if local_part(tensor).untyped_storage().data_ptr() in lent:
+            if _address(local_part(tensor)) in lent:
                 place[key], found = tensor.clone(), True
         return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; 0 if it has none, or none of its own: sparse ones, and those that are made of others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _tensors(held: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:

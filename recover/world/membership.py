@@ -123,7 +123,7 @@ class Membership(Generic[C]):
         last, mine, fruitless = tuple[int, ...](), Row(b"", record), 0
         while True:
             rounds += 1
-            self._trouble = mine.trouble
+            self._trouble = mine.trouble if mine.own + mine.built + mine.waited >= FAILURES else ""
             self._probe("repair", "members")
             participants = self.fabric.participants
             members = self._agree_on_members(evict, admit)
@@ -213,13 +213,17 @@ class Membership(Generic[C]):
             return cannot
         failures = {rank: row.own + row.built for rank, row in rows.items()}
         worst = max(failures.values())
-        if worst < FAILURES:
-            return frozenset()
-        sick = frozenset(rank for rank, count in failures.items() if count == worst)
         newcomers = frozenset(rank for rank, row in rows.items() if not row.epoch)
-        if sick & newcomers and newcomers != rows.keys():
+        if newcomers == rows.keys():
+            newcomers = frozenset()
+        if worst < FAILURES:
+            return newcomers if max(row.waited for row in rows.values()) >= FAILURES else frozenset()
+        sick = frozenset(rank for rank, count in failures.items() if count == worst)
+        if sick & newcomers:
             return sick & newcomers
         if 2 * len(self.grid.replicas_of(sick)) >= len(self.grid.replicas_of(rows)):
+            if newcomers:
+                return newcomers
             self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
         return sick
 
@@ -332,8 +336,9 @@ class Membership(Generic[C]):
         except Exception as error:
             trouble = f"the carrier failed here: {type(error).__name__}: {error}"
             self._report(trouble)
-            own = not isinstance(error, TookTooLongError)
-            return False, replace(mine, built=mine.built + own, trouble=trouble)
+            if isinstance(error, TookTooLongError):
+                return False, replace(mine, waited=mine.waited + 1, trouble=trouble)
+            return False, replace(mine, built=mine.built + 1, trouble=trouble)
         return True, mine
 
     def _close(self, built: bool) -> bool:

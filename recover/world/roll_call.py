@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+_HEAD = struct.Struct("<q?qqqq")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -16,21 +18,22 @@ class Row:
     can_build: bool = True
     own: int = 0  # how often it could not even make a carrier, over these members
     built: int = 0  # how often its carrier was made, and failed when it was built
+    waited: int = 0  # how often it waited in vain for others to build theirs
     trouble: str = ""  # what it failed by last
     epoch: int = 0  # before this repair; 0 of one that joins
     before: tuple[int, ...] = ()  # the members of that epoch, told by one of them: who joins cannot know
 
     def to_bytes(self, rank: int) -> bytes:
-        head = struct.pack("<q?qqq", rank, self.can_build, self.own, self.built, self.epoch)
+        head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch)
         before = struct.pack(f"<{len(self.before)}q", *self.before)
         return pack([head, before, self.offer, self.record, self.trouble.encode()])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> tuple[int, Row]:
         head, before, offer, record, trouble = unpack(packed)
-        rank, can_build, own, built, epoch = struct.unpack("<q?qqq", head)
+        rank, can_build, own, built, waited, epoch = _HEAD.unpack(head)
         members = struct.unpack(f"<{len(before) // 8}q", before)
-        return rank, cls(offer, record, can_build, own, built, trouble.decode(), epoch, members)
+        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, members)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ def left_out(rows: dict[int, Row], size: int = 1) -> frozenset[int]:
     return Membership(fabric, Grid(4, size), carriers, lambda location, detail: None)._sick(rows)
 
 
-def row(built: int, epoch: int, own: int = 0) -> Row:
-    return Row(b"", b"", built=built, own=own, epoch=epoch)
+def row(built: int, epoch: int, waited: int = 0) -> Row:
+    made = Row(b"", b"", built=built, waited=waited, epoch=epoch)
+    assert Row.from_bytes(made.to_bytes(3)) == (3, made)
+    return made
 
 
 @pytest.mark.parametrize("newcomers", [(8,), (8, 9), (8, 9, 10, 11, 12)])
@@ -29,14 +31,21 @@ def test_where_all_fail_alike_those_go_who_were_to_join_and_never_the_members(
 ) -> None:
     members = {rank: row(FAILURES, epoch=7) for rank in range(4)}
     assert left_out(members | {rank: row(FAILURES, epoch=0) for rank in newcomers}) == set(newcomers)
-    fewer = members | {rank: row(FAILURES - 1, epoch=0) for rank in newcomers}
-    if len(newcomers) < 5:  # otherwise the members are the few: they are what there was before
-        with pytest.raises(NoCarrierError):
-            left_out(fewer)
+    few = members | {rank: row(1, epoch=7) for rank in (0, 1, 3)}
+    assert left_out(few | {8: row(FAILURES, epoch=0)}) == {8}, (
+        "one member fails like the one that was to join"
+    )
+    # Also where they have only waited, and the members have failed; and where all have only waited.
+    if len(newcomers) < 5:
+        assert left_out(members | {rank: row(1, epoch=0) for rank in newcomers}) == set(newcomers)
+    waiting = {rank: row(0, epoch=7, waited=FAILURES) for rank in range(4)}
+    assert left_out(waiting | {rank: row(0, epoch=0) for rank in newcomers}) == set(newcomers)
+    assert not left_out(waiting)
 
 
 def test_a_member_that_fails_more_often_than_all_others_goes_although_somebody_joins() -> None:
-    rows = {rank: row(FAILURES if rank == 2 else 1, epoch=7) for rank in range(4)} | {8: row(1, epoch=0)}
+    rows = {rank: row(FAILURES if rank == 2 else 1, epoch=7, waited=2) for rank in range(4)}
+    rows[8] = row(1, epoch=0, waited=FAILURES)
     assert left_out(rows) == {2}
 
 
@@ -56,5 +65,5 @@ def test_who_has_waited_for_others_in_vain_is_not_at_fault(error: type[Exception
     membership: Any = Membership(fabric, Grid(4), carriers, lambda location, detail: None)
     built, told = membership._build(SimpleNamespace(build=build), {}, (0, 1), row(1, epoch=7))
     assert not built
-    assert told.built == 1 + counted
+    assert (told.built, told.waited) == (1 + counted, 1 - counted)
     assert "so it is" in told.trouble

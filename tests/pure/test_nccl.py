@@ -310,6 +310,20 @@ def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_lim
     assert failed == {0: TookTooLongError, 1: CarrierError, 2: TookTooLongError}, "whose fault it was"
 
 
+def test_who_is_freed_by_the_first_one_that_is_late_has_only_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Open MPI's revoking and gloo's sockets do it: a moment before its own time."""
+    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 1.0)
+    carrier = NcclCarrier(Worker(), (0, 1), 0, Rank(Groups(), {}), LateDevice().stream(), [], [])
+
+    def fail_after(seconds: float) -> None:
+        time.sleep(seconds)
+        raise CarrierError("revoked")
+
+    assert carrier.await_or_free(carrier._worker.post(lambda: fail_after(0.9)), lambda: False)
+    assert not carrier.await_or_free(carrier._worker.post(lambda: fail_after(0.0)), lambda: False)
+    assert not carrier.await_or_free(carrier._worker.post(lambda: time.sleep(0.9)), lambda: False)
+
+
 def test_an_address_that_nobody_has_used_is_offered_again() -> None:
     """Behind each, NCCL has a thread and a socket that wait for its group for ever."""
     unused: list[bytes] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 import recover
 from recover.step.handed_out import loader_mend
+from recover.sums.kept_gradients import KeptGradients
 
 BATCH, STEPS = 4, 6
 INPUTS = [
@@ -77,6 +79,32 @@ def test_an_optimizer_that_keeps_the_gradients_it_is_given_has_them_for_itself(
     plain(other, Optimistic(other.parameters(), since))
     for mine, right in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, right)
+
+
+class Wrapped(torch.Tensor):
+    """As of libraries that keep states in 8 bits: it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is asked of it")
+
+
+def test_what_has_no_memory_of_its_own_is_no_kept_gradient() -> None:
+    lent = torch.zeros(6)
+    sparse = torch.eye(3).to_sparse()
+    state: dict[Any, Any] = {
+        "a": {"w": Wrapped(), "s": sparse, "e": torch.empty(0), "n": 3, "own": lent.clone()}
+    }
+    kept = KeptGradients(SimpleNamespace(state=state))
+    assert not kept.found_in([lent, torch.empty(0)])
+    state["a"]["deep"] = [{"g": lent[2:4]}]
+    assert kept.found_in([lent])
+    assert state["a"]["deep"][0]["g"].untyped_storage().data_ptr() != lent.untyped_storage().data_ptr()
+    assert not KeptGradients(object()).found_in([lent])
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.saving.checkpoint import CheckpointError
@@ -175,8 +179,6 @@ def test_to_save_takes_no_step_and_runs_no_hook(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_the_model_whatever_it_is_wrapped_in(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(net())
@@ -200,3 +202,77 @@ def test_the_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     tensors.write(tmp_path, tensors.snapshot())
     with pytest.raises(CheckpointError, match="checkpoint of another optimizer"):
         Tensors(model, adamw(model), 1).load(tmp_path, ["part-0.safetensors"])
+
+
+class Exports(torch.optim.SGD):
+    """Keeps its momentum in few digits, and tells it in many."""
+
+    def state_dict(self) -> dict[str, Any]:
+        told = super().state_dict()
+        told["state"] = {
+            key: {"momentum_buffer": state["momentum_buffer"].float()} for key, state in told["state"].items()
+        }
+        return told
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            assert state["momentum_buffer"].dtype is torch.bfloat16
+            state["momentum_buffer"] = state["momentum_buffer"].float()
+        super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+class Keys(torch.optim.SGD):
+    """Looks for what it holds under keys of every kind."""
+
+    KEYS = ("0", 0, "a.b", "a", 7, "plain")
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            for key in self.KEYS:
+                state.setdefault("of", {}).setdefault(1, {}).setdefault(key, 0)
+                state["of"][1][key] += 1
+                state[key] = state.get(key, torch.zeros(2)) + 1
+                with torch.no_grad():
+                    parameter.sub_(0.001 / state["of"][1][key] / state[key].sum())
+
+
+@pytest.mark.parametrize("kind", [Exports, Keys])
+def test_an_optimizer_of_ones_own_finds_what_it_held_as_it_held_it(kind: Any, tmp_path: Path) -> None:
+    optimize: Optimize = lambda m: kind(m.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
+    assert_same(train(net, optimize, tmp_path), train(net, optimize, None))
+
+
+def test_averages_of_rows_of_a_sharded_parameter_are_sharded_again(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        models = [net() for _ in range(2)]
+        for model in models:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        there, here = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+        for parameter in (p for p in models[0].parameters() if p.dim() > 1):
+            there.state[parameter] = {
+                "rows": parameter.detach() * 1,
+                "averages": (parameter.detach() ** 2).mean(-1, keepdim=True),
+                "columns": (parameter.detach() ** 2).mean(0).redistribute(placements=[Replicate()]),  # type: ignore[attr-defined]
+                "n": torch.tensor(3.0),
+            }
+        Tensors(models[0], there, 1).write(tmp_path, Tensors(models[0], there, 1).snapshot())
+        Tensors(models[1], here, 1).load(tmp_path, ["part-0.safetensors"])
+        matrices = (p for p in models[1].parameters() if p.dim() > 1)
+        for parameter, state in zip(matrices, there.state.values(), strict=True):
+            mine = here.state[parameter]
+            assert mine.keys() == state.keys()
+            for key, value in state.items():
+                assert type(mine[key]) is type(value) or not value.dim(), key
+                assert (mine[key] + value).shape == value.shape  # they go together
+    finally:
+        dist.destroy_process_group()
