@@ -26,6 +26,8 @@ _CONTROL = rb"(?:\x1b\[[0-?]*[ -/]*[@-~]|[\r\n])"  # what moves the cursor or se
 _FIRST_WORD = re.compile(_CONTROL + rb"*(?=[^\r\n\x1b])")
 _NEXT_WORD = re.compile(rb"[\r\n]" + _CONTROL + rb"*(?=[^\r\n\x1b])")
 _AT_BEGINNING = re.compile(rb"[\r\n]" + _CONTROL + rb"*$")
+# Of the library inside mpirun that waits for pipes: one was closed as it looked at it, which is of no consequence.
+_NOISE = re.compile(rb"^\[warn\] Epoll .*\n", re.MULTILINE)
 _HALF_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?$")
 
 
@@ -156,7 +158,8 @@ class Relay:
         if not source.held:
             source.since = time.monotonic()
         whole, newline, source.held = (source.held + data).rpartition(b"\n")
-        self._write(source, whole + newline)
+        lines = whole + newline
+        self._write(source, lines if source.name else _NOISE.sub(b"", lines))
         if not data:
             self._flush(source)
 

@@ -131,3 +131,26 @@ def test_what_was_open_for_a_rank_is_closed_when_it_is_forgotten(
     assert set(os.listdir("/proc/self/fd")) <= set(before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["7.out", "8.out"]
     assert (tmp_path / "7.out").read_bytes() == b"last words"
+
+
+def test_what_the_library_inside_of_mpirun_says_to_itself_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[bytes] = []
+    outlet: Any = SimpleNamespace(write=lambda target, data: shown.append(data), pass_on=lambda: True)
+    monkeypatch.setattr(relay_module, "OUTLET", outlet)
+    (from_mpirun, mpirun), (from_rank, rank) = os.pipe(), os.pipe()
+    process: Any = SimpleNamespace(stdout=None, stderr=os.fdopen(from_mpirun, "rb", buffering=0))
+    relay = Relay(process, outputs={from_rank: (0, 2)})
+    noise = b"[warn] Epoll MOD(4) on fd 19 failed. Old events were 6; read change was 2 (del): Bad file descriptor\n"
+    os.write(mpirun, b"a\n" + noise + b"[warn] of something else\n" + noise[:20])
+    os.write(rank, noise)
+    relay.pump(1)
+    os.write(mpirun, noise[20:] + b"b\n")
+    for end in (mpirun, rank):
+        os.close(end)
+    for _ in range(4):
+        relay.pump(0.1)
+    said = b"".join(shown)
+    assert said.replace(b"[rank 0] " + noise, b"") == b"a\n[warn] of something else\nb\n"
+    assert b"[rank 0] " + noise in said, "a rank may say what it likes"
