@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from toy import make_optimizer
 
 import recover
@@ -17,6 +18,16 @@ from recover.job.spec import JobSpec
 from recover.world.hooks import NoHooks
 
 BATCH = 4
+
+
+@contextmanager
+def torch_world_of_one() -> Iterator[None]:
+    """Torch's own process group, of this process alone: for DDP, FSDP2 and meshes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Cross:

@@ -192,10 +192,10 @@ def _options(group: Mapping[str, Any], stored: StoredState, prefixes: list[str])
             current, name = options.get(option), prefix + option
             if option in FOLLOWS:
                 continue
-            if stored.kind(name) is None:
+            if (kind := stored.kind(name)) is None:
                 options[option] = stored.value(name, current)
             else:
-                shape, dtype = stored.kind(name) or ((), torch.float32)
+                shape, dtype = kind
                 device = current.device if isinstance(current, torch.Tensor) else None
                 options[option] = stored.load(name, torch.empty(shape, dtype=dtype, device=device))
     return options

@@ -153,10 +153,8 @@ class MovingBuffers:
         module, _ = self._moving[name]
         if not isinstance(module, _NormBase) or module.momentum is not None:
             return 1.0
-        counters = [where for where, place in self._moving.items() if place == (module, COUNTER)]
-        if not counters:
-            return 1.0
-        before = self._start[list(self._moving).index(counters[0])].double()
+        starts = dict(zip(self._moving.values(), self._start, strict=True))
+        before = starts[module, COUNTER].double()
         return (before + 1) * microbatches / (before + microbatches)
 
     def _look(self, name: str) -> Later[int]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
+from lone_world import torch_world_of_one
 from torch.nn.parallel import DistributedDataParallel
 
 import recover.dropin
@@ -55,11 +55,10 @@ class Group:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """DDP inside a replica of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fake = SimpleNamespace(worker=Worker())
     monkeypatch.setattr("recover.dropin.ddp.init", lambda: fake)
-    yield
-    dist.destroy_process_group()
+    with torch_world_of_one():
+        yield
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lone_world import BATCH, World
+from lone_world import BATCH, World, torch_world_of_one
 from torch.nn.parallel import DistributedDataParallel
 
 import recover
@@ -75,11 +74,10 @@ def plain(make: Callable[[], torch.Tensor], fused: bool) -> tuple[Odd, list[Any]
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     alone = SimpleNamespace(worker=Worker())
     monkeypatch.setattr("recover.dropin.ddp.init", lambda: alone)
-    yield
-    dist.destroy_process_group()
+    with torch_world_of_one():
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")

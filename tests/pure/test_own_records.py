@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lone_world import torch_world_of_one
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -116,9 +116,8 @@ def test_a_script_with_one_step_has_its_own_numbers_and_a_digest(sharded: bool, 
     step = OfStep(world)
     model = step._records.model  # type: ignore[union-attr]
     if sharded:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        dist.destroy_process_group()
+        with torch_world_of_one():
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     for _ in range(3):
         step.commit()
     world.end()

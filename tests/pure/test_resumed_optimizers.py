@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from lone_world import torch_world_of_one
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -179,16 +179,13 @@ def test_to_save_takes_no_step_and_runs_no_hook(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_the_model_whatever_it_is_wrapped_in(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with torch_world_of_one():
         wrapped = DistributedDataParallel(net())
         optimizer = adamw(wrapped)
         wrapped(INPUTS[0]).sum().backward()
         optimizer.step()
         tensors = Tensors(torch.compile(wrapped, backend="eager"), optimizer, 1)  # type: ignore[arg-type]
         tensors.write(tmp_path, tensors.snapshot())
-    finally:
-        dist.destroy_process_group()
     model = net()
     here = adamw(model)
     Tensors(model, here, 1).load(tmp_path, ["part-0.safetensors"])
@@ -252,8 +249,7 @@ def test_an_optimizer_of_ones_own_finds_what_it_held_as_it_held_it(kind: Any, tm
 
 
 def test_averages_of_rows_of_a_sharded_parameter_are_sharded_again(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with torch_world_of_one():
         models = [net() for _ in range(2)]
         for model in models:
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -274,5 +270,3 @@ def test_averages_of_rows_of_a_sharded_parameter_are_sharded_again(tmp_path: Pat
             for key, value in state.items():
                 assert type(mine[key]) is type(value) or not value.dim(), key
                 assert (mine[key] + value).shape == value.shape  # they go together
-    finally:
-        dist.destroy_process_group()
