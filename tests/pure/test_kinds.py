@@ -22,3 +22,7 @@ import pytest
 def test_a_pure_test_that_starts_a_process_is_refused(start: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="belongs into tests/processes"):
         start()
+
+
+def test_matplotlib_may_look_for_fonts() -> None:
+    sys.audit("subprocess.Popen", "fc-list", ["fc-list", "--help"], None, None)
