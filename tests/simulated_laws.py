@@ -101,8 +101,9 @@ def _check_ends(played: Played) -> None:
     sick = {r for r, (first, last, _) in simulation.sick.items() if last - first + 1 >= FAILURES}
     struck = {r for r, why in simulation.dead.items() if why == "killed"} | simulation.stopped | sick
     struck |= {*schedule.suspicions, *schedule.cuts}
-    if any(count >= TRIES for count in schedule.torn.values()):
-        # Where a connection fails, both ends do: who came together with it may go with it.
+    if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
+        # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
+        # those who were to join go, before any member.
         struck |= {
             rank
             for rank, why in simulation.dead.items()
@@ -138,6 +139,13 @@ def _check_ends(played: Played) -> None:
     allowed |= {"poisoned"} if schedule.poison else set()
     allowed |= {"out of range"} if schedule.too_large else set()
     assert ends <= allowed, f"{ends} without a cause"
+
+
+def _half_are_sick(played: Played, sick: set[int]) -> bool:
+    """Whether of the members at some time, and one more that was to join, half of the replicas or more were."""
+    replicas_of = played.simulation.grid.replicas_of
+    worlds = [*(members for members, _, _ in played.censuses().values()), played.survivors]
+    return any(2 * len(replicas_of(sick.intersection(world))) > len(replicas_of(world)) for world in worlds)
 
 
 def _check_views(played: Played) -> None:

@@ -64,6 +64,12 @@ def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
     assert {played.simulation.dead[4], played.simulation.dead[5]} == {"excluded"}
 
 
+def test_where_half_of_all_fail_those_who_were_to_join_go_and_the_members_go_on() -> None:
+    """Nobody could tell whose fault it is; without the member nobody would hold the state."""
+    played = play(Schedule(1, Grid(2), "balanced", {0: 30}, sick={1: (3, 5, True)}, joins={2: 22}, kept=True))
+    assert (played.simulation.finished, played.simulation.dead[2]) == ({1: "done"}, "excluded")
+
+
 @pytest.mark.soak
 def test_no_schedule_out_of_a_hundred_thousand_with_joins_tears_hangs_or_corrupts_the_world() -> None:
     explore(range(100_000), joining_schedule)
