@@ -50,20 +50,14 @@ wait_for_deaths(5)
 )
 
 
-def _is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
 def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_path: Path) -> None:
     job = Job(tmp_path, MANY, "-n", "6")
     assert wait_until((job.run_dir / "pid").exists)
     assert wait_until(lambda: (job.run_dir / "pid").read_text())
     first = int((job.run_dir / "pid").read_text())
     os.kill(first, signal.SIGKILL)
-    assert wait_until(lambda: _is_gone(first))  # so that it is the first, whatever it takes to end
+    # The launcher may see it late on a busy machine, and the next one writes down itself when it raised.
+    assert wait_until(lambda: '"exit"' in (job.run_dir / "job.jsonl").read_text())
     (job.run_dir / "killed").touch()
     job.finish()
     (story,) = why(job.run_dir)
