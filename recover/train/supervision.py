@@ -222,9 +222,9 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
         return 1
     summary = json.loads(path.read_text())
     if summary["steps"] < config.steps:
-        if summary["replicas_end"] < config.min_replicas:
+        if (left := summary["replicas_end"]) < config.min_replicas:
             _say(
-                f"stopped after step {summary['steps']}: {summary['replicas_end']} replicas are left, and "
+                f"stopped after step {summary['steps']}: {left} replica{' is' if left == 1 else 's are'} left, and "
                 f"min_replicas is {config.min_replicas}; {way_on}"
             )
             return TOO_FEW

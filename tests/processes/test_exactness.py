@@ -50,29 +50,22 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
     """By the command that a user would type, and told by the report. One ends with a checkpoint when too few are left,
     the writer being lost."""
     words = [*small_world(tmp_path), "samples=exact", "reduction=reproducible", "steps=8", "seed=7"]
-    calm = recover_train(tmp_path / "calm", *words, "replicas=4", "accum=4")
-    runs = [
-        recover_train(
-            tmp_path / "lost-three",
-            *words,
-            "replicas=4",
-            "accum=4",
-            kills=["2:1:in-reduce", "2:0:extra", "6:2:after-update"],
-        ),
-    ]
+    calm = recover_train(tmp_path / "calm", *words, "replicas=2", "accum=8")
+    storm = ["2:1:in-reduce", "2:0:extra", "6:2:after-update"]
+    runs = [recover_train(tmp_path / "lost-three", *words, "replicas=4", "accum=4", kills=storm)]
     stopped = recover_train(
-        tmp_path / "stopped", *words, "replicas=4", "accum=4", "min_replicas=4", kills=["4:0:backward"]
+        tmp_path / "stopped", *words, "replicas=2", "accum=8", "min_replicas=2", kills=["4:0:backward"]
     )
     assert stopped.code == 3, stopped.output
     assert stopped.checkpoints == ["step-4"]
     check_lines(stopped, steps=4, batch=16)
-    assert "3 replicas are left, and min_replicas is 4" in stopped.output
+    assert "1 replica is left, and min_replicas is 2" in stopped.output
     runs.append(
-        recover_train(tmp_path / "resumed", "replicas=2", "min_replicas=1", resume=tmp_path / "stopped")
+        recover_train(tmp_path / "resumed", "replicas=4", "min_replicas=1", resume=tmp_path / "stopped")
     )
     for run in (calm, *runs):
         assert run.code == 0, run.output
-    assert {run.summary["replicas_end"] for run in runs} == {1, 2}
+    assert [run.summary["replicas_end"] for run in (calm, *runs)] == [2, 1, 4]
     assert {run.summary["parameters_digest"] for run in (calm, *runs)} == {calm.summary["parameters_digest"]}
     assert all(run.summary["environment"]["reduction"] == "reproducible" for run in runs)
     for line in compare([calm.run_dir, *(run.run_dir for run in runs)]):

@@ -275,9 +275,9 @@ def test_the_loss_curve_of_a_run_with_deaths_is_that_of_one_without(tmp_path: Pa
     """Of one process: the same samples in every step, the same losses but for rounding. That is closer than
     failure-free runs on other data are to each other. `adaptive` has smaller batches."""
     words = [*small_world(tmp_path), "steps=24", "replicas=4", "accum=4"]
-    losses = [plain_losses([*words, f"seed={seed}"]) for seed in range(3)]
+    losses = [plain_losses([*words, f"seed={seed}"]) for seed in range(2)]
     calm = [smooth(each) for each in losses]
-    noise = max(np.abs(calm[a] - calm[b]).mean() for a, b in ((0, 1), (0, 2), (1, 2)))
+    noise = np.abs(calm[0] - calm[1]).mean()
     rough = train(tmp_path / "rough", *words, kills=["6:1:in-reduce", "12:0:vote", "18:3:backward"])
     assert rough.code == 0, rough.output
     check_lines(rough, steps=24, batch=16)
