@@ -14,6 +14,7 @@ import sys
 import time
 
 from recover.job import process
+from recover.job.imports import importing
 from recover.launch import bootstrap
 
 # `torch._dynamo`: every optimizer of torch's imports it when it is made.
@@ -23,11 +24,12 @@ IMPORTED = ("torch", "torch._dynamo", "recover.step.step", "recover.launch.join"
 def main() -> None:
     bootstrap.die_with_parent()
     own = [sys.argv[2]] if sys.argv[1] == "-m" and sys.argv[2].startswith("recover.") else []
-    for name in (*IMPORTED, *own):
-        try:
-            importlib.import_module(name)
-        except Exception:
-            pass  # the rank will say so, if it needs it
+    with importing():
+        for name in (*IMPORTED, *own):
+            try:
+                importlib.import_module(name)
+            except Exception:
+                pass  # the rank will say so, if it needs it
     if "torch" in sys.modules:
         # Where there is no MKL (aarch64) torch counts its threads when it is first asked, in the environment of then.
         sys.modules["torch"].get_num_threads()

@@ -8,12 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import recover
-from recover.step.errors import StateDivergedError
-from recover.train.config import Config
-from recover.train.device import pick_device
-from recover.train.resuming import name_the_way_on
-from recover.train.trainer import Trainer
+from recover.job.imports import importing
+
+with importing():
+    import torch._dynamo  # noqa: F401  (the optimizer would import it)
+
+    import recover
+    from recover.step.errors import StateDivergedError
+    from recover.train.config import Config
+    from recover.train.device import pick_device
+    from recover.train.resuming import name_the_way_on
+    from recover.train.trainer import Trainer
 
 
 def main(config: Config, resume: Path | None) -> None:
