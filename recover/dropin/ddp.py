@@ -75,7 +75,6 @@ class DDPGradients:
     """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
     came = False  # DDP itself refuses a second backward
-    lends = False  # views of DDP's buckets are written to by DDP, too, and other gradients are autograd's
 
     def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
         if restore not in ("auto", "blocking", "non-blocking"):
@@ -227,9 +226,6 @@ class DDPGradients:
         for parameter, anybody in zip(self.parameters, used, strict=True):
             if not anybody:
                 parameter.grad = None
-
-    def give_copies(self) -> None:
-        raise AssertionError("it lends none")
 
     def release(self) -> None:
         for parameter in self.parameters:

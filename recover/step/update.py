@@ -9,7 +9,6 @@ import torch
 from recover.loop.habits import Habits
 from recover.step.randomness import Randomness
 from recover.step.transaction import Transaction
-from recover.sums.kept_gradients import KeptGradients
 
 
 class Update:
@@ -17,7 +16,6 @@ class Update:
 
     def __init__(self, optimizer: Any, clip: float | None, randomness: Randomness, habits: Habits) -> None:
         self._optimizer, self._clip, self._randomness, self._habits = optimizer, clip, randomness, habits
-        self._kept = KeptGradients(optimizer)
 
     def apply(self, transaction: Transaction, number: int, norm: float) -> None:
         totals, shrink = transaction.totals, 1.0
@@ -27,7 +25,4 @@ class Update:
         self._randomness.update(number)
         with self._habits.updating():
             self._optimizer.step()
-        gradients = transaction.gradients
-        if gradients.lends and self._kept.found_in(bucket.result for bucket in gradients.buckets):
-            gradients.give_copies()
         transaction.moving.settle(torch.from_numpy(totals.changes), len(totals.samples))

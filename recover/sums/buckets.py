@@ -65,6 +65,10 @@ class Bucket:
         hold_back(self.result, passed)
         return True
 
+    def give_away(self) -> None:
+        """Somebody keeps the memory of the result: it is theirs."""
+        self.result = _empty_like(self.local)
+
     def rewind(self) -> None:
         """Make the local sum what it was before it was reduced."""
         if self._in_place and self._epoch is not None:

@@ -21,6 +21,7 @@ from recover.sums import later
 from recover.sums.buckets import Bucket
 from recover.sums.extremes import Extremes
 from recover.sums.inside import PLAIN, Partners, Replica, Sharing
+from recover.sums.kept_gradients import Lent
 from recover.sums.later import Later
 from recover.sums.ledger import with_slots
 from recover.sums.norm import squared_norm
@@ -41,7 +42,6 @@ class Gradients(Protocol):
 
     sum: Sum
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
-    lends: bool  # to the optimizer, memory that the next step sums into
 
     @property
     def came(self) -> bool:
@@ -101,9 +101,6 @@ class Gradients(Protocol):
         Parameters that no replica has `used` get None, as they would in one process: an optimizer leaves those alone.
         """
 
-    def give_copies(self) -> None:
-        """The optimizer keeps what it is lent."""
-
     def release(self) -> None:
         """The optimizer is through with them."""
 
@@ -116,7 +113,6 @@ class OwnedGradients:
     up over the partners when the round is through: a local sum never holds half a gradient.
     """
 
-    lends = True
     told_by_autograd = True  # otherwise gradients are taken when a backward is through
 
     def __init__(
@@ -135,6 +131,7 @@ class OwnedGradients:
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._tellers = Tellers([], self._take, self._take_bucket)
         self._used: set[Place] = set()
+        self._lent: Lent | None = None  # to the optimizer: memory that the next step sums into
         self._gives_copies = False
         self._after = NO_SLOTS  # what a bucket holds that the microbatch under way has filled
         self._emptied: set[int] = set()  # buckets whose trays have been added to their local sums
@@ -275,17 +272,19 @@ class OwnedGradients:
 
     def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
+        self._lent = None if self._gives_copies else Lent(self.buckets, self._members)
         for place, anybody in zip(self._places, used, strict=True):
             if anybody:
                 gradient = place.gradient_in(means[place.index])
                 place.parameter.grad = gradient.clone() if self._gives_copies else gradient
 
-    def give_copies(self) -> None:
-        self._gives_copies = True
-
     def release(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        for bucket in self._lent.kept() if self._lent else ():
+            bucket.give_away()
+            self._gives_copies = True  # from here on
+        self._lent = None
 
     def _take(self, place: Place, parameter: torch.nn.Parameter) -> None:
         """Its gradient is complete."""

@@ -1,56 +1,54 @@
-"""Optimizers that keep the gradients that they are given (the last one, say): in a plain loop those are their own.
+"""Gradients that somebody keeps: an optimizer the last one, say, or a hook of it. In a plain loop they are its own.
 
-Here they lie in memory that the next step sums into. Whoever keeps them is found out by what it holds, and is given
-copies from then on.
+Here they lie in memory that the next step sums into. Who keeps them may do so anywhere and from any step on, so it is
+found out by how many hold on to that memory, before it was lent and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
-from typing import Any
+import sys
+from collections.abc import Sequence
 
 import torch
 
-from recover.sums.parts import local_part
-
-LOOKS = 3  # updates after which it is known what an optimizer holds
-
-
-class KeptGradients:
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._looks = optimizer, LOOKS
-
-    def found_in(self, memory: Iterable[torch.Tensor]) -> bool:
-        """Whether the optimizer, which has just run, holds a part of this memory; if so, it has a copy now."""
-        if not self._looks:
-            return False
-        self._looks -= 1
-        lent = {address for tensor in memory if (address := _address(tensor))}
-        found = False
-        for place, key, tensor in _tensors(getattr(self._optimizer, "state", {})):
-            if _address(local_part(tensor)) in lent:
-                place[key], found = tensor.clone(), True
-        return found
+from recover.sums.buckets import Bucket
+from recover.sums.places import Place
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Of its memory; 0 if it has none, or none of its own: sparse ones, and those that are made of others."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
+class Lent:
+    """The results of some buckets, cut into gradients."""
+
+    def __init__(self, buckets: Sequence[Bucket], members: Sequence[Sequence[Place]]) -> None:
+        self._members = members
+        self._before = [(bucket, self._others(index, bucket)) for index, bucket in enumerate(buckets)]
+
+    def kept(self) -> list[Bucket]:
+        """They were given back: those whose memory somebody still holds, the gradient itself or a view of it."""
+        return [
+            bucket
+            for index, (bucket, before) in enumerate(self._before)
+            if self._others(index, bucket) > before
+            or any(
+                place.seen is not None and _references(place.seen) > _OURS for place in self._members[index]
+            )
+        ]
+
+    def _others(self, index: int, bucket: Bucket) -> int:
+        """Tensors in the memory of its result, beside the gradients that we keep cut."""
+        ours = sum(
+            place.seen is not None and place.seen[0] is bucket.result for place in self._members[index]
+        )
+        return _sharing(bucket.result) - ours
 
 
-def _tensors(held: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """All of them, and where they are."""
-    if isinstance(held, MutableMapping):
-        members: list[tuple[Any, Any]] = list(held.items())
-    elif isinstance(held, MutableSequence):
-        members = list(enumerate(held))
-    else:
-        return
-    for key, value in members:
-        if isinstance(value, torch.Tensor):
-            yield held, key, value
-        else:
-            yield from _tensors(value)
+def _sharing(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _references(seen: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """To the second of them. What this call itself adds differs between versions of Python."""
+    return sys.getrefcount(seen[1])
+
+
+_OURS = _references((torch.empty(0), torch.empty(0)))

@@ -17,18 +17,18 @@ class Place:
     parameter: torch.nn.Parameter
     index: int  # of the bucket
     room: torch.Tensor
-    _seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the gradient in it
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the gradient in it
 
     def gradient_in(self, mean: torch.Tensor) -> torch.Tensor:
         """The parameter's gradient, out of a whole bucket's mean. Mostly that is the same tensor in every step: while
         the optimizer is about to run, a device has nothing to do, and every call for a parameter counts."""
-        if self._seen is not None and self._seen[0] is mean:
-            return self._seen[1]
+        if self.seen is not None and self.seen[0] is mean:
+            return self.seen[1]
         room = self.room
         part = mean.as_strided(room.shape, room.stride(), room.storage_offset())
         gradient = as_gradient(self.parameter, part)
         if gradient is part and mean.dtype is room.dtype:  # otherwise it was made for this step alone
-            self._seen = mean, gradient
+            self.seen = mean, gradient
         return gradient
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 import recover
 from recover.step.handed_out import loader_mend
-from recover.sums.kept_gradients import KeptGradients
 
 BATCH, STEPS = 4, 6
 INPUTS = [
@@ -49,62 +48,104 @@ def net() -> nn.Module:
 
 
 class Optimistic(torch.optim.Optimizer):
-    """Keeps the last gradient itself, and all of them."""
+    """Keeps the last gradient itself, and all of them, from some step on."""
 
-    def __init__(self, parameters: Any, since: int) -> None:
+    def __init__(self, parameters: Any, keep: Keep, since: int = 1) -> None:
         super().__init__(parameters, {"lr": 0.05})
-        self._since, self._steps = since, 0
+        self.kept: dict[Any, Any] = {}
+        self._keep, self._since, self._steps = keep, since, 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self._steps += 1
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                last = state.get("last", parameter.grad)
+                *_, last = all_kept = self._keep(self, parameter) or [parameter.grad]
                 parameter.sub_(group["lr"] * (2 * parameter.grad - last))
-                parameter.sub_(group["lr"] * 0.1 * sum(state.get("all", [])))
+                parameter.sub_(group["lr"] * 0.1 * sum(all_kept))
                 if self._steps >= self._since:
-                    state["last"] = parameter.grad
-                    state.setdefault("all", []).append(parameter.grad)
+                    self._keep(self, parameter, parameter.grad)
+
+
+Keep = Callable[..., Any]
+
+
+def in_state(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
+    kept = optimizer.state[parameter].setdefault("all", [])
+    kept += new
+    return kept
+
+
+def in_a_tuple(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
+    state = optimizer.state[parameter]
+    state["all"] = (*state.get("all", ()), *new)
+    return state["all"]
+
+
+def beside_its_state(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
+    kept = optimizer.kept.setdefault(parameter, [])
+    kept += new
+    return kept
+
+
+def as_views(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
+    """Of the whole, of rows of it, and without the history."""
+    return beside_its_state(
+        optimizer, parameter, *(gradient[:].detach().view_as(gradient) for gradient in new)
+    )
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-@pytest.mark.parametrize("since", [1, 2])
+@pytest.mark.parametrize("since", [1, 2, 5])
+@pytest.mark.parametrize("keep", [in_state, in_a_tuple, beside_its_state, as_views])
 def test_an_optimizer_that_keeps_the_gradients_it_is_given_has_them_for_itself(
-    since: int, reduction: str
+    keep: Keep, since: int, reduction: str
 ) -> None:
     one, other = net(), net()
-    ours(one, Optimistic(one.parameters(), since), reduction=reduction)
-    plain(other, Optimistic(other.parameters(), since))
+    ours(one, Optimistic(one.parameters(), keep, since), reduction=reduction)
+    plain(other, Optimistic(other.parameters(), keep, since))
     for mine, right in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, right)
 
 
-class Wrapped(torch.Tensor):
-    """As of libraries that keep states in 8 bits: it has no memory of its own."""
+def test_what_a_hook_of_the_optimizer_has_kept_stays_as_it_was() -> None:
+    model, seen = net(), list[tuple[torch.Tensor, torch.Tensor]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-    @staticmethod
-    def __new__(cls) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+    def keep(*_: Any) -> None:
+        seen.extend((p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None)
 
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-        raise AssertionError("nothing is asked of it")
+    optimizer.register_step_post_hook(keep)
+    ours(model, optimizer)
+    assert len(seen) == STEPS * 4
+    for kept, was in seen:
+        torch.testing.assert_close(kept, was, rtol=0, atol=0)
 
 
-def test_what_has_no_memory_of_its_own_is_no_kept_gradient() -> None:
-    lent = torch.zeros(6)
-    sparse = torch.eye(3).to_sparse()
-    state: dict[Any, Any] = {
-        "a": {"w": Wrapped(), "s": sparse, "e": torch.empty(0), "n": 3, "own": lent.clone()}
-    }
-    kept = KeptGradients(SimpleNamespace(state=state))
-    assert not kept.found_in([lent, torch.empty(0)])
-    state["a"]["deep"] = [{"g": lent[2:4]}]
-    assert kept.found_in([lent])
-    assert state["a"]["deep"][0]["g"].untyped_storage().data_ptr() != lent.untyped_storage().data_ptr()
-    assert not KeptGradients(object()).found_in([lent])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, foreach=False, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+        lambda p: torch.optim.Rprop(p),
+        lambda p: torch.optim.Adagrad(p),
+    ],
+)
+def test_whoever_keeps_nothing_is_lent_the_same_memory_again_and_again(make: Callable[[Any], Any]) -> None:
+    model, lent = net(), list[list[int]]()
+    optimizer = make(list(model.parameters()))
+
+    def note(*_: Any) -> None:
+        lent.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+
+    optimizer.register_step_pre_hook(note)
+    ours(model, optimizer)
+    assert lent == [lent[0]] * STEPS
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
