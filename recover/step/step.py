@@ -279,6 +279,7 @@ class Step(BesideTraining):
                         raise RuntimeError(
                             "the microbatch was not followed by step.backward(loss); call it for each one"
                         )
+                    self._moving.refuse_later_changes()
             except GeneratorExit:
                 if not self._handed_out.pending:  # by a `break`, or by an exception that is no microbatch's
                     ending.in_step(False)

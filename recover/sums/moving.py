@@ -6,7 +6,7 @@ slots as gradients are, in the same reduction. When the step commits, a buffer o
 was plus the mean of the changes, and one of whole numbers (a counter) what it was plus their sum. An average over all
 microbatches that ever were (BatchNorm with momentum=None) is just that.
 
-Any other buffer must stay as it is while microbatches are computed: replicas would drift apart.
+Any other buffer must stay as it is from the first microbatch of a step to its end: replicas would drift apart.
 """
 
 from __future__ import annotations
@@ -108,14 +108,12 @@ class MovingBuffers:
 
     def take(self) -> None:
         """Its forward is through, and nothing of its backward, which may run parts of it again."""
-        for name in self._others:
-            before, after = self._seen[name][2], self._look(name)
-            if after is not before and after.value != before.value:
-                raise RuntimeError(
-                    f"the buffer {name!r} was changed while a microbatch was computed, and would differ between "
-                    f"replicas; if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the "
-                    "mean of the changes over the step; otherwise make it a plain attribute, or do not change it"
-                )
+        if name := self._changed():
+            raise RuntimeError(
+                f"the buffer {name!r} was changed while a microbatch was computed, and would differ between "
+                f"replicas; if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the "
+                "mean of the changes over the step; otherwise make it a plain attribute, or do not change it"
+            )
         if not self.size:
             return
         pairs = zip(self.tensors(), self._start, strict=True)
@@ -124,6 +122,15 @@ class MovingBuffers:
         self._summed[: self.size] += change
         torch.maximum(self._summed[self.size], change.abs().max(), out=self._summed[self.size])  # NaN stays
         self._read = Later(_as_they_are, self._summed)
+
+    def refuse_later_changes(self) -> None:
+        """Its backward is through, and the loop has come back for the next one."""
+        if name := self._changed():
+            raise RuntimeError(
+                f"the buffer {name!r} was changed after the forward pass of a microbatch, in its backward pass or in "
+                "the loop, and would differ between replicas; change it between two steps, on all replicas alike; or, "
+                f"if it is a statistic, in forward, and name it by recover.Step(..., buffers=[{name!r}])"
+            )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -156,6 +163,14 @@ class MovingBuffers:
         starts = dict(zip(self._moving.values(), self._start, strict=True))
         before = starts[module, COUNTER].double()
         return (before + 1) * microbatches / (before + microbatches)
+
+    def _changed(self) -> str | None:
+        """One of the others whose bits are not what they were."""
+        for name in self._others:
+            before, after = self._seen[name][2], self._look(name)
+            if after is not before and after.value != before.value:
+                return name
+        return None
 
     def _look(self, name: str) -> Later[int]:
         """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""

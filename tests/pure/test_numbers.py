@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lone_world import BATCH, World, begin
 from torch.utils.checkpoint import checkpoint
 from toy_numbers import Net, draws, make_net, seed_user
 
@@ -177,6 +178,45 @@ def test_a_constant_buffer_that_forward_changes_is_seen(how: str) -> None:
         return
     with pytest.raises(RuntimeError, match="'table' was changed"):
         moving.take()
+
+
+@pytest.mark.parametrize(
+    "where", ["in backward", "in the loop", "in the loop, after the last one", "between steps"]
+)
+def test_a_buffer_that_changes_after_forward_is_seen_inside_of_a_step_and_free_between_two(
+    where: str,
+) -> None:
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("center", torch.zeros(2))
+    step = begin(World(), net)
+    seen = 0
+
+    def change(*_: Any) -> None:
+        net.center.add_(1.0)  # type: ignore[operator, union-attr]
+
+    if where == "in backward":
+        net.register_full_backward_hook(change)
+
+    def train() -> None:
+        nonlocal seen
+        for inputs in step.microbatches([torch.ones(3, 2, requires_grad=True)] * 3 * BATCH):
+            step.backward(net(inputs).sum())
+            seen += 1
+            if where == "in the loop" or (where.endswith("last one") and seen == BATCH):
+                change()
+        if where == "between steps":
+            change()
+
+    if where == "between steps":
+        for _ in range(3):
+            train()
+        assert (step.index, net.center.tolist()) == (3, [3.0, 3.0])  # type: ignore[operator, union-attr]
+        return
+    with pytest.raises(
+        RuntimeError, match=r"'center' was changed after the forward pass .* buffers=\['center'\]"
+    ):
+        train()
+    assert (step.index, seen) == (0, BATCH if where.endswith("last one") else 1)
 
 
 def test_weights_that_cannot_be_meant_are_refused() -> None:
