@@ -3,7 +3,7 @@
 The ranks of a host see which of their neighbours hangs, if they wait for it. But a replica that fills a host waits
 inside itself, where nobody looks, and a rank may be alone on its host. So each agent writes the rows of its board into
 etcd, now and then, reads those of the others, and holds its own ranks against whoever is furthest. One that is stopped
-while its agent runs was stopped alone, whoever waits for it.
+while its agent runs was stopped alone, whoever waits for it; but where all replicas are, nobody does.
 
 What it hears of the others, it leaves in its session for whoever looks on.
 """
@@ -21,7 +21,7 @@ from recover.job.outlet import say
 from recover.launch.etcd_pulses import pulses, tell_pulse
 from recover.launch.verdict import write_marker
 from recover.liveness import elsewhere
-from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, furthest, signs_of
+from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, can_go_on, furthest, signs_of
 from recover.liveness.signs import Sign
 from recover.world.ending import End
 from recover.world.notes import Notes, blamed
@@ -44,7 +44,7 @@ class Pulse:
         session: Path | None = None,
     ) -> None:
         self._client, self._host, self._board, self._mine = client, host, board, frozenset(mine)
-        self.notes, self._session = notes, session
+        self.notes, self._session, self._grid = notes, session, grid
         self._hangs = HangWatchdog(grid, limit, partial(blamed, notes), asleep=ASLEEP)
         self._looks = 0
         self._looked = float("-inf")
@@ -66,12 +66,12 @@ class Pulse:
         if self._session is not None and heard:
             elsewhere.leave(self._session, heard)
         everywhere = dict(living)
-        for rank, (row, _) in heard.items():
+        for rank, (row, state) in heard.items():
             row[HEARTBEAT] = self._looks  # that they live is for their own agents to say
-            everywhere[rank] = row, "S"
+            everywhere[rank] = row, state
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
         signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
-        hung = self._hangs.look(True, signs, now)
+        hung = self._hangs.look(can_go_on(everywhere, self._grid), signs, now)
         return {rank: (why, signs[rank]) for rank, why in hung.items() if rank in living}
 
     def _learn_pace(self, accomplished: int, now: float) -> None:

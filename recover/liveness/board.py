@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from recover.job import process
+from recover.job.grid import Grid
 from recover.liveness.signs import Now, Sign, Suspects
 
 # Who it is, and what it has accomplished for good: the launcher's progress.
@@ -256,6 +257,12 @@ def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
     """The row of one that is as far as anybody is, inside a step; if nobody is inside one, a row of zeros."""
     inside = [row for row in rows if row[STEP] > 0]
     return max(inside, key=lambda row: (row[STEP], row[VOTES], row[ENTERED]), default=[0] * COLUMNS)
+
+
+def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
+    """Whether a whole replica runs that has the state of the run: one that is about to join has none yet."""
+    running = [rank for rank, (_, state) in rows.items() if state not in "Tt"]
+    return bool(grid.whole(rank for rank in running if rank < grid.ranks or rows[rank][0][VOTES]))
 
 
 def now_of(row: Sequence[int], clock: int) -> Now:

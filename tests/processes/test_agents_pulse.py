@@ -34,6 +34,13 @@ class Killable(Board):
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(path, size)
         self.killed: list[int] = []
+        self.stopped: set[int] = set()
+
+    def living(self) -> dict[int, tuple[list[int], str]]:
+        return {
+            rank: (row, "T" if rank in self.stopped else state)
+            for rank, (row, state) in super().living().items()
+        }
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -99,6 +106,66 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
     assert {(note.rank, note.suspects) for note in notes[0].read(4) if note.rank < 6} == {
         (rank, ((7, 43),)) for rank in (2, 3)
     }
+
+
+@pytest.mark.parametrize(
+    ("stopped", "joins", "fenced"),
+    [
+        ({0, 1, 2, 3}, False, set()),  # the whole job
+        ({1, 2, 3}, False, set()),  # of the last replica, one of two ranks
+        ({2, 3}, False, {2, 3}),
+        ({3}, False, {3}),
+        ({0, 1, 2, 3, 4, 5}, True, set()),
+        ({0, 1, 2, 3}, True, {0, 1, 2, 3}),  # who has joined can go on
+    ],
+)
+def test_who_is_stopped_is_killed_only_while_a_replica_runs_that_has_the_state(
+    server: EtcdServer,
+    prefix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped: set[int],
+    joins: bool,
+    fenced: set[int],
+) -> None:
+    """Two replicas of two ranks, one on each of two hosts, and a third, which comes to the second host; if all were
+    stopped, those of one host go on a moment before the others."""
+    etcd, grid = EtcdClient(server.endpoint, prefix=prefix), Grid.of(4, 2)
+    (tmp_path / "ranks").mkdir()
+    boards, places = [Killable(tmp_path / f"board-{host}", 6) for host in range(2)], [(0, 1), (2, 3, 4, 5)]
+    notes = RunNotes(str(tmp_path), -1)
+    pulses = [
+        Pulse(etcd, f"h{host}", board, mine, grid, LIMIT, notes)
+        for host, (board, mine) in enumerate(zip(boards, places, strict=True))
+    ]
+    now = [100.0]
+    monkeypatch.setattr("recover.agent.agent_pulse.time.monotonic", lambda: now[0])
+
+    def pass_by(seconds: float) -> None:
+        for _ in np.arange(0.0, seconds, EVERY):
+            now[0] += EVERY
+            for board, pulse, mine in zip(boards, pulses, places, strict=True):
+                for rank in set(mine) - board.stopped:
+                    board.beat(rank)
+                fence(pulse, board, tmp_path)
+
+    for board, mine in zip(boards, places, strict=True):
+        for rank in mine:
+            board.claim(rank)
+            if rank < 4 or joins:
+                board.in_step(rank, 3)
+                board.come_to_vote(rank)
+    pass_by(2 * EVERY)
+    for board in boards:
+        board.stopped = set(stopped)
+    pass_by(2 * LIMIT)
+    assert {rank for board in boards for rank in board.killed} == fenced
+    if not fenced:
+        for board in boards:
+            board.stopped = set()
+            pass_by(2 * EVERY)
+        pass_by(LIMIT)
+        assert [board.killed for board in boards] == [[], []]
 
 
 def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
