@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from recover.records.kinds import IncidentRecord, StepRecord
 
+_BROKEN_OFF = (
+    "sums were broken off (a replica has left its step early, or trains other parameters than before)"
+)
+
 
 def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
     """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
@@ -18,7 +22,7 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
             f"{incident['transfer_ms']:.0f} of them for {incident['transfer_bytes'] / 2**20:.1f} MiB of state{on}"
         )
     where = f"{incident['location']}: {cause}" if cause else incident["location"]
-    what = f"lost {_those(dead)} ({where})" if dead else "a replica left its step early, nobody is lost"
+    what = f"lost {_those(dead)} ({where})" if dead else f"nobody is lost, but {_BROKEN_OFF}"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]
     if extra:
