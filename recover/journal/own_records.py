@@ -82,7 +82,8 @@ class PartOfRun:
         self._records, self._optimizer = records, optimizer
 
     def __enter__(self) -> None:
-        self.began, self.lr = time.perf_counter(), float(self._optimizer.param_groups[0]["lr"])
+        # An optimizer of one's own may have none.
+        self.began, self.lr = time.perf_counter(), float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -108,7 +108,7 @@ class Step(BesideTraining):
             self._belonging.name,
         )
         self._habits = Habits(model, optimizer)
-        self._moving = MovingBuffers(model, buffers, self._gradients.sum, replica_of(model))
+        self._moving = MovingBuffers(model, buffers, self._gradients.sum, replica_of(model), not gradients)
         self._transaction = Transaction(
             world,
             self._gradients,

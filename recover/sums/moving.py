@@ -25,13 +25,22 @@ from recover.sums.reduction import Sum
 from recover.sums.state_hash import fingerprint
 
 COUNTER = "num_batches_tracked"
+_BETWEEN = "change it between two steps, on all replicas alike"
 Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
 
 
 class MovingBuffers:
     """Those of one model: what they were when the step began, and the sum of the changes of this replica's slots."""
 
-    def __init__(self, model: torch.nn.Module, named: Iterable[str], sum_: Sum, replica: Replica) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Iterable[str],
+        sum_: Sum,
+        replica: Replica,
+        watch_frozen: bool = False,
+    ) -> None:
+        """`watch_frozen`: parameters that are, too, must stay; not where a wrapper moves them about."""
         places = {
             f"{prefix}.{name}" if prefix else name: (module, name)
             for prefix, module in model.named_modules()
@@ -58,8 +67,12 @@ class MovingBuffers:
         self._sum = sum_
         self._moving = {name: places[name] for name in sorted(moving)}
         self._others = {name: place for name, place in places.items() if name not in moving}
-        # Of the others: the tensor, its version, its bits.
-        self._seen: dict[str, tuple[torch.Tensor, int, Later[int]]] = {}
+        if (
+            watch_frozen and replica.size == 1
+        ):  # a sharded model puts other tensors under their names while it computes
+            self._others |= _frozen(model)
+        # Of the others: the tensor, where its memory is, its version, its bits.
+        self._seen: dict[str, tuple[torch.Tensor, int, int, Later[int]]] = {}
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
         self.size = sum(getattr(*place).numel() for place in self._moving.values())
@@ -108,12 +121,11 @@ class MovingBuffers:
 
     def take(self) -> None:
         """Its forward is through, and nothing of its backward, which may run parts of it again."""
-        if name := self._changed():
-            raise RuntimeError(
-                f"the buffer {name!r} was changed while a microbatch was computed, and would differ between "
-                f"replicas; if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the "
-                "mean of the changes over the step; otherwise make it a plain attribute, or do not change it"
-            )
+        self._refuse_changes(
+            "while a microbatch was computed",
+            "if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the mean of the changes "
+            "over the step; otherwise make it a plain attribute, or do not change it",
+        )
         if not self.size:
             return
         pairs = zip(self.tensors(), self._start, strict=True)
@@ -125,12 +137,10 @@ class MovingBuffers:
 
     def refuse_later_changes(self) -> None:
         """Its backward is through, and the loop has come back for the next one."""
-        if name := self._changed():
-            raise RuntimeError(
-                f"the buffer {name!r} was changed after the forward pass of a microbatch, in its backward pass or in "
-                "the loop, and would differ between replicas; change it between two steps, on all replicas alike; or, "
-                f"if it is a statistic, in forward, and name it by recover.Step(..., buffers=[{name!r}])"
-            )
+        self._refuse_changes(
+            "after the forward pass of a microbatch, in its backward pass or in the loop",
+            f"{_BETWEEN}; or, if it is a statistic, in forward, and name it by recover.Step(..., buffers=[{{name!r}}])",
+        )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -164,22 +174,42 @@ class MovingBuffers:
         before = starts[module, COUNTER].double()
         return (before + 1) * microbatches / (before + microbatches)
 
-    def _changed(self) -> str | None:
-        """One of the others whose bits are not what they were."""
-        for name in self._others:
-            before, after = self._seen[name][2], self._look(name)
-            if after is not before and after.value != before.value:
-                return name
-        return None
+    def _refuse_changes(self, when: str, mend: str) -> None:
+        """`mend`: what to do about a buffer."""
+        for name, place in self._others.items():
+            before, after = self._seen[name][-1], self._look(name)
+            if after is before or after.value == before.value:
+                continue
+            if isinstance(getattr(*place), torch.nn.Parameter):
+                raise RuntimeError(
+                    f"the frozen parameter {name!r} was changed {when}; how often that happens depends on how many "
+                    f"replicas there are, and on who dies; {_BETWEEN}"
+                )
+            raise RuntimeError(
+                f"the buffer {name!r} was changed {when}, and would differ between replicas; {mend.format(name=name)}"
+            )
 
     def _look(self, name: str) -> Later[int]:
         """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""
         tensor = getattr(*self._others[name])
         version = 0 if tensor.is_inference() else tensor._version
         known = self._seen.get(name)
-        if known is None or known[0] is not tensor or known[1] != version:
-            self._seen[name] = tensor, version, fingerprint([tensor], 0)
-        return self._seen[name][2]
+        if tensor.requires_grad and known is not None:
+            return known[-1]  # it is trained by now, and in the vote
+        memory = tensor.data_ptr()
+        if known is None or known[0] is not tensor or known[1:3] != (memory, version):
+            self._seen[name] = tensor, memory, version, fingerprint([tensor], 0)
+        return self._seen[name][-1]
+
+
+def _frozen(model: torch.nn.Module) -> dict[str, Place]:
+    """Parameters that nobody trains: a copy of others that follows them, say."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad and not hasattr(parameter, "_local_tensor")
+    }
 
 
 def _as_they_are(numbers: Numbers) -> Numbers:

@@ -219,6 +219,54 @@ def test_a_buffer_that_changes_after_forward_is_seen_inside_of_a_step_and_free_b
     assert (step.index, seen) == (0, BATCH if where.endswith("last one") else 1)
 
 
+class Follower(torch.nn.Module):
+    """With a copy of its layer that follows it in every forward pass, as a momentum encoder does."""
+
+    def __init__(self, follow: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.follow = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), follow
+        self.key.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.follow(self.key.weight, self.query.weight)
+        return self.query(inputs) - self.key(inputs).detach()
+
+
+def by_data(key: torch.Tensor, query: torch.Tensor) -> None:
+    key.data = 0.9 * key.data + 0.1 * query.data
+
+
+def in_place(key: torch.Tensor, query: torch.Tensor) -> None:
+    key.mul_(0.9).add_(query, alpha=0.1)
+
+
+def elsewhere(key: torch.Tensor, query: torch.Tensor) -> None:
+    key.data = key.data.clone()  # the same numbers in other memory, as of one that was offloaded
+
+
+@pytest.mark.parametrize("follow", [by_data, in_place, elsewhere])
+def test_a_frozen_parameter_stays_as_it_is_inside_of_a_step(follow: Any) -> None:
+    net = Follower(follow)
+    step = begin(World(), net)
+
+    def train() -> None:
+        with torch.no_grad():
+            in_place(net.key.weight, net.query.weight)  # between two steps
+        for inputs in step.microbatches([torch.ones(3, 2)] * 4 * BATCH):
+            step.backward(net(inputs).square().sum())
+
+    if follow is not elsewhere:
+        with pytest.raises(
+            RuntimeError, match=r"parameter 'key.weight' was changed .* change it between two steps"
+        ):
+            train()
+        return
+    for _ in range(3):
+        train()
+    assert step.index == 3
+
+
 def test_weights_that_cannot_be_meant_are_refused() -> None:
     one, three = torch.ones(()), torch.ones(3)
     assert weights_of(None, None, one, 1, exact=True) == [1.0]
