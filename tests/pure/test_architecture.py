@@ -1,10 +1,9 @@
-"""The house keeps its order: who may use whom, as docs/architecture.md draws it, and how large a part may become."""
+"""Imports between the parts of the package run in one direction, as docs/architecture.md draws it."""
 
 from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "recover"
 PUBLIC = "recover"  # the public names: what `import recover` gives
-LINES_OF_A_FILE, LINES_OF_A_ROOM = 400, 2500
 
 # What runs up, and why it may: by the file and the module that it imports.
 UPWARDS: dict[tuple[str, str], str] = {}
-# What is too large, and what is to become of it.
-TOO_LARGE: dict[str, str] = {}
 
 
 def levels(page: str) -> dict[str, int]:
@@ -94,18 +90,3 @@ def test_no_import_runs_up_or_beside() -> None:
 def test_every_way_to_import_from_above_is_seen(line: str) -> None:
     assert upwards(HOUSE / "carriers" / "new.py", line)
     assert not upwards(HOUSE / "carriers" / "new.py", "from recover.fabrics.base import Fabric\nimport torch")
-
-
-def test_no_file_and_no_room_grows_too_large() -> None:
-    files = {path.relative_to(HOUSE): len(path.read_text().splitlines()) for path in HOUSE.rglob("*.py")}
-    over = {path.as_posix(): lines for path, lines in files.items() if lines > LINES_OF_A_FILE}
-    for room in LEVELS.keys() - {PUBLIC}:
-        lines = sum(lines for path, lines in files.items() if path.parts[0] == room)
-        if lines > LINES_OF_A_ROOM:
-            over[room] = lines
-    tests = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
-    assert not {path.name: lines for path, lines in tests.items() if lines > LINES_OF_A_FILE}
-    for name, lines in over.items():
-        assert name in TOO_LARGE, f"recover/{name} has {lines} lines; cut it where it holds two things"
-        warnings.warn(f"recover/{name} has {lines} lines: {TOO_LARGE[name]}", stacklevel=1)
-    assert sorted(TOO_LARGE.keys() - over.keys()) == [], "these need no exception any more"
