@@ -26,11 +26,12 @@ class Ready:
     def __init__(self, *data: Data) -> None:
         """Of all of `data`, as the caller's own stream of work leaves them."""
         self.events: list[Any] = []
-        for each in data:
-            if getattr(each, "is_cuda", False) and not self.events:
-                import torch
+        for device in {each.device: None for each in data if getattr(each, "is_cuda", False)}:
+            import torch
 
-                self.events.append(torch.cuda.current_stream(each.device).record_event())
+            event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+            torch.cuda.current_stream(device).record_event(event)
+            self.events.append(event)
 
     def wait(self) -> None:
         """The host waits for it."""
@@ -41,9 +42,9 @@ class Ready:
 class DataCarrier(ABC):
     """The cross-replica group of one epoch: the ranks of all replicas that hold the same shard.
 
-    Operations run on the communication thread, take arrays and tensors of any real type wherever they are, once they
-    are `ready`, and raise CarrierError. They block, or return what is left to wait for when a device goes on with them.
-    A group of one needs no wire.
+    Operations run on the communication thread, take arrays and tensors of any real type wherever they are, and raise
+    CarrierError. They block, or return what is left to wait for when a device goes on with them. `follow` is called
+    before each of them. A group of one needs no wire.
     """
 
     # Whether a sum that has ended well here is right, whoever of the others has given it up, and died since.
@@ -70,19 +71,25 @@ class DataCarrier(ABC):
     @abstractmethod
     def free(self) -> None: ...
 
+    def follow(self, ready: Ready) -> None:
+        """Order the next operation behind the caller's work on its buffers: those that it reads, and those that it
+        writes to, which the caller may still be reading. The host waits; a carrier with a stream of its own lets the
+        stream wait."""
+        ready.wait()
+
     @abstractmethod
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
         """Sum over the group; `out` may be `source`, otherwise the source stays as it was."""
 
     @abstractmethod
-    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None: ...
+    def broadcast(self, data: Data, root: int) -> Rest | None: ...
 
     @abstractmethod
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
         """`out` has one row per group member."""
 
     @abstractmethod
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
         """`out` to members of the group, by their number, and `into` from members, all at once; int64 only.
 
         Only those take part who are named, each in its own exchange: what goes from one to another comes in order.
@@ -97,7 +104,7 @@ class DataCarrier(ABC):
         self.connect(offers, confirm, alarmed)
         ones = np.ones(4096, dtype=np.int64)
         total = np.empty_like(ones)
-        work = self._worker.post(lambda: self.all_reduce(ones, total, Ready()))
+        work = self._worker.post(lambda: self.all_reduce(ones, total))
         if self.await_or_free(work, alarmed):
             raise TookTooLongError(f"the trial reduction was not through after {TRIAL_LIMIT:g} s")
         if not work.ok:

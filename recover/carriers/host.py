@@ -63,46 +63,46 @@ class HostCarrier(DataCarrier):
     @abstractmethod
     def meet(self) -> None: ...
 
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
         if _is_laned(source) and _is_laned(out):
             self.arrive()
-            return self._lanes.to(source.device).through(source, out, ready, self.begin_sum, self._epoch)
+            return self._lanes.to(source.device).through(source, out, self.begin_sum, self._epoch)
         send = _HostView(source)
         receive = send if out is source else _HostView(out)
-        send.load(ready)
+        send.load()
         self.arrive()
         self.sum(send.array, receive.array)
         receive.store()
         return None
 
-    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
+    def broadcast(self, data: Data, root: int) -> Rest | None:
         if _is_laned(data):
             self.arrive()
 
             def begin(piece: Array) -> None:
                 self.copy_from(piece, root)
 
-            return self._lanes.to(data.device).through(data, data, ready, begin, self._epoch)
+            return self._lanes.to(data.device).through(data, data, begin, self._epoch)
         staged = _HostView(data)
-        staged.load(ready)
+        staged.load()
         self.arrive()
         self.copy_from(staged.array, root)
         staged.store()
         return None
 
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
         send, receive = _HostView(source), _HostView(out)
-        send.load(ready)
+        send.load()
         self.arrive()
         self.gather(send.array, receive.array)
         receive.store()
         return None
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
         send = {peer: _HostView(data) for peer, data in out.items()}
         receive = {peer: _HostView(data) for peer, data in into.items()}
         for view in send.values():
-            view.load(ready)
+            view.load()
         self.swap({p: view.array for p, view in send.items()}, {p: view.array for p, view in receive.items()})
         for view in receive.values():
             view.store()
@@ -136,8 +136,7 @@ class _HostView:
         else:
             self.array = data.detach().numpy() if self._is_tensor else data
 
-    def load(self, ready: Ready) -> None:
-        ready.wait()
+    def load(self) -> None:
         if not self._copied:
             return
         if self._is_tensor:

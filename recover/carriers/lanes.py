@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from recover.carriers.base import Array, Ready, wire_type
+from recover.carriers.base import Array, wire_type
 from recover.carriers.contract import CarrierError
 from recover.carriers.device_streams import CudaStream, Event, Stream
 from recover.carriers.worker import Rest
@@ -80,22 +80,18 @@ class Lanes:
         self,
         source: torch.Tensor,
         out: torch.Tensor,
-        ready: Ready,
         begin: Callable[[Array], Wait | None],
         group: object,
     ) -> Rest:
         """Each piece of `source` goes through `begin` on the host, in place, and from there to `out`. `group`: of whom.
 
-        `begin` returns what to wait for, if its result is not there yet. What is left in the end is the way up, which
-        needs no wait of its own for `ready`: a piece goes up only after the host has seen it come down. And, of those
-        that are waited for, the last pieces on the wire.
+        `begin` returns what to wait for, if its result is not there yet. What is left in the end is the way up and, of
+        those that are waited for, the last pieces on the wire.
         """
         wire: torch.dtype = getattr(torch, wire_type(source))
         down, up = source.detach().view(-1), out.detach().view(-1)
         length = self._piece // wire.itemsize
         pieces = deque(slice(at, min(at + length, down.numel())) for at in range(0, down.numel(), length))
-        for event in ready.events:
-            self._down.wait(event)
         self._take_turns(group)
         slots, on_the_wire = self._slots, self._on_the_wire
         loaded: deque[tuple[_Slot, slice]] = deque()

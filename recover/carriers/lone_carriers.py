@@ -32,25 +32,24 @@ class LoneCarrier(DataCarrier):
     def free(self) -> None:
         """Nobody is blocked."""
 
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> None:
+    def all_reduce(self, source: Data, out: Data) -> None:
         if out is not source:
-            _copy(source, out, ready)
+            _copy(source, out)
 
-    def broadcast(self, data: Data, root: int, ready: Ready) -> None:
+    def broadcast(self, data: Data, root: int) -> None:
         """The one who has it is the one who gets it."""
 
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> None:
-        _copy(source, out[0], ready)
+    def all_gather(self, source: Data, out: Data) -> None:
+        _copy(source, out[0])
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> None:
         """There is nobody to exchange anything with."""
 
     def barrier(self) -> None:
         """All are here."""
 
 
-def _copy(source: Data, out: Data, ready: Ready) -> None:
-    ready.wait()
+def _copy(source: Data, out: Data) -> None:
     if isinstance(out, np.ndarray):
         out[...] = source
     else:

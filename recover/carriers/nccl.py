@@ -131,28 +131,32 @@ class NcclCarrier(DataCarrier):
             if self._comm is not None:
                 self._library.abort(self._comm)
 
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def follow(self, ready: Ready) -> None:
+        for event in ready.events:
+            self._stream.wait(event)
+
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
         kind = wire_type(source)
-        send = self._on_wire(source, kind, ready)
+        send = self._on_wire(source, kind)
         receive = send if out is source else self._room_for(out, send.shape, kind)
         operation = partial(self._library.all_reduce, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
         return self._run(operation, send, [(receive, out)])
 
-    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
+    def broadcast(self, data: Data, root: int) -> Rest | None:
         kind = wire_type(data)
-        wire = self._on_wire(data, kind, ready)
+        wire = self._on_wire(data, kind)
         operation = partial(self._library.broadcast, root, wire.data_ptr(), wire.numel(), kind)
         return self._run(operation, wire, [(wire, data)])
 
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
         kind = wire_type(source)
-        send = self._on_wire(source, kind, ready)
+        send = self._on_wire(source, kind)
         receive = self._room_for(out, (self.size, *send.shape), kind)
         operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
         return self._run(operation, send, [(receive, out)])
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
-        send = {peer: self._on_wire(data, "int64", ready) for peer, data in out.items()}
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+        send = {peer: self._on_wire(data, "int64") for peer, data in out.items()}
         receive = {peer: self._room_for(data, data.shape, "int64") for peer, data in into.items()}
         sent, received = (
             [(peer, wire.data_ptr(), wire.numel()) for peer, wire in wires.items()]
@@ -166,16 +170,14 @@ class NcclCarrier(DataCarrier):
 
     def barrier(self) -> Rest | None:
         word = torch.ones(1, dtype=torch.int32)
-        return self.all_reduce(word, word, Ready())
+        return self.all_reduce(word, word)
 
     def holds(self, data: Data) -> bool:
         """Whether these data lie on a GPU."""
         return bool(self._stream.holds(data))
 
-    def _on_wire(self, data: Data, kind: str, ready: Ready) -> torch.Tensor:
-        """The data themselves, once they are ready, or a copy of them that NCCL can take."""
-        for event in ready.events:
-            self._stream.wait(event)
+    def _on_wire(self, data: Data, kind: str) -> torch.Tensor:
+        """The data themselves, or a copy of them that NCCL can take."""
         tensor = torch.as_tensor(data).detach()
         if self._is_direct(data, kind):
             return tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from recover.carriers.base import Array, Data, DataCarrier, DataCarriers, Ready
+from recover.carriers.base import Array, Data, DataCarrier, DataCarriers
 from recover.carriers.contract import CarrierError
 from recover.carriers.worker import Worker
 from recover.fabrics.simulated import SimulatedFabric, Simulation
@@ -72,16 +72,16 @@ class SimulatedCarrier(DataCarrier):
     def free(self) -> None:
         self._simulation.revoked.add(self._key)
 
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> None:
+    def all_reduce(self, source: Data, out: Data) -> None:
         _array(out)[...] = np.sum(self._exchange(_array(source)), axis=0)
 
-    def broadcast(self, data: Data, root: int, ready: Ready) -> None:
+    def broadcast(self, data: Data, root: int) -> None:
         _array(data)[...] = self._exchange(_array(data))[root]
 
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> None:
+    def all_gather(self, source: Data, out: Data) -> None:
         _array(out)[...] = self._exchange(_array(source))
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> None:
         self._fabric.reach("passing on")
         if self._simulation.torn.get(self._fabric.rank, 0) > 0:
             self._simulation.torn[self._fabric.rank] -= 1

@@ -74,17 +74,20 @@ class TwoWires(DataCarrier):
         self._device.free()
         self._host.free()
 
-    def all_reduce(self, source: Data, out: Data, ready: Ready) -> Rest | None:
-        return self._wire(source, out).all_reduce(source, out, ready)
+    def follow(self, ready: Ready) -> None:
+        self._device.follow(ready)  # data that have events lie on a device, and travel by its wire
 
-    def broadcast(self, data: Data, root: int, ready: Ready) -> Rest | None:
-        return self._wire(data).broadcast(data, root, ready)
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+        return self._wire(source, out).all_reduce(source, out)
 
-    def all_gather(self, source: Data, out: Data, ready: Ready) -> Rest | None:
-        return self._wire(source, out).all_gather(source, out, ready)
+    def broadcast(self, data: Data, root: int) -> Rest | None:
+        return self._wire(data).broadcast(data, root)
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data], ready: Ready) -> Rest | None:
-        return self._wire(*out.values(), *into.values()).exchange(out, into, ready)
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
+        return self._wire(source, out).all_gather(source, out)
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+        return self._wire(*out.values(), *into.values()).exchange(out, into)
 
     def barrier(self) -> Rest | None:
         return self._host.barrier()

@@ -37,13 +37,11 @@ class CrossGroup:
         float32, float64, int32 and int64 travel as they are, other types as float32.
         """
         out = source if out is None else out
-        ready = self._ready(source, out)
-        return self._post(lambda: self._carrier.all_reduce(source, out, ready))
+        return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
 
     def broadcast(self, data: Any, root: int = 0) -> Work:
         """`data` of the group's member number `root`, in place on all others."""
-        ready = self._ready(data)
-        return self._post(lambda: self._carrier.broadcast(data, root, ready))
+        return self._post(lambda: self._carrier.broadcast(data, root), data)
 
     def all_gather(self, source: Any, out: Any) -> Work:
         """Every member's `source`, as rows of `out`."""
@@ -51,13 +49,11 @@ class CrossGroup:
             raise ValueError(
                 f"all_gather: out has {len(out)} rows for a group of {self.size}; give it one per member"
             )
-        ready = self._ready(source, out)
-        return self._post(lambda: self._carrier.all_gather(source, out, ready))
+        return self._post(lambda: self._carrier.all_gather(source, out), source, out)
 
     def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
         """`out` to members of the group, by their number in it, and `into` from members; int64 only."""
-        ready = self._ready(*out.values(), *into.values())
-        return self._post(lambda: self._carrier.exchange(out, into, ready))
+        return self._post(lambda: self._carrier.exchange(out, into), *out.values(), *into.values())
 
     def barrier(self) -> Work:
         return self._post(self._carrier.barrier)
@@ -72,21 +68,25 @@ class CrossGroup:
             self.error = CarrierError(why)
         self._carrier.free()
 
-    def _ready(self, *data: Any) -> Ready:
-        """In the thread of the caller, whose mistake a wrong type is."""
+    def _post(self, task: Callable[[], Rest | None], *data: Any) -> Work:
+        """`data`: every buffer that the operation reads or writes."""
         for each in data:
-            wire_type(each)
-        return Ready(*data)
-
-    def _post(self, task: Callable[[], Rest | None]) -> Work:
+            wire_type(each)  # a wrong type is the caller's mistake, and is raised in its thread
+        # Recorded now, in the caller's thread: what the caller asks of its device later need not be waited for.
+        ready = Ready(*data)
         if self.error is not None:
             return Work.failed(self.error)
-        return self._worker.post(lambda: self._run(task))
+        return self._worker.post(lambda: self._run(task, ready))
 
-    def _run(self, task: Callable[[], Rest | None]) -> Rest | None:
+    def _run(self, task: Callable[[], Rest | None], ready: Ready) -> Rest | None:
         if self.error is not None:
             raise self.error
-        rest = self._latched(task)
+
+        def ordered() -> Rest | None:
+            self._carrier.follow(ready)
+            return task()
+
+        rest = self._latched(ordered)
         if rest is None:
             self._reduced()
             return None

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from recover.carriers.base import Ready
 from recover.carriers.gloo import GlooCarrier
 from recover.carriers.host import AllLanes
 from recover.carriers.worker import Worker
@@ -25,11 +24,11 @@ NUMBERS = 4 << 20  # of 8 bytes: more than two sockets hold
 TRIES = 20  # until it is caught halfway
 ENDS = ("dies", "breaks off", "is left")
 OPERATIONS: dict[str, Callable[[GlooCarrier, Any, Any], object]] = {
-    "broadcast": lambda carrier, source, out: carrier.broadcast(source if carrier.index else out, 1, Ready()),
-    "all_reduce": lambda carrier, source, out: carrier.all_reduce(source, out, Ready()),
-    "all_gather": lambda carrier, source, out: carrier.all_gather(source, out, Ready()),
+    "broadcast": lambda carrier, source, out: carrier.broadcast(source if carrier.index else out, 1),
+    "all_reduce": lambda carrier, source, out: carrier.all_reduce(source, out),
+    "all_gather": lambda carrier, source, out: carrier.all_gather(source, out),
     "exchange": lambda carrier, source, out: carrier.exchange(
-        {0: source} if carrier.index else {}, {} if carrier.index else {1: out}, Ready()
+        {0: source} if carrier.index else {}, {} if carrier.index else {1: out}
     ),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from streams import LateDevice
 
-from recover.carriers.base import Array, Ready
+from recover.carriers.base import Array
 from recover.carriers.contract import CarrierError
 from recover.carriers.lanes import SLOTS, Lanes
 from recover.carriers.worker import Worker
@@ -68,11 +68,10 @@ def test_every_piece_comes_back_whenever_the_device_does_its_part(
         values = torch.arange(count, dtype=torch.float32) + turn
         source = torch.full((count,), -1.0)
         producer.copy(source, values)  # asked for, and perhaps not done yet
-        ready = Ready()
-        ready.events = [producer.record()]
+        producer.record().synchronize()  # as the carrier's `follow` does
         out = source if in_place else torch.full((count,), -2.0)
         begin = wire.begin if turn % 2 else doubled
-        lanes.through(source, out, ready, begin, GROUP).wait()
+        lanes.through(source, out, begin, GROUP).wait()
         torch.testing.assert_close(out, values * 2, rtol=0, atol=0)
         if not in_place:
             torch.testing.assert_close(source, values, rtol=0, atol=0)
@@ -91,7 +90,7 @@ def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbe
     works = []
     for n, (source, out) in enumerate(zip(sources, outs, strict=True)):
         begin = doubled if n % 5 == 4 else wire.begin
-        works.append(worker.post(partial(lanes.through, source, out, Ready(), begin, GROUP)))
+        works.append(worker.post(partial(lanes.through, source, out, begin, GROUP)))
     go.set()
     for work, source, out in zip(works, sources, outs, strict=True):
         assert work.wait(30.0), work.error
@@ -103,7 +102,7 @@ def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbe
 def test_a_small_operation_is_begun_while_the_one_before_it_is_on_the_wire() -> None:
     lanes, wire = make_lanes(LateDevice()), Wire()
     outs = torch.zeros(16), torch.zeros(16)
-    first, second = (lanes.through(torch.ones(16), out, Ready(), wire.begin, GROUP) for out in outs)
+    first, second = (lanes.through(torch.ones(16), out, wire.begin, GROUP) for out in outs)
     assert wire.most == 2
     second.wait()
     first.wait()
@@ -119,9 +118,9 @@ def test_slots_rest_also_if_the_last_piece_fails_when_nothing_follows() -> None:
         return wire.begin(piece)
 
     with pytest.raises(CarrierError):
-        lanes.through(torch.ones(16), torch.zeros(16), Ready(), begin, GROUP).wait()
+        lanes.through(torch.ones(16), torch.zeros(16), begin, GROUP).wait()
     wire.dies_at = 0
-    lanes.through(torch.ones(16 * SLOTS), torch.zeros(16 * SLOTS), Ready(), begin, NEXT).wait()
+    lanes.through(torch.ones(16 * SLOTS), torch.zeros(16 * SLOTS), begin, NEXT).wait()
     assert len(set(used)) == 1 + SLOTS
 
 
@@ -129,14 +128,14 @@ def test_a_group_that_has_failed_uses_no_slot_that_one_of_its_own_is_still_in() 
     """The first is on the wire, the second fails when three more slots are filled: the third must not come."""
     lanes, wire = make_lanes(LateDevice()), Wire()
     out = torch.zeros(16)
-    first = lanes.through(torch.ones(16), out, Ready(), wire.begin, GROUP)
+    first = lanes.through(torch.ones(16), out, wire.begin, GROUP)
 
     def refuses(_piece: Array) -> None:
         raise CarrierError("the group was freed after a death")
 
     for begin in (refuses, wire.begin):
         with pytest.raises(CarrierError):
-            lanes.through(torch.full((48,), 3.0), torch.zeros(48), Ready(), begin, GROUP)
+            lanes.through(torch.full((48,), 3.0), torch.zeros(48), begin, GROUP)
     first.wait()
     assert out.tolist() == [2.0] * 16
 
@@ -159,7 +158,7 @@ def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_f
     sources = [torch.arange(24, dtype=torch.float32) + 100 * n for n in range(4)]  # of two pieces each
     outs = [torch.zeros(24) for _ in sources]
     works = [
-        worker.post(partial(lanes.through, source, out, Ready(), begin, GROUP))
+        worker.post(partial(lanes.through, source, out, begin, GROUP))
         for source, out in zip(sources, outs, strict=True)
     ]
     ended = [work.wait(30.0) for work in works]
@@ -171,7 +170,7 @@ def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_f
     def note(piece: Array) -> None:
         used.append(piece.ctypes.data)
 
-    lanes.through(torch.ones(16 * 6), torch.zeros(16 * 6), Ready(), note, NEXT).wait()
+    lanes.through(torch.ones(16 * 6), torch.zeros(16 * 6), note, NEXT).wait()
     assert not given & set(used)
 
 
@@ -186,21 +185,9 @@ def test_other_types_travel_as_themselves_or_as_float32(kind: torch.dtype) -> No
         piece *= 2
 
     out = torch.empty_like(source)
-    lanes.through(source, out, Ready(), begin, GROUP).wait()
+    lanes.through(source, out, begin, GROUP).wait()
     assert out.tolist() == [2 * number for number in range(40)]
     assert seen == {"float32" if kind is torch.bfloat16 else str(kind).removeprefix("torch.")}
-
-
-def test_the_result_is_not_overwritten_before_its_reader_is_through() -> None:
-    """The optimizer may still be reading the last step's result when this step's first bucket comes back."""
-    device = LateDevice()
-    lanes, reader = make_lanes(device), device.stream()
-    source, out, seen = torch.ones(40), torch.full((40,), 5.0), torch.zeros(40)
-    reader.copy(seen, out)  # asked for, and not done yet
-    ready = Ready()
-    ready.events = [reader.record()]
-    lanes.through(source, out, ready, doubled, GROUP).wait()
-    assert seen.tolist() == [5.0] * 40
 
 
 def test_after_a_failure_nothing_more_comes_up_and_the_slots_that_the_library_may_write_to_rest() -> None:
@@ -215,18 +202,18 @@ def test_after_a_failure_nothing_more_comes_up_and_the_slots_that_the_library_ma
         piece *= 2
 
     with pytest.raises(CarrierError):
-        lanes.through(source, out, Ready(), fails_at_the_third, GROUP)
+        lanes.through(source, out, fails_at_the_third, GROUP)
     assert out[:32].tolist() == [2.0] * 32  # what was on its way up has arrived
     used: list[int] = []
 
     def note(piece: Array) -> None:
         used.append(piece.ctypes.data)
 
-    lanes.through(source, torch.zeros(16 * 6), Ready(), note, NEXT).wait()
+    lanes.through(source, torch.zeros(16 * 6), note, NEXT).wait()
     assert not {piece.ctypes.data for piece in given} & set(used)
     before = given[0].ctypes.data
     given.clear()
     with pytest.raises(CarrierError):
-        lanes.through(source, out, Ready(), fails_at_the_third, NEXT)
-    lanes.through(source, torch.zeros(16 * 6), Ready(), note, GROUP).wait()
+        lanes.through(source, out, fails_at_the_third, NEXT)
+    lanes.through(source, torch.zeros(16 * 6), note, GROUP).wait()
     assert before in used  # two sets take turns: failures do not use memory up

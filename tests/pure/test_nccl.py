@@ -386,7 +386,8 @@ def test_data_are_waited_for_on_the_device_and_not_by_the_host() -> None:
     producer.copy(source, torch.full((5,), 4.0))
     ready = Ready()
     ready.events = [producer.record()]
-    rest = carriers[0].all_reduce(source, out, ready)
+    carriers[0].follow(ready)
+    rest = carriers[0].all_reduce(source, out)
     assert source.tolist() == [0.0] * 5  # asked for, and nobody has waited for it
     assert rest is not None
     rest.wait()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import recover
-from recover.carriers.base import Ready
 from recover.carriers.gloo import GlooCarrier
 from recover.carriers.host import AllLanes
 from recover.dropin import ProcessGroupULFM, ulfm_allreduce
@@ -49,9 +48,7 @@ def measure(megabytes: float) -> dict[str, list[float]]:
 
     ways: dict[str, Callable[[], Any]] = {
         "mpi carrier": lambda: world.cross.all_reduce(source, out).wait(),
-        "gloo carrier": lambda: world.worker.post(
-            lambda: gloo_carrier.all_reduce(source, out, Ready())
-        ).wait(),
+        "gloo carrier": lambda: world.worker.post(lambda: gloo_carrier.all_reduce(source, out)).wait(),
         "stock gloo": lambda: stock.allreduce([out]).wait(),
         "stock gloo + snapshot": stock_with_snapshot,
         "mpi in place": lambda: world.cross.all_reduce(out).wait(),
