@@ -82,6 +82,10 @@ class DataCarrier(ABC):
         """Sum over the group; `out` may be `source`, otherwise the source stays as it was."""
 
     @abstractmethod
+    def all_max(self, data: Data) -> Rest | None:
+        """The maximum over the group, element by element, in place; int32 only."""
+
+    @abstractmethod
     def broadcast(self, data: Data, root: int) -> Rest | None: ...
 
     @abstractmethod

@@ -206,6 +206,11 @@ class GlooCarrier(HostCarrier):
         tensor = torch.from_numpy(piece)
         return self._begin(lambda: self._group.allreduce([tensor]))
 
+    def maximum(self, data: Array) -> None:
+        tensor, options = torch.from_numpy(data), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._begin(lambda: self._group.allreduce([tensor], options))()
+
     def copy_from(self, data: Array, root: int) -> None:
         tensor = torch.from_numpy(data)
         self._begin(lambda: self._group.broadcast(tensor, root))()

@@ -105,6 +105,9 @@ class MpiCarrier(HostCarrier):
             send = MPI.IN_PLACE if in_place else source[piece]
             self._call(partial(self._comm.Allreduce, send, out[piece], op=MPI.SUM))
 
+    def maximum(self, data: Array) -> None:
+        self._call(partial(self._comm.Allreduce, MPI.IN_PLACE, data, op=MPI.MAX))
+
     def copy_from(self, data: Array, root: int) -> None:
         self._call(partial(self._comm.Bcast, data, root=root))
 

@@ -80,6 +80,9 @@ class TwoWires(DataCarrier):
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
         return self._wire(source, out).all_reduce(source, out)
 
+    def all_max(self, data: Data) -> Rest | None:
+        return self._wire(data).all_max(data)
+
     def broadcast(self, data: Data, root: int) -> Rest | None:
         return self._wire(data).broadcast(data, root)
 

@@ -27,6 +27,7 @@ class CommittedStep(Protocol):
     weight: float
     all_samples: list[int]
     stragglers: dict[int, float]
+    reruns: int
     busy: dict[int, float]
 
     @property
@@ -95,6 +96,8 @@ def step_line(
     }
     if stragglers:
         record["stragglers"] = stragglers
+    if step.reruns:
+        record["reruns"] = step.reruns
     return record
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from recover.records.kinds import Line
 
 # Exceptions that all survivors raise alike: they follow from what came before.
-AGREED = ("PoisonedSampleError", "StateDivergedError", "OutOfRangeError")
+AGREED = ("PoisonedSampleError", "StateDivergedError")
 _XIDS = {
     13: "a fault in a kernel",
     31: "an access to memory that is not its own",

@@ -78,10 +78,8 @@ class BesideTraining(TellsOfLastStep):
     @property
     def numerics(self) -> dict[str, Any]:
         """What the bits of the sums depend on."""
-        sums = self._gradients.sum
         return {
             "reduction": "reproducible" if self._exact_sum else "fast",
-            "scale": sums.unit,
             "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
         }
 

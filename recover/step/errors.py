@@ -5,7 +5,3 @@ from __future__ import annotations
 
 class StateDivergedError(RuntimeError):
     """Replicas hold different parameters, and there is no majority to tell which are right."""
-
-
-class OutOfRangeError(RuntimeError):
-    """A microbatch's gradient cannot be summed exactly."""

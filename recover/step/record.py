@@ -19,7 +19,7 @@ class Record:
         bool  # every bucket of the attempt was reduced: its results are the sum of exactly B microbatches
     )
     finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
-    in_range: bool  # what this rank has summed can be summed as the reduction promises
+    in_range: bool  # if complete: the sum was made with the exponents that its values require
     stop: bool  # somebody has asked this rank to stop after the step
     asked: int  # the replicas that this rank sees asking to join, as bits
     fingerprint: int  # of the parameters that this step started from

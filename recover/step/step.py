@@ -119,7 +119,9 @@ class Step(BesideTraining):
         )
         self._on_first = OnFirst(world, self._randomness)
         self._transaction.is_quiet = self._on_first.is_quiet
-        self._position = Position(global_batch, self._samples, Stragglers(ending.log))
+        self._position = Position(
+            global_batch, self._samples, Stragglers(ending.log), self._gradients.sum.exponents
+        )
         device = self._gradients.parameters[0].device
         self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
         self._update = Update(optimizer, clip, self._randomness, self._habits)
@@ -372,7 +374,8 @@ class Step(BesideTraining):
 
     def _fingerprint(self, number: int) -> Later[int]:
         """Buffers are looked at now, for forward may change them; parameters when it is asked for: at the vote."""
-        whole = StateHash(number, self._belonging.trained)
+        exponents = self._gradients.sum.exponents
+        whole = StateHash(number, self._belonging.trained + (exponents.digest() if exponents else b""))
         whole.add(self._moving.tensors())
         optimizer = optimizer_tensors(self._optimizer) if self._compares_optimizers else []
         return whole.value(lambda: [*self._belonging.parameters(), *optimizer])
@@ -384,6 +387,9 @@ class Step(BesideTraining):
         self._world.hooks("update")
         if transaction.finite:
             self._update.apply(transaction, number, self.grad_norm)
+            transaction.maxima.commit()
+            if warning := transaction.maxima.take_warning():
+                ending.log(f"step {number}: {warning}")
         else:
             self._moving.restore()
             self._position.skipped += 1

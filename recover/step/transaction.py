@@ -19,11 +19,13 @@ import numpy as np
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
 from recover.step.drift import drifted
-from recover.step.errors import OutOfRangeError, StateDivergedError
+from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident, met
+from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.totals import Totals
 from recover.sums import ledger
+from recover.sums.exponents import code_of
 from recover.sums.later import Later, fetch, now
 from recover.world.roll_call import Census, left_behind
 from recover.world.world import World
@@ -56,7 +58,7 @@ class Transaction:
         self.index = 0
         self.fingerprint: int | Later[int] = 0
         self.incidents: list[Incident] = []
-        self.finite = True
+        self.finite = self._fits = True
         self.grad_norm = 0.0
         self.stop_requested = False
         self.stop_agreed = self.all_quiet = False
@@ -66,6 +68,7 @@ class Transaction:
         self.newcomers: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas came, and which
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
         self.totals = Totals(global_batch, replicas, moving.size)
+        self.maxima = Maxima(gradients.sum.exponents)
         # The step that was given up here and is not begun again yet, and the epoch of that.
         self._left: tuple[int, int] | None = None
         self.begin(0, 0)
@@ -85,19 +88,25 @@ class Transaction:
         if left is None or left[0] != index:
             self.incidents = []
         self._places = [(time.time(), "backward")]
+        self._fruitless = 0  # repairs in a row that found nobody dead
+        if self.gradients.sum.exponents is not None:
+            self.gradients.sum.exponents.begin(index)
+        # Where this replica left the step and others were dealt its slots meanwhile, they do not hold what the layout
+        # says: bring nothing, and be dealt to.
+        self._start_over(brings_nothing=again and self._since != self.world.epoch)
+
+    def _start_over(self, brings_nothing: bool = False) -> None:
+        """Nothing is summed, buffers are as they were when the step began, and the layout is that of a new step."""
         self.gradients.begin()
         self.moving.begin()
         # Of this replica's slots, with their weights.
         self._losses: list[tuple[float | Later[float], float]] = []
         self.totals.begin(len(self.gradients.parameters))
-        self._tainted = False
-        self._in_range = True
+        self._tainted = self._overflowed = False
         self._squared_norm = 0.0
-        self._fruitless = 0  # repairs in a row that found nobody dead
         self.layout = self.policy.layout(self.world.replicas, self.global_batch)
         self.share = self.layout.share(self.world.replica)
-        if again and self._since != self.world.epoch:
-            # The others hold what was dealt after a loss, not what the layout says: bring nothing, and be dealt to.
+        if brings_nothing:
             self.share = replace(self.share, run=SlotSet())
         self._planned = self.layout.committed  # samples in the sum over all replicas
         self._done = self.share.kept
@@ -128,6 +137,11 @@ class Transaction:
             committed = self.vote()
             if self.incidents:
                 self.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
+            if self._overflowed:
+                self._rerun()
+                given_up()
+                place = "forward"
+                continue
             if committed or self.recover():
                 return
             if not self.share.kept:
@@ -165,26 +179,29 @@ class Transaction:
                 self._samples,
                 self.moving.changes,
                 self.gradients.usage,
-                self._in_range,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
+        self.maxima.post(self.world.cross, self.world.epoch, self._codes if self.share.counts else None)
         self.world.hooks.under_way("in-totals", work)
         self._squared_norm = self.gradients.squared_norm()
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
+        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
         word |= QUIET * self.is_quiet() | ASKED * self._asking
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
+        same_grid = self.maxima.combine(self.replica, self._complete)
         if self._complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
             self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
             same = self.totals.same_state(len(self.world.replicas))
-            self.finite = self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
-            word |= FINITE * self.finite | SAME_STATE * same
+            # Before the question whether the sums fit: a value that is not finite fits no exponent.
+            self.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
+            self._fits = self.maxima.fit or not self.finite
+            word |= FINITE * self.finite | SAME_STATE * same | IN_RANGE * self._fits
             # What was reduced with a replica that has drifted must not be committed.
             self._tainted |= not same
         self._places.append((time.time(), "vote"))
@@ -192,12 +209,16 @@ class Transaction:
         agreed = self.world.agree(word)
         if agreed is not None and reduced:
             ledger.check_samples(self.index, samples, self._planned)
+            ledger.check_grids(self.index, same_grid)
         if agreed is None or not agreed & COMPLETE:
             return False
         if not agreed & SAME_STATE:
             return False
         if not agreed & IN_RANGE:
-            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
+            # All replicas know it, from the same maxima. Only a complete vote decides this, never a repair: a survivor
+            # of the replica with the largest value would choose other exponents than a run without the death.
+            self._overflowed = True
+            return False
         self.finite = bool(agreed & FINITE)
         self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
         self.asked = agreed >= ASKED
@@ -207,13 +228,19 @@ class Transaction:
         """All microbatches are computed when this returns, and all that they have left to be known is read, at once."""
         losses, seconds = (loss for loss, _ in self._losses), (seconds for seconds, _ in self._computed)
         fetch([self.fingerprint, *losses, *seconds, *self.moving.unread, *self.gradients.unread])
-        self._in_range = self.gradients.in_range and self.moving.in_range
         self._loss = self._weight = 0.0
         for loss, weight in self._losses:
-            value = self.gradients.sum.loss(now(loss) * weight)
-            self._loss += value
-            self._in_range &= self.gradients.sum.covers(value)
+            self._loss += self.gradients.sum.loss(now(loss) * weight)
             self._weight += weight
+
+    @property
+    def _codes(self) -> list[int]:
+        """Of the largest values in what this rank contributes, one for each kind of value that has an exponent."""
+        losses = code_of(now(loss) * weight for loss, weight in self._losses)
+        return [code_of([self.gradients.largest]), losses, *(code_of([each]) for each in self.moving.largest)]
+
+    def _is_finite(self) -> bool:
+        return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
     @property
     def _asking(self) -> int:
@@ -225,13 +252,6 @@ class Transaction:
         """Seconds per microbatch."""
         ran = sum(count for _, count in self._computed)
         return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
-
-    @property
-    def _fits(self) -> bool:
-        """Whether what this replica contributes can be summed as promised (a spare contributes nothing), and, where
-        it holds the sum of all, what the others do."""
-        mine = self._in_range or not self.share.counts
-        return mine and (self.totals.in_range or not self._complete)
 
     def _rows_of_replica(self) -> list[float]:
         """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
@@ -250,11 +270,9 @@ class Transaction:
         except poison.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
-        if not all(record.in_range for record in records.values()):
-            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         # Where what was left of a sum may pass for it, the dead may have given it up before their end.
         sure = self.world.cross.ends_cleanly or not lost
-        if sure and all(record.complete for record in records.values()):
+        if sure and all(record.complete and record.in_range for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
@@ -271,7 +289,6 @@ class Transaction:
         if not self.share.kept:
             self.gradients.clear()
             self.moving.clear()
-            self._in_range = True
             self._samples.clear()
             self._losses.clear()
         self._done = self.share.kept
@@ -283,6 +300,13 @@ class Transaction:
         incident.restore_ms = (time.perf_counter() - started) * 1e3
         self._places.append((time.time(), "extra"))
         return False
+
+    def _rerun(self) -> None:
+        """The sums of a complete attempt were not exact: all replicas run the step again, with larger exponents."""
+        self.maxima.rerun()
+        self._start_over()
+        # As after `begin`: all replicas hold what this layout says, whatever was dealt to them before.
+        self._since = self.world.epoch
 
     def confirm(self, index: int, fingerprint: int | Later[int]) -> tuple[tuple[int, ...], float]:
         """Where no step follows whose vote would tell: whoever holds other parameters than the majority is evicted.
@@ -339,7 +363,7 @@ class Transaction:
         return census, lost, tuple(sorted(evicted))
 
     def _is_reduced(self) -> bool:
-        sums: list[Bucket | Totals] = [*self.gradients.buckets, self.totals]
+        sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
         return not self._tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
     def _record(self) -> bytes:
@@ -350,7 +374,7 @@ class Transaction:
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
-            in_range=self._fits,
+            in_range=self._complete and self._fits,
             stop=self.stop_requested,
             asked=self._asking,
             fingerprint=now(self.fingerprint),

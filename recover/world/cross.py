@@ -39,6 +39,10 @@ class CrossGroup:
         out = source if out is None else out
         return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
 
+    def all_max(self, data: Any) -> Work:
+        """The maximum over the group, element by element, in place; int32 only."""
+        return self._post(lambda: self._carrier.all_max(data), data)
+
     def broadcast(self, data: Any, root: int = 0) -> Work:
         """`data` of the group's member number `root`, in place on all others."""
         return self._post(lambda: self._carrier.broadcast(data, root), data)

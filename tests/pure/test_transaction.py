@@ -7,15 +7,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from recover.job.grid import Grid
 from recover.policy import Holding, Role, SlotSet, get_policy
 from recover.step.drift import drifted
-from recover.step.errors import OutOfRangeError, StateDivergedError
+from recover.step.errors import StateDivergedError
 from recover.step.record import Record
-from recover.step.totals import OUT_OF_RANGE, SAMPLES
+from recover.step.totals import SAMPLES
 from recover.step.transaction import (
     ASKED,
     COMPLETE,
@@ -26,6 +27,7 @@ from recover.step.transaction import (
     SAME_STATE,
     Transaction,
 )
+from recover.sums.exponents import HEADROOM, NOT_FINITE
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN
 from recover.sums.ledger import LedgerError
@@ -51,8 +53,15 @@ class Cross:
         if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
-            target[OUT_OF_RANGE] = self._world.out_of_range
         return SimpleNamespace(ok=self._world.carries, refused=False, behind=lambda: None)
+
+    def all_max(self, row: Any) -> SimpleNamespace:
+        """With the codes of the others' largest values, their exponents, and these negated."""
+        kinds = len(row) // 3
+        theirs = self._world.others_exponents or row[kinds : 2 * kinds].tolist()
+        negated = [-exponent for exponent in theirs]
+        row[:] = np.maximum(row, [*self._world.others_maxima, *theirs, *negated])
+        return SimpleNamespace(ok=self._world.carries_maxima, refused=False, behind=lambda: None)
 
     def drain(self) -> None:
         pass
@@ -65,7 +74,8 @@ class World:
         self.grid, self.rank, self.replica, self.shard, self.epoch = grid, 0, 0, 0, 1
         self.members: tuple[int, ...] = tuple(range(grid.ranks))
         self.replies, self.agreed = replies, list(agreed)
-        self.brought, self.carries, self.out_of_range = grid.replicas, True, 0
+        self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
+        self.others_maxima, self.others_exponents = [0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
@@ -202,22 +212,72 @@ def test_a_newcomer_whose_state_is_not_what_it_was_given_goes_and_never_its_give
         drifted(grid, 5, records(7, 8))
 
 
-def test_what_cannot_be_summed_exactly_is_refused_after_a_repair_too() -> None:
-    world = World(Grid(3, 1), {1: like_me(1, in_range=False), 2: died}, agreed=[None])
-    transaction = begun(world, "reproducible")
-    transaction.vote()
-    with pytest.raises(OutOfRangeError):
-        transaction.recover()
+def overflow(world: World, code: int = 60) -> Transaction:
+    """A step in which another replica has a gradient that is too large."""
+    world.others_maxima = [code, 0]
+    return begun(world, "reproducible")
 
 
-def test_what_one_that_has_died_could_not_sum_exactly_is_not_committed_by_those_who_hold_it() -> None:
-    """They have the whole sum, and it is of no use; only what was summed with it tells."""
+def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents() -> None:
+    world = World(Grid(3, 1), {})
+    transaction = overflow(world)
+    given_up: list[str] = []
+    attempts = transaction.attempts(lambda slots: [[s] for s in slots], False, lambda: given_up.append("all"))
+    transaction.begin(1, 77)
+    exponents = transaction.gradients.sum.exponents
+    assert exponents is not None
+    before = exponents.current
+    for slots, _, _ in attempts:
+        assert transaction.gradients.largest == 0.0, "sums of the attempt before are still there"
+        if not transaction.share.run:
+            continue
+        transaction.gradients.expect(None, transaction.share.run)
+        transaction.gradients.collect()
+        transaction.finish_slot(slots[0], slots[0], 1.0, 1.0)
+    assert given_up == ["all"]
+    assert exponents.current == (60 + HEADROOM, before[1])
+    assert transaction.maxima.reruns == 1
+    assert transaction.finite
+
+
+def test_a_value_that_is_not_finite_skips_the_step_before_any_overflow() -> None:
+    world = World(Grid(3, 1), {})
+    transaction = overflow(world, NOT_FINITE)
+    assert transaction.vote()
+    assert not transaction.finite
+    assert transaction.maxima.reruns == 0
+
+
+@pytest.mark.parametrize("owner_died", [False, True])
+def test_an_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
+    """The survivors hold a complete sum that is not exact. They complete the batch on the old grid, and the next
+    complete vote finds the overflow again."""
     world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
-    world.out_of_range = 1
+    transaction = overflow(world)
+    exponents = transaction.gradients.sum.exponents
+    assert exponents is not None
+    before = exponents.current
+    assert not transaction.vote()
+    if owner_died:
+        world.others_maxima = [3, 0]
+    assert not transaction.recover(), "a sum that is not exact was committed"
+    assert transaction.share.run or transaction.share.kept
+    assert exponents.current == before
+
+
+def test_replicas_that_sum_with_different_exponents_are_found_out() -> None:
+    for others in ([99, 13], [-99, 13]):
+        world = World(Grid(3, 1), {})
+        world.others_exponents = others
+        with pytest.raises(LedgerError, match="different exponents"):
+            begun(world, "reproducible").vote()
+
+
+def test_an_attempt_is_not_complete_without_its_maxima() -> None:
+    world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
+    world.carries_maxima = False
     transaction = begun(world, "reproducible")
-    transaction.vote()
-    with pytest.raises(OutOfRangeError):
-        transaction.recover()
+    assert not transaction.vote()
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])

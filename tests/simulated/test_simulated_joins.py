@@ -46,17 +46,17 @@ def test_a_death_at_every_place_of_a_join_is_an_ordinary_death() -> None:
 
 def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
     """It changes by itself after it has given. Two who hold the same might be right, or spoiled alike on their way."""
-    kills, joins = {0: 19, 3: 32}, {4: 15, 5: 55}
+    kills, joins = {0: 20, 3: 31}, {4: 21, 5: 70}
     played = play(
         Schedule(
-            609818,
+            399253,
             Grid(4),
             "balanced",
             kills,
             drifts={1: 3},
             leaves={1: 3},
             joins=joins,
-            suspicions={2: 63},
+            suspicions={2: 65},
             kept=True,
         )
     )
@@ -66,7 +66,7 @@ def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
 
 def test_where_half_of_all_fail_those_who_were_to_join_go_and_the_members_go_on() -> None:
     """Nobody could tell whose fault it is; without the member nobody would hold the state."""
-    played = play(Schedule(1, Grid(2), "balanced", {0: 30}, sick={1: (3, 5, True)}, joins={2: 22}, kept=True))
+    played = play(Schedule(1, Grid(2), "balanced", {0: 26}, sick={1: (3, 5, True)}, joins={2: 27}, kept=True))
     assert (played.simulation.finished, played.simulation.dead[2]) == ({1: "done"}, "excluded")
 
 
