@@ -262,6 +262,17 @@ def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: i
         transaction.vote()
 
 
+@pytest.mark.parametrize("brought", [2, 4])
+def test_sum_of_other_samples_than_planned_does_not_commit_from_the_census(brought: int) -> None:
+    """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
+    world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
+    world.brought = brought
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert not transaction.recover(), f"a step of {brought} samples was committed, and 3 were planned"
+    assert transaction.incidents[0].extra_microbatches == 1
+
+
 def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
     transaction = begun(World(Grid(3, 1), {}))
     transaction.gradients.buckets[-1].posted = None
