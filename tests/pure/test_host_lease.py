@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recover.etcd.etcd_client import Answer, EtcdError, KeyValue
+from recover.etcd.etcd_client import Answer, EtcdError, KeyValue, Operation
 from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, LEAST_GRACE, HostLease, HostsSeen, parts_of
 from recover.job.hosts_asked import LEASE
 
@@ -122,12 +122,27 @@ class Watcher(HostsSeen):
 
 
 def host_without_lease(name: str) -> list[KeyValue]:
-    return [KeyValue(f"seen/placed/{name}", b"[0, 1]", 1, 5)]
+    """What a watch tells of the host's ranks, as the holder of its lease has written it; and nothing of a lease."""
+    written: list[Operation] = []
+
+    class Etcd(SlowEtcd):
+        def txn(self, guards: Any, operations: Any, *_: Any) -> Answer:
+            written.extend(operations)
+            return super().txn()
+
+    etcd = Etcd()
+    etcd.answering.set()
+    lease = HostLease(etcd, name, [0, 1])  # type: ignore[arg-type]
+    lease.start()
+    lease.leave()
+    puts = {one["request_put"]["key"]: one["request_put"]["value"] for one in written if "request_put" in one}
+    return [KeyValue(f"seen/placed/{name}", puts[f"seen/placed/{name}"], 1, 5)]
 
 
 def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
-    watcher.heard(host_without_lease("a"))
+    watcher.heard(news)
     watcher.look(*[1.0] * 5)
     assert not watcher.declared
     watcher.look(1.0)
@@ -135,9 +150,10 @@ def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPa
 
 
 def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
     for version in (0, 1, 0):  # gone, returned, gone again
-        watcher.heard([*host_without_lease("a"), KeyValue("seen/host/a", b"7", version, 6)])
+        watcher.heard([*news, KeyValue("seen/host/a", b"7", version, 6)])
         if not version:
             watcher.look(*[1.0] * 4)
     assert not watcher.declared, "the seconds of two absences were added up"
@@ -148,8 +164,9 @@ def test_process_that_was_suspended_gives_hosts_a_full_grace(
     monkeypatch: pytest.MonkeyPatch, asleep: float
 ) -> None:
     """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""
+    news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
-    watcher.heard(host_without_lease("a"))
+    watcher.heard(news)
     watcher.look(1.0, asleep, *[1.0] * 5)
     assert not watcher.declared, "a host was declared dead by a process that had been suspended"
     watcher.look(1.0)
