@@ -246,6 +246,19 @@ def test_a_vote_survives_the_wire(word: int, acknowledged: frozenset[int], admit
     assert Vote.from_bytes(vote.to_bytes()) == vote
 
 
+@given(st.lists(st.tuples(st.integers(0, 15), ranks, ranks), min_size=1, max_size=4))
+def test_vote_of_a_replica_says_no_more_than_any_of_its_ranks(
+    said: list[tuple[int, frozenset[int], frozenset[int]]],
+) -> None:
+    """A death counts as acknowledged, and a joining rank as admitted, only if every rank of the replica says so."""
+    one = Vote.of_all([Vote(*each) for each in said])
+    for bit in range(4):
+        assert one.word >> bit & 1 == all(word >> bit & 1 for word, _, _ in said)
+    for rank in frozenset().union(*(seen | admit for _, seen, admit in said)):
+        assert (rank in one.acknowledged) == all(rank in seen for _, seen, _ in said)
+        assert (rank in one.admit) == all(rank in admit for _, _, admit in said)
+
+
 def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int]) -> Look:
     return Look(Glance(10, 4, dead, len(votes)), votes, asking)
 

@@ -204,3 +204,42 @@ def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPa
         assert Stripes(giver, [0], [1]).give(parts)  # type: ignore[arg-type]
         taker.spoil = lost
         assert not Stripes(taker, [0], [1]).take([np.zeros(800, np.uint8)])  # type: ignore[arg-type]
+
+
+class LateWires(Wires):
+    """Reads what is sent, and writes what is received, only when somebody waits for it; in the order of the calls."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.posted: list[Work] = []
+
+    def exchange(self, out: dict[int, Any], into: dict[int, Any]) -> Work:
+        work = LateWork(self, lambda: Wires.exchange(self, out, into).wait())
+        self.posted.append(work)
+        return work
+
+
+class LateWork(Work):
+    def __init__(self, wires: LateWires, task: Any) -> None:
+        super().__init__(task)
+        self._wires = wires
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not self.done:
+            self._wires.posted.pop(0).run()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 9])
+def test_stripe_buffers_are_not_touched_while_they_travel(
+    pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stripe of many pieces goes through two buffers; each is filled again only after its piece has arrived."""
+    for name in ("PIECE", "SMALL_PIECE"):
+        monkeypatch.setattr(f"recover.handover.stripes.{name}", 10)
+    part = np.random.default_rng(0).integers(0, 256, pieces * 80 - 3, np.uint8)
+    mail: dict[tuple[int, int], list[Any]] = {}
+    assert Stripes(LateWires(0, (0, 1), mail), [0], [1]).give([part])  # type: ignore[arg-type]
+    received = np.zeros_like(part)
+    assert Stripes(LateWires(1, (0, 1), mail), [0], [1]).take([received])  # type: ignore[arg-type]
+    assert (received == part).all(), "a piece was overwritten by a later one"

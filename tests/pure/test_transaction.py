@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recover.job.grid import Grid
-from recover.policy import Holding, Role, SlotSet, get_policy
+from recover.policy import Holding, PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
 from recover.step.drift import drifted
 from recover.step.errors import StateDivergedError
 from recover.step.record import Record
@@ -320,6 +320,38 @@ def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: i
     transaction = begun(world)
     with pytest.raises(LedgerError, match=f"holds {brought} samples, and 3 were planned"):
         transaction.vote()
+
+
+@pytest.mark.parametrize("brought", [2, 4])
+def test_sum_of_other_samples_than_planned_does_not_commit_from_the_census(brought: int) -> None:
+    """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
+    world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
+    world.brought = brought
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert not transaction.recover(), f"a step of {brought} samples was committed, and 3 were planned"
+    assert transaction.incidents[0].extra_microbatches == 1
+
+
+def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
+    """A replica that has to give up its sum, as a spare that is dealt extra microbatches, begins with nothing."""
+    world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
+    transaction = begun(world)
+    afresh = (
+        Share(0, Role.MAJOR, True, SlotSet(), SlotSet.span(0, 1)),
+        Share(1, Role.MAJOR, True, SlotSet.span(1, 2), SlotSet.span(2, 3)),
+    )
+    decision = PolicyDecision(afresh, RestoreMode.NON_BLOCKING, discarded=1)
+    transaction.policy = SimpleNamespace(respond=lambda event: decision)  # type: ignore[assignment]
+    assert not transaction.vote()
+    assert not transaction.recover()
+    transaction.gradients.expect(transaction.post, transaction.share.run)
+    torch.stack([parameter.sum() for parameter in transaction.gradients.parameters]).sum().backward()
+    transaction.gradients.collect()
+    transaction.finish_slot(0, 0, 3.0, 0.5)
+    assert transaction.vote()
+    assert (transaction.totals.loss, transaction.totals.weight) == (2 * 1.5, 2 * 0.5), "of two equal replicas"
+    assert transaction.contributed == [0]
 
 
 def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from simulated_laws import Played, play
@@ -19,6 +20,7 @@ from simulated_training import Training
 from test_simulated_world import explore
 
 from recover.faults.locations import JOIN_PHASES, REPAIR_PHASES
+from recover.handover.parcel import Parcel
 from recover.job.grid import Grid
 
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
@@ -166,6 +168,28 @@ def test_a_step_that_joins_has_the_bits_of_the_calm_run_whoever_dies(
         seen.update("died" for rank in simulation.dead if simulation.dead[rank] == "killed")
     assert seen["joined"] > TRAINED // 2, seen
     assert seen["died"] > TRAINED // 3, seen
+
+
+def test_newcomer_with_damaged_optimizer_state_commits_nothing(
+    calm: dict[int, tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters are right until its first update; the first vote after a join compares the moments, too."""
+    install = Parcel.install
+
+    def install_and_damage(parcel: Parcel) -> dict[str, Any]:
+        position = install(parcel)
+        for state in parcel._optimizer.state.values():
+            state["exp_avg"].add_(1.0)
+        return position
+
+    monkeypatch.setattr(Parcel, "install", install_and_damage)
+    run = Training(2, seed=0, joins={2: 0}, steps=4)
+    simulation = run.run()
+    assert run.joined, "nobody has joined"
+    assert simulation.finished == {0: "done", 1: "done"}
+    assert simulation.dead == {2: "excluded"}
+    assert not run.commits[2]
+    assert all(run.commits[0][number] == calm[number] for number in range(1, 5))
 
 
 @pytest.mark.parametrize("policy", ["balanced", "static", "adaptive"])
