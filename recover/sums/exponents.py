@@ -111,7 +111,8 @@ class Exponents:
         self._reruns_of_steps.clear()
         return (
             f"{often} reruns in the last {steps} steps: gradients or losses grow by more than {1 << HEADROOM} times "
-            "from step to step. Lower the learning rate, clip gradients or look at the data; reduction=fast has no reruns"
+            "from step to step. Lower the learning rate, clip gradients or look at the data; with reduction=fast there "
+            "are no reruns"
         )
 
     def digest(self) -> bytes:
