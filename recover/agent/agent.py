@@ -292,7 +292,7 @@ class Agent:
         if order is not None and order.signal:
             return self._ended_by(order)
         ranks.take_over(clerk.ends)
-        silent = "" if clerk.over else self._silence(self._access)
+        silent = "" if clerk.over else clerk.refusal or self._silence(self._access)
         there = f" (on {order.host})" if order is not None and order.host != self._part.host else ""
         return ranks.judge(f"{order.why}{there}" if order is not None else failure or silent)
 
