@@ -126,7 +126,9 @@ class Clerk:
                 # A silence explains itself. What etcd says (an alarm, a missing permission) must be read by somebody.
                 says = not isinstance(error, UnansweredError) or bool(error.remedy)
                 if says and not self.refusal:
-                    say(f"etcd does not take what this host writes; all ranks wait: {error}")
+                    say(
+                        f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}"
+                    )
                 self.refusal = str(error) if says else ""
                 if self.silent_since is None:
                     self.silent_since = time.monotonic()
