@@ -150,11 +150,13 @@ class GlooCarrier(HostCarrier):
             late = time.monotonic() > deadline
             if self._maker.is_alive() and (late or alarmed()):
                 self._collect({port for _, port in doors.values()})
+                # Before the group is freed: that hits peers who only wait, and would take it for a fault of theirs.
+                unreached = _unreached(others, CALL) if late else {}
                 self.free()
                 if not late:
                     raise CarrierError("gloo: the group was given up, a member died while it was made")
                 why = f"gloo: the group was given up, it took longer than {PATIENCE:g} s"
-                if unreached := _unreached(others, CALL):
+                if unreached:
                     raise UnreachedError(why, unreached)
                 raise TookTooLongError(f"{why}, although all members answer: they wait for others")
         if self._error:
