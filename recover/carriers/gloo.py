@@ -353,9 +353,8 @@ def _is_connected(line: socket.socket) -> bool:
 def _travelled(line: socket.socket) -> int:
     """Bytes that the other end has acknowledged, and that have come from there."""
     told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TRAVELLED.size)
-    return (
-        sum(TRAVELLED.unpack(told)) if len(told) == TRAVELLED.size else 0
-    )  # of an old kernel nothing is known
+    # Of an old kernel nothing is known.
+    return sum(TRAVELLED.unpack(told)) if len(told) == TRAVELLED.size else 0
 
 
 def _unreached(doors: Mapping[int, tuple[str, int]], seconds: float) -> dict[int, str]:

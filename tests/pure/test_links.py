@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
 from recover.liveness import elsewhere
 from recover.liveness.board import WAITS, Board
+from recover.world import cross as cross_group
 from recover.world.links import IDLE, Links, LinkWatchdog, Shown
 from recover.world.membership import FAILURES, Membership, NoCarrierError
 from recover.world.roll_call import Row, broken_links
@@ -140,18 +142,23 @@ def test_all_members_give_up_a_reduction_over_a_cut_link_after_the_last_has_come
         assert found < come + LIMIT + lag + 4 * LOOK
 
 
-def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(tmp_path: Path) -> None:
+def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device the host runs ahead: an operation that was posted may have to wait for microbatches still."""
     worker, board = Worker(), Board(tmp_path / "board", 2)
     arrived, through = [False], Work(lambda: None)
     event = SimpleNamespace(query=lambda: arrived[0])
     ready = Ready()
     ready.events.append(event)
-    cross = cast(Any, SimpleNamespace(error=None, size=2, peers=(0, 1), carried=5))
+    monkeypatch.setattr(cross_group, "Ready", lambda *data: ready)
+    wire = SimpleNamespace(size=2, index=0, peers=(0, 1), ends_cleanly=True, carried=5)
+    wire.all_reduce = lambda *_: through.wait() and None
+    cross = cross_group.CrossGroup(cast(Any, wire), worker)
     links = Links(0, board, worker, LIMIT)
     links.look(cross, 4, False, 0.0)
     assert board.row(0)[WAITS] == 0, "nothing was posted"
-    work = worker.post(lambda: through.wait(), lambda: ready.is_past)
+    work = cross.all_reduce(np.zeros(1))
     links.look(cross, 4, False, 10 * IDLE)
     assert board.row(0)[WAITS] == 0, "the device has not come to it"
     arrived[0] = True
