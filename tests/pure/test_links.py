@@ -153,6 +153,7 @@ def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(
     ready.events.append(event)
     monkeypatch.setattr(cross_group, "Ready", lambda *data: ready)
     wire = SimpleNamespace(size=2, index=0, peers=(0, 1), ends_cleanly=True, carried=5)
+    wire.follow = lambda ready: None
     wire.all_reduce = lambda *_: through.wait() and None
     cross = cross_group.CrossGroup(cast(Any, wire), worker)
     links = Links(0, board, worker, LIMIT)
