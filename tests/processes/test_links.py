@@ -49,8 +49,8 @@ while step.index < STEPS:
 
 @pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_reduction_over_a_cut_link_is_given_up_and_slow_ranks_are_not(tmp_path: Path, carrier: str) -> None:
-    job = Job(tmp_path, SCRIPT, "-n", "3", "--carrier", carrier, "--link-timeout", "2", "--page", "off")
-    job.process.wait(180)
+    job = Job(tmp_path, SCRIPT, "-n", "3", "--carrier", carrier, "--link-timeout", "2", "--timeout", "300")
+    job.process.wait(400)
     assert job.finish() == 0, job.stderr
     seen = set(job.stdout.splitlines())
     assert seen == {f"step {step} epoch {1 + (step >= 4)} replicas 0 1 2" for step in range(1, 6)}, job.stdout
