@@ -175,13 +175,13 @@ def test_a_job_survives_a_change_of_users_and_saves_its_state_when_etcd_is_full(
         command = [sys.executable, "-P", "-m", "recover.cli", "train", "--rdzv-endpoint", endpoint, *words]
         job = subprocess.Popen([*command, *keys], stdout=out, stderr=out, env=os.environ)
         try:
-            assert wait_until(lambda: steps() > 2 or job.poll() is not None)
+            assert wait_until(lambda: steps() > 2 or job.poll() is not None, 300)
             admin.ask("/v3/auth/user/add", {"name": "somebody-else", "password": "s"})
             before = steps()
-            assert wait_until(lambda: steps() > before + 2 or job.poll() is not None)
+            assert wait_until(lambda: steps() > before + 2 or job.poll() is not None, 300)
             assert job.poll() is None, (tmp_path / "out").read_text()
             fill(admin)
-            assert job.wait(120) == 1
+            assert job.wait(300) == 1
         finally:
             job.kill()
             job.wait()

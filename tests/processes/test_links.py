@@ -94,11 +94,11 @@ def test_hosts_go_on_without_one_of_two_that_do_not_reach_each_other(tmp_path: P
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, slots=1)
         job.start()
-        job.wait(lambda: job.last("h3")["step"] > 3, "no step")
+        job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
         job.cut(1, 2)
         job.wait(lambda: job.last("h3")["replicas"] == 2, "nobody was left out", 300)
         step = job.last("h3")["step"]
-        job.wait(lambda: min(job.last(host)["step"] for host in ("h1", "h3")) > step + 5, "no further step")
+        job.wait(lambda: min(job.last(host)["step"] for host in ("h1", "h3")) > step + 5, "no step", 300)
         assert re.search(r"rank 1 was excluded .*no answer from rank 0 at 10\.77\.0\.1", job.said("h2"))
         for agent in job.agents.values():
             agent.kill()
@@ -111,7 +111,7 @@ def test_hosts_that_cannot_go_on_save_their_state_and_name_the_broken_links(tmp_
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, slots=2)
         job.start()
-        job.wait(lambda: job.last("h3")["step"] > 3, "no step")
+        job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
         job.cut(1, 2)
         for host, agent in job.agents.items():
             assert agent.wait(400) == 1, job.said(host)
