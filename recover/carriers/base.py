@@ -33,6 +33,11 @@ class Ready:
             torch.cuda.current_stream(device).record_event(event)
             self.events.append(event)
 
+    @property
+    def is_past(self) -> bool:
+        """Whether it has come."""
+        return all(event.query() for event in self.events)
+
     def wait(self) -> None:
         """The host waits for it."""
         for event in self.events:
@@ -58,6 +63,11 @@ class DataCarrier(ABC):
     @property
     def size(self) -> int:
         return len(self.peers)
+
+    @property
+    def carried(self) -> int:
+        """A count that grows while an operation is under way and its data travel, as far as this can be seen."""
+        return 0
 
     @abstractmethod
     def offer(self) -> bytes: ...

@@ -50,6 +50,10 @@ class TwoWires(DataCarrier):
         super().__init__(worker, device.peers, device.peers[device.index])
         self._device, self._host = device, host
 
+    @property
+    def carried(self) -> int:
+        return self._device.carried + self._host.carried
+
     def offer(self) -> bytes:
         of_device = self._device.offer()
         return _MARK + _LENGTH.pack(len(of_device)) + of_device + self._host.offer()

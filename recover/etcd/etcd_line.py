@@ -10,6 +10,10 @@ import socket
 import ssl
 from collections.abc import Mapping
 
+from recover.job.sockets import notice_loss
+
+LOST = 10.0  # seconds; requests have limits of their own, far shorter
+
 
 class Line:
     """Whatever goes wrong on it is an OSError; then it is of no use any more."""
@@ -19,7 +23,7 @@ class Line:
         opened = socket.create_connection((host, port), timeout)
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            notice_loss(opened, LOST)
             self._socket = opened if tls is None else tls.wrap_socket(opened, server_hostname=host)
         except BaseException:
             opened.close()

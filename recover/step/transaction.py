@@ -27,6 +27,7 @@ from recover.step.totals import Totals
 from recover.sums import ledger
 from recover.sums.exponents import code_of
 from recover.sums.later import Later, fetch, now
+from recover.world.membership import NoCarrierError
 from recover.world.roll_call import Census, left_behind
 from recover.world.world import World
 
@@ -339,7 +340,7 @@ class Transaction:
     def _count_fruitless(self, lost: tuple[int, ...]) -> None:
         self._fruitless = 0 if lost else self._fruitless + 1
         if self._fruitless > FRUITLESS:
-            error = RuntimeError(
+            error = NoCarrierError(
                 f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
                 "than a death keeps the reductions from ending well (the ranks' logs say what)"
             )

@@ -147,6 +147,7 @@ def _told(prepared: PreparedRun) -> dict[str, Any]:
         "run_dir": prepared.run_dir,
         "timeout": prepared.config.timeout,
         "hang_limit": prepared.config.hang_limit,
+        "link_timeout": prepared.config.link_timeout,
         "carrier": prepared.config.carrier,
         "faults": [str(fault) for fault in prepared.kills],
     }

@@ -214,6 +214,7 @@ class Trainer:
         All hold the state of their last commit. That no bit has flipped since, no vote will tell.
         """
         world, index, size = self.world, self.step.index, self.world.grid.replica_size
+        world.stop_watching()
         world.board.in_step(world.rank, ENDED)
         here = [
             replica
@@ -223,7 +224,11 @@ class Trainer:
         if index == self.resumed_at or here[:1] != [world.replica]:
             return
         path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
-        told = f"saved in {path}; no vote has compared it" if path else "could not be saved"
+        told = (
+            f"is saved in {path}; no vote has compared it; `recover train --resume {self.run_dir}` goes on from it"
+            if path
+            else "could not be saved"
+        )
         ending.log(told := f"the world is lost; the state after step {index} {told}")
         if world.shard == 0:
             print(f"recover: {told}", flush=True)

@@ -19,12 +19,12 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
-from recover.carriers.contract import Carrier, Carriers, TookTooLongError
+from recover.carriers.contract import Carrier, Carriers, TookTooLongError, UnreachedError
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
-from recover.fabrics.base import Fabric, FabricError, Transfer
+from recover.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
 from recover.job.grid import Grid
 from recover.world.ending import UNFIT
-from recover.world.roll_call import Census, Row, pack, unpack
+from recover.world.roll_call import Census, Row, broken_links, pack, unpack
 
 TAG_BITS = 4
 WORD_BITS = FABRIC_BITS - TAG_BITS
@@ -65,7 +65,7 @@ class ExcludedError(Exception):
         super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
 
 
-class NoCarrierError(RuntimeError):
+class NoCarrierError(WorldLostError, RuntimeError):
     """Nobody dies, and still the repair comes to nothing; too many are at fault to go on without them."""
 
 
@@ -204,7 +204,8 @@ class Membership(Generic[C]):
 
         Who says that it cannot make a carrier is as good as dead, however many say so. Where one cannot be built, both
         ends of a connection fail, and the fault may be neither's: the worst are left out, but never the many. Those who
-        were to join are, before any member: it went without them.
+        were to join are, before any member: it went without them. Where one replica is an end of all broken links, the
+        others reach each other, and go on without that one.
         """
         cannot = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
         if cannot:
@@ -221,11 +222,19 @@ class Membership(Generic[C]):
         sick = frozenset(rank for rank, count in failures.items() if count == worst)
         if sick & newcomers:
             return sick & newcomers
+        if (alone := self._cut_off(rows)) is not None:
+            return frozenset(rank for rank in rows if self.grid.replica(rank) == alone)
         if 2 * len(self.grid.replicas_of(sick)) >= len(self.grid.replicas_of(rows)):
             if newcomers:
                 return newcomers
             self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
         return sick
+
+    def _cut_off(self, rows: Mapping[int, Row]) -> int | None:
+        """The replica without which no link between replicas is broken; of several the one with the highest number."""
+        pairs = {self.grid.replicas_of(pair) for pair in broken_links(rows)}
+        ends = [frozenset(pair) for pair in pairs if len(pair) == 2]
+        return max(frozenset[int].intersection(*ends), default=None) if ends else None
 
     def _think_again(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
         """Another round over the same members: what has failed without a death gets a moment to pass by itself."""
@@ -236,7 +245,8 @@ class Membership(Generic[C]):
 
     def _end(self, what: str, rows: Mapping[int, Row]) -> NoReturn:
         """All members come here after the same agreement; who leaves before the others hold its result undoes it."""
-        said = [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
+        said = [f"ranks {low} and {high} do not reach each other" for low, high in sorted(broken_links(rows))]
+        said += [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
         self.fabric.linger(FENCE_AFTER)
         raise NoCarrierError(
             f"the world cannot be repaired: nobody died, and {what}; mend what the ranks say: "
@@ -337,8 +347,9 @@ class Membership(Generic[C]):
             trouble = f"the carrier failed here: {type(error).__name__}: {error}"
             self._report(trouble)
             if isinstance(error, TookTooLongError):
-                return False, replace(mine, waited=mine.waited + 1, trouble=trouble)
-            return False, replace(mine, built=mine.built + 1, trouble=trouble)
+                return False, replace(mine, waited=mine.waited + 1, trouble=trouble, unreached=())
+            unreached = error.ranks if isinstance(error, UnreachedError) else ()
+            return False, replace(mine, built=mine.built + 1, trouble=trouble, unreached=unreached)
         return True, mine
 
     def _close(self, built: bool) -> bool:

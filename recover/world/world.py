@@ -16,6 +16,7 @@ from recover.job.spec import JobSpec
 from recover.liveness.board import ENDED
 from recover.world.cross import CrossGroup
 from recover.world.ending import End
+from recover.world.links import Links
 from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.notes import blamed
 from recover.world.roll_call import Census, left_behind
@@ -70,7 +71,8 @@ class World:
         self._hangs = HangWatchdog(
             grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
         )
-        self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits)
+        self._links = Links(self.rank, self.board, self.worker, job.link_timeout, parts.rows_told)
+        self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits, self._look_at_links)
         parts.watch(self._watcher)
         if job.joining:
             self.last_census = Census(0, self.members, (), {}, 0, 0.0)
@@ -179,6 +181,10 @@ class World:
         if self._cross is not None:
             self._cross.break_off(why)
 
+    def stop_watching(self) -> None:
+        """The world is lost and all ranks end: one that saves its state must not leave because a mate has ended."""
+        self._watcher.rest()
+
     def linger(self) -> None:
         """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
 
@@ -235,6 +241,14 @@ class World:
         if self._cross is not None and not failed.isdisjoint(self.members):
             self.noticed_at = self.noticed_at or time.time()
             self._cross.break_off()
+
+    def _look_at_links(self, now: float) -> None:
+        """Called by the watcher. Whoever is freed comes to the vote, which fails, and a repair follows."""
+        cross = self._cross
+        if why := self._links.look(cross, self.epoch, bool(self._waiting), now):
+            self._own.log(f"gave up a reduction: {why}")
+            assert cross is not None
+            cross.break_off(why)
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
