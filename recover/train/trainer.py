@@ -51,6 +51,8 @@ from recover.world.writers import writing_replicas
 class Trainer:
     """One rank's part in a run. All ranks make one alike, and call `run` once."""
 
+    differs_between_replicas = True  # lines of the journal hold the times of the rank
+
     def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
         self.world, self.config, self.run_dir = world, config, run_dir
         torch.set_num_threads(config.threads)
