@@ -52,6 +52,7 @@ class Repaired(Protocol):
     repair_ms: float
     restore_ms: float
     redo_ms: float
+    reasons: dict[int, str]
     joined_ranks: tuple[int, ...]
     joined_replicas: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -117,6 +118,8 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
         "redo_ms": round(incident.redo_ms, 3),
         "at": round(incident.noticed_at, 3),
     }
+    if incident.reasons:
+        record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
     if incident.joined_ranks:
         record |= {
             "kind": incident.kind,

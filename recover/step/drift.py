@@ -29,7 +29,6 @@ def judge(grid: Grid, records: Mapping[int, Record]) -> Verdict:
     A majority of replicas that are all younger than all that hold another state is none: they have the state from
     these, and whatever they were not given makes them differ together.
     """
-    wrong: set[int] = set()
     compared: dict[int, tuple[int, int]] = {}
     why = ""
     for shard in range(grid.replica_size):
@@ -46,15 +45,14 @@ def judge(grid: Grid, records: Mapping[int, Record]) -> Verdict:
             why = why or "there is no majority to tell which state is right"
         elif others and max(since[r] for r in others) < min(since[r] for r in holders):
             why = why or (
-                f"{_replicas(holders)} joined later and got their state from the others, so their number does not "
+                f"{named(holders)} joined later and got their state from the others, so their number does not "
                 "tell which state is right"
             )
         for replica, value in held.items():
             if value != majority:
-                wrong.add(replica)
                 compared.setdefault(replica, (ranks[replica], ranks[holders[0]]))
     if not why:
-        return Verdict(frozenset(wrong), compared=compared)
+        return Verdict(frozenset(compared), compared=compared)
     states = _states(grid, records)
     return Verdict(states=states, why=why, compared=_against_first(grid, records, states))
 
@@ -87,5 +85,6 @@ def _against_first(
     return found
 
 
-def _replicas(numbers: Collection[int]) -> str:
+def named(numbers: Collection[int]) -> str:
+    """`replica 2`, `replicas 0, 3`"""
     return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"

@@ -10,6 +10,10 @@ class StateDivergedError(RuntimeError):
         super().__init__(text)
         self.states = states
 
+    def say(self, more: str) -> None:
+        """Add what to do, for everybody who is told of the error in one line."""
+        self.args = (f"{self.args[0]}; {more}",)
+
 
 class OutOfRangeError(RuntimeError):
     """A microbatch's gradient cannot be summed exactly."""

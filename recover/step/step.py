@@ -26,6 +26,7 @@ from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
 from recover.step.belonging import Belonging, refuse_scheduler
 from recover.step.beside_training import BesideTraining
 from recover.step.compared_state import ComparedState
+from recover.step.errors import StateDivergedError
 from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
 from recover.step.incident import Incident
 from recover.step.newcomers import Newcomers
@@ -141,6 +142,9 @@ class Step(BesideTraining):
         ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
 
+    def save_states(self, error: StateDivergedError) -> None:
+        """Replicas hold different states, and the run is about to end. `recover.Step` saves one of each."""
+
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
         for batches in self._shares(stream, lambda slots: [[slot] for slot in slots], overlap=True):
@@ -213,7 +217,11 @@ class Step(BesideTraining):
         number = self.index + 1
         replica_of(self._model).rest()
         ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
-        lost = self._transaction.confirm(number, self._compared.fingerprint(number, full=True))
+        try:
+            lost = self._transaction.confirm(number, self._compared.fingerprint(number, full=True))
+        except StateDivergedError as error:
+            self.save_states(error)
+            raise
         self._transaction.seniority.found_equal(number)
         ending.in_step(False)
         return lost
@@ -291,6 +299,10 @@ class Step(BesideTraining):
                 warnings.warn(
                     f"step {number} was left before it was complete: nothing was committed", stacklevel=4
                 )
+                raise
+            except StateDivergedError as error:
+                self._leave()
+                self.save_states(error)
                 raise
             except BaseException:
                 self._leave()

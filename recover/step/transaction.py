@@ -19,7 +19,7 @@ import numpy as np
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
 from recover.step.difference import UNKNOWN, Digest, Inquiry
-from recover.step.drift import Verdict, judge
+from recover.step.drift import Verdict, judge, named
 from recover.step.errors import OutOfRangeError, StateDivergedError
 from recover.step.incident import Incident, met
 from recover.step.record import Arrival, Record
@@ -401,11 +401,15 @@ class Transaction:
             return dict.fromkeys(answers, "")
         if verdict.states:
             self._all_end(self._diverged(verdict))
-        found = self._inquiry.found
-        return {r: found[r].reason() if r in found else UNKNOWN for r in sorted(verdict.evicted)}
+        reasons = {replica: found.reason() for replica, found in self._inquiry.found.items()}
+        several = self.world.grid.replica_size > 1
+        return {
+            replica: reasons.get(replica, UNKNOWN) + f" (on rank {here})" * several
+            for replica, (here, _) in sorted(verdict.compared.items())
+        }
 
     def _diverged(self, verdict: Verdict) -> StateDivergedError:
-        first, *others = [f"replicas {', '.join(map(str, replicas))}" for replicas in verdict.states]
+        first, *others = map(named, verdict.states)
         told = [
             self._inquiry.found[replicas[0]].between(there, first)
             for replicas, there in zip(verdict.states[1:], others, strict=True)
@@ -413,7 +417,7 @@ class Transaction:
         ]
         apart = f" ({'; '.join(filter(None, told))})" if any(told) else ""
         return StateDivergedError(
-            f"before step {self.index} {', '.join([first, *others])} hold different states{apart}, and {verdict.why}",
+            f"before step {self.index} {' and '.join([first, *others])} hold different states{apart}; {verdict.why}",
             verdict.states,
         )
 

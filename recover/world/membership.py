@@ -58,10 +58,13 @@ C = TypeVar("C", bound=Carrier)
 class ExcludedError(Exception):
     """The survivors have agreed to go on without this rank, which must not act any more."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool, reason: str) -> None:
+    def __init__(
+        self, rank: int, members: tuple[int, ...], orphan: bool, reason: str, whole: str = ""
+    ) -> None:
+        """`whole`: the replica that the rank belongs to, with its other ranks."""
         self.orphan = orphan
         why = "lost a mate of its replica" if orphan else f"was evicted: {reason}"
-        super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
+        super().__init__(f"rank {rank}{'' if orphan else whole} {why}; the members are now {list(members)}")
 
 
 class NoCarrierError(RuntimeError):
@@ -200,7 +203,13 @@ class Membership(Generic[C]):
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
-            raise ExcludedError(self.fabric.rank, members, self.fabric.rank in alive, self._reason or UNSEEN)
+            mates = self.grid.mates(self.fabric.rank)
+            whole = (
+                f", of replica {self.grid.replica(self.fabric.rank)} with rank{'s' if len(mates) > 1 else ''} "
+                f"{', '.join(map(str, sorted(mates)))},"
+            )
+            orphan, reason = self.fabric.rank in alive, self._reason or UNSEEN
+            raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if mates else "")
         return members
 
     def _sick(self, rows: Mapping[int, Row]) -> frozenset[int]:

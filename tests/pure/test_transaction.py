@@ -215,10 +215,10 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     transaction.vote()
     assert not transaction.recover()
     assert world.evicted == [frozenset(), frozenset(), frozenset({3, 4, 5})], "why is found out before"
-    assert world.reasons[-1] == {1: UNKNOWN}
+    assert world.reasons[-1] == {1: f"{UNKNOWN} (on rank {drifted})"}
     assert world.replicas == (0, 2)
     assert transaction.incidents[0].evicted == (1,)
-    assert transaction.incidents[0].reasons == {1: UNKNOWN}
+    assert transaction.incidents[0].reasons == {1: f"{UNKNOWN} (on rank {drifted})"}
 
 
 def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
@@ -226,7 +226,7 @@ def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
     transaction = begun(world)
     transaction.vote()
     with pytest.raises(
-        StateDivergedError, match="before step 1 replicas 0, replicas 1 hold different"
+        StateDivergedError, match="before step 1 replica 0 and replica 1 hold different"
     ) as told:
         transaction.recover()
     assert told.value.states == ((0,), (1,))
