@@ -139,7 +139,8 @@ def loss_line(
 ) -> IncidentRecord:
     """Ranks that died before the first step or after the last one, and how long the repair took."""
     replicas = world.grid.replicas_of(ranks)
-    return {
+    evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
+    record: IncidentRecord = {
         "step": step,
         "location": _struck(kills, replicas, step) or "advance",
         "dead_ranks": list(ranks),
@@ -155,6 +156,7 @@ def loss_line(
         "redo_ms": 0.0,
         "at": round(time.time() - seconds, 3),
     }
+    return record | {"evicted": evicted} if evicted else record
 
 
 def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:

@@ -56,6 +56,7 @@ class World:
             job.joining,
         )
         self._cross: CrossGroup | None = None
+        self.evicted: dict[int, str] = {}  # replicas that the others went on without, and why
         self.arrivals: tuple[int, ...] = ()  # replicas that were let in, and do not hold the state yet
         self.steps_made = (
             0  # every `recover.Step` of the script: only the state of a single one can be passed on
@@ -163,6 +164,7 @@ class World:
         this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
         `reasons`: why replicas in `evict` are evicted, for the logs of all.
         """
+        self.evicted |= reasons
         for replica, why in reasons.items():
             self._own.log(f"{self._in_full(replica)} is evicted: {why}")
         before = [self._cross]

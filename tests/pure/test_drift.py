@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,12 @@ def _state_of(change: str) -> list[Digest]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     extra = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     step = recover.Step(
-        World(), model, optimizer, global_batch=1, scheduler=scheduler, extra={"other": extra}
+        World(),  # type: ignore[arg-type]
+        model,
+        optimizer,
+        global_batch=1,
+        scheduler=scheduler,
+        extra={"other": extra},
     )
     for batch in step.microbatches([torch.randn(4, 3)] * 2):
         step.backward(model(batch).sum())
@@ -249,3 +255,49 @@ def test_answers_are_json_and_small_for_a_large_model() -> None:
     inquiry.goes_on({1: (b"", b"")})
     assert json.loads(inquiry.answer())[0]["parameter"][0] == 200_000
     assert len(inquiry.answer()) < 1024
+
+
+class Nested(torch.optim.SGD):
+    """Keeps its state in lists and dicts, under keys of two types."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = [torch.zeros(3), ({"a": torch.zeros(3), "count": 1},)]
+                self.state[parameter].update({0: held, "m": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "change", ["nested", "value", "learning rate", "scheduler", "extra", "none", "no parameter's"]
+)
+def test_all_state_is_in_the_full_fingerprint(change: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = Nested(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    extra = {"mean": torch.nn.Linear(2, 2)}
+    step = recover.Step(World(), model, optimizer, global_batch=1, scheduler=scheduler, extra=extra)  # type: ignore[arg-type]
+    for batch in step.microbatches([torch.ones(1, 2)] * 2):
+        step.backward(model(batch).sum())
+    before = [step._compared.fingerprint(2, full).value for full in (False, True)]
+    state: Any = optimizer.state[model.weight][0]
+    match change:
+        case "nested":
+            state[1][0]["a"][2] = 1
+        case "value":
+            state[1][0]["count"] = 2
+        case "learning rate":
+            optimizer.param_groups[0]["lr"] = 0.2
+        case "scheduler":
+            scheduler.last_epoch = 7
+        case "extra":
+            extra["mean"].weight.data[1, 1] += 1
+        case "no parameter's":
+            optimizer.state["seen"] = {"all": torch.ones(2)}  # type: ignore[index]
+    after = [step._compared.fingerprint(2, full).value for full in (False, True)]
+    in_each_step = change == "learning rate"
+    assert [one != other for one, other in zip(before, after, strict=True)] == [
+        in_each_step,
+        change != "none",
+    ]
