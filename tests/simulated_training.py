@@ -6,7 +6,7 @@ inside of a microbatch follows from its slot, so tasks do not disturb each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from recover.fabrics.simulated import SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.step.admission import NobodyHoldsTheStateError
-from recover.sums.state_hash import leaves
+from recover.sums.state_hash import optimizer_tensors
 from recover.world.simulated_parts import simulated_parts
 from recover.world.world import World
 
@@ -148,7 +148,7 @@ class Training:
                     float(average.value),
                     average.steps,
                     _bits([*model.parameters(), *model.buffers()]),
-                    _bits(list(optimizer_tensors(optimizer))),
+                    _bits(optimizer_tensors(optimizer)),
                 )
                 for incident in step.incidents:
                     if incident.joined_ranks:
@@ -157,14 +157,6 @@ class Training:
             return "nobody holds the state"
         parts.own.succeed()  # type: ignore[attr-defined]
         return "done"
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for _, value in leaves(optimizer.state.get(parameter, {})):
-                if isinstance(value, torch.Tensor):
-                    yield value
 
 
 def _bits(tensors: list[torch.Tensor]) -> bytes:

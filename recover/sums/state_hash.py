@@ -192,6 +192,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state, however deep, in the order of its parameters."""
+    states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    return [value for state in states for _, value in leaves(state) if isinstance(value, torch.Tensor)]
+
+
 def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Over the bytes of all parameters, whole, in the order of their names."""
     digest = hashlib.sha256()
