@@ -122,5 +122,6 @@ def _named(kind: str, directory: Path, suffix: str = "") -> list[Found]:
     pattern = re.compile(rf"{kind}-(\d+){suffix}")
     numbered = [(pattern.fullmatch(path.name), path) for path in directory.glob(f"{kind}-*")]
     return sorted(
-        (Found(path, int(match[1])) for match, path in numbered if match), key=lambda found: found.step
+        (Found(path, int(match[1])) for match, path in numbered if match),
+        key=lambda found: (found.step, found.path.name),
     )
