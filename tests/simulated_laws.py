@@ -114,7 +114,7 @@ def _check_ends(played: Played) -> None:
             if why in ("excluded", "seen off") and rank >= grid.ranks
         }
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
-    if outcome and outcome.keys() <= schedule.drifts.keys():
+    if outcome and set(grid.replicas_of(outcome)) <= set(grid.replicas_of(schedule.drifts)):
         # The only one left has given its state away and changed since. Nobody can tell that from a parcel that was
         # spoiled on its way, so it is the newcomers who go: they never bring state in.
         struck |= {r for r, why in simulation.dead.items() if why == "excluded" and r >= grid.ranks}

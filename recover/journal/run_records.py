@@ -53,6 +53,7 @@ class Repaired(Protocol):
     repair_ms: float
     restore_ms: float
     redo_ms: float
+    reasons: dict[int, str]
     joined_ranks: tuple[int, ...]
     joined_replicas: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -120,6 +121,8 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
         "redo_ms": round(incident.redo_ms, 3),
         "at": round(incident.noticed_at, 3),
     }
+    if incident.reasons:
+        record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
     if incident.joined_ranks:
         record |= {
             "kind": incident.kind,
@@ -139,7 +142,8 @@ def loss_line(
 ) -> IncidentRecord:
     """Ranks that died before the first step or after the last one, and how long the repair took."""
     replicas = world.grid.replicas_of(ranks)
-    return {
+    evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
+    record: IncidentRecord = {
         "step": step,
         "location": _struck(kills, replicas, step) or "advance",
         "dead_ranks": list(ranks),
@@ -155,6 +159,7 @@ def loss_line(
         "redo_ms": 0.0,
         "at": round(time.time() - seconds, 3),
     }
+    return record | {"evicted": evicted} if evicted else record
 
 
 def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:

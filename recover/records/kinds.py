@@ -60,6 +60,7 @@ class IncidentRecord(TypedDict):
     restore_ms: float
     redo_ms: float
     at: float  # when its writer first knew, in seconds since 1970
+    evicted: NotRequired[dict[str, str]]  # the replicas that the others went on without, and why
     # Where replicas have joined; somebody may have been lost in the same repair.
     kind: NotRequired[str]  # "joined"; a record without it tells of losses alone
     joined_ranks: NotRequired[list[int]]

@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from recover.saving import checkpoint
+from recover.saving import checkpoint, diverged
 from recover.saving.confirmed import save_confirmed
 from recover.saving.packing import pack, unpack
 from recover.saving.saver import Saver
 from recover.saving.tensors import Part, Stored, Tensors
+from recover.step.errors import StateDivergedError
 from recover.step.state import StepState
 from recover.world.despite import do_despite_losses
 from recover.world.writers import writing_replicas
@@ -51,7 +52,8 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     world, state = step.world, step.state(extra)
     tensors, packed = _packed(state)
     kept = _kept(step)
-    saver = kept.saver(Path(path), keep)
+    kept.path = Path(path)
+    saver = kept.saver(kept.path, keep)
 
     def write() -> None:
         facts = {"step": step.index, "position": step.state_dict(), "state": packed}
@@ -65,6 +67,24 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     do_despite_losses(world, act, lambda *_: None)
 
 
+def save_states(step: Step, error: StateDivergedError) -> None:
+    """Replicas hold different states: save each, where the script saves its checkpoints, or in the job's run directory.
+
+    By all ranks; called by `Step`, before the error ends them.
+    """
+    kept, run_dir = _kept(step), step.world.job.run_dir
+    path = kept.path or (Path(run_dir) if run_dir else None)
+    if path is None or not step.index:
+        error.say("go on from the last checkpoint")
+        return
+
+    def facts() -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        tensors, packed = _packed(step.state())
+        return {"step": step.index, "position": step.state_dict(), "state": packed}, tensors
+
+    diverged.save_states(step.world, step.index, error, kept.saver(path, 1), kept.tensors, facts)
+
+
 def resume(
     step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, *, rebatch: bool = False
 ) -> dict[str, Any] | None:
@@ -76,6 +96,7 @@ def resume(
     A replica that joins goes on from no checkpoint (None): it is given what the others have. `rebatch`: with another
     global batch, too; no sample is used twice, and none is left out.
     """
+    _kept(step).path = Path(path)
     if step.world.outside:
         return None
     if step.index:
@@ -140,6 +161,7 @@ class _Kept:
         state, world = step.state(), step.world
         self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
         self._world, self._savers = world, dict[tuple[Path, int], Saver]()
+        self.path: Path | None = None  # where the script saves
 
     def saver(self, path: Path, keep: int) -> Saver:
         world, key = self._world, (path.absolute(), keep)

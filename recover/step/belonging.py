@@ -81,6 +81,12 @@ class Belonging:
     def settle(self) -> None:
         self._seen = self._look()
 
+    def names(self) -> dict[torch.nn.Parameter, str]:
+        """Of all parameters of the model, and of those that the optimizer holds."""
+        others = [*self.parameters(), *_held(self._optimizer)]
+        known = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {p: f"of shape {tuple(p.shape)}" for p in others} | known
+
     def name(self, parameter: torch.nn.Parameter) -> str:
         names = (name for name, p in self._model.named_parameters() if p is parameter)
         return next(names, f"of shape {tuple(parameter.shape)}")

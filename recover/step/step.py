@@ -25,6 +25,8 @@ from recover.loop.weights import Weight, losses_of, refuse_other_backwards, weig
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
 from recover.step.belonging import Belonging, refuse_scheduler
 from recover.step.beside_training import BesideTraining
+from recover.step.compared_state import ComparedState
+from recover.step.errors import StateDivergedError
 from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
 from recover.step.incident import Incident
 from recover.step.newcomers import Newcomers
@@ -38,10 +40,8 @@ from recover.step.transaction import Transaction
 from recover.step.update import Update
 from recover.sums.gradients import Gradients, OwnedGradients
 from recover.sums.inside import replica_of
-from recover.sums.later import Later
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import Reduction, make_sum
-from recover.sums.state_hash import StateHash, optimizer_tensors
 from recover.world import ending
 from recover.world.world import World
 
@@ -128,9 +128,18 @@ class Step(BesideTraining):
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
-        self._compares_optimizers = False  # whether the next vote does
+        self._compares_all = False  # the next vote compares all state, and not parameters and settings alone
         self._records = records_of(world, self, model, optimizer, samples == "exact")
         self.extra = dict(extra or {})
+        self._compared = ComparedState(
+            self._belonging,
+            optimizer,
+            self._moving,
+            scheduler,
+            lambda: self.extra,
+            self._gradients.sum.exponents,
+        )
+        self._transaction.entries = self._compared.digests
         extras = ChainMap[str, Stateful](self.extra, {"recover.records": self._records})
         state, take_over = (model, optimizer, scheduler, extras), self._on_first.take_over
         self._newcomers = Newcomers(world, self._transaction, self._position, state, take_over)
@@ -139,6 +148,9 @@ class Step(BesideTraining):
         world.hooks.watch(model, self._gradients)
         ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
+
+    def save_states(self, error: StateDivergedError) -> None:
+        """Replicas hold different states, and the run is about to end. `recover.Step` saves one of each."""
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
@@ -197,9 +209,9 @@ class Step(BesideTraining):
         self._transaction.stop_requested = True
 
     def compare_optimizers(self) -> None:
-        """Let the next vote compare the state of the optimizers, too, and not the parameters alone: a checkpoint has
+        """Let the next vote compare all state (optimizer, scheduler and extra as well as parameters): a checkpoint has
         just been made of it. To be called by all replicas after the same step."""
-        self._compares_optimizers = True
+        self._compares_all = self._transaction.seniority.compares = True
 
     def confirm(self) -> tuple[tuple[int, ...], float]:
         """After the last step: all replicas hold the same parameters and the same optimizer state, or those that
@@ -212,7 +224,12 @@ class Step(BesideTraining):
         number = self.index + 1
         replica_of(self._model).rest()
         ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
-        lost = self._transaction.confirm(number, self._fingerprint(number))
+        try:
+            lost = self._transaction.confirm(number, self._compared.fingerprint(number, full=True))
+        except StateDivergedError as error:
+            self.save_states(error)
+            raise
+        self._transaction.seniority.found_equal(number)
         ending.in_step(False)
         return lost
 
@@ -290,6 +307,10 @@ class Step(BesideTraining):
                     f"step {number} was left before it was complete: nothing was committed", stacklevel=4
                 )
                 raise
+            except StateDivergedError as error:
+                self._leave()
+                self.save_states(error)
+                raise
             except BaseException:
                 self._leave()
                 raise
@@ -301,13 +322,13 @@ class Step(BesideTraining):
         """The step begins; before that, whoever has asked to join is taken in."""
         transaction = self._transaction
         if transaction.asked and self._world.steps_made == 1:
-            transaction.begin(number, self._fingerprint(number))
+            transaction.begin(number, self._compared.fingerprint(number, self._compares_all))
             arrived = self._newcomers.take_in()
         self._world.hooks.came = {replica for incident in arrived for replica in incident.joined_replicas}
         if self._world.hooks.came:
             self._samples.seat(self._world.replicas)
-            self._compares_optimizers = True  # the first vote of a newcomer shows all that it was given
-        transaction.begin(number, self._fingerprint(number))
+            self._compares_all = True  # the first vote of a newcomer shows all that it was given
+        transaction.begin(number, self._compared.fingerprint(number, self._compares_all))
         transaction.incidents += arrived
 
     def _rehearse(
@@ -372,14 +393,6 @@ class Step(BesideTraining):
                 # for all, and the census shows who differs.
                 self._world.cross.break_off()
 
-    def _fingerprint(self, number: int) -> Later[int]:
-        """Buffers are looked at now, for forward may change them; parameters when it is asked for: at the vote."""
-        exponents = self._gradients.sum.exponents
-        whole = StateHash(number, self._belonging.trained + (exponents.digest() if exponents else b""))
-        whole.add(self._moving.tensors())
-        optimizer = optimizer_tensors(self._optimizer) if self._compares_optimizers else []
-        return whole.value(lambda: [*self._belonging.parameters(), *optimizer])
-
     def _commit(self, number: int) -> None:
         transaction = self._transaction
         self.result = result_of(transaction, self._position.stragglers, number)
@@ -398,7 +411,8 @@ class Step(BesideTraining):
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
         self._position.index = number
-        self._compares_optimizers = False
+        self._compares_all = False
+        transaction.seniority.found_equal(number)
         self._handed_out.committed()
         self._on_first.committed(transaction.all_quiet)
         self._world.board.accomplish(self._world.rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_, or_
@@ -18,11 +18,13 @@ import numpy as np
 
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
-from recover.step.drift import drifted
+from recover.step.difference import UNKNOWN, Digest, Inquiry
+from recover.step.drift import Verdict, judge, named
 from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident, met
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
+from recover.step.seniority import Seniority
 from recover.step.totals import Totals
 from recover.sums import ledger
 from recover.sums.exponents import code_of
@@ -67,6 +69,11 @@ class Transaction:
         self.asked = False  # all who have committed the last step saw the same replica ask
         self.arrival: Arrival | None = None  # of a rank that joins, until it holds the state of the others
         self.newcomers: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas came, and which
+        self.seniority = Seniority()
+        self.entries: Callable[[], Sequence[Digest]] = (
+            tuple  # of this rank's state, once a vote has found others
+        )
+        self._inquiry = Inquiry(lambda: self.entries())
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
         self.totals = Totals(global_batch, replicas, moving.size)
         self.maxima = Maxima(gradients.sum.exponents)
@@ -348,20 +355,26 @@ class Transaction:
 
     def repair(
         self, begin: Callable[[bytes], Census] | None = None
-    ) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
-        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted.
+    ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
+        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, and why replicas had to go.
 
         `begin`: how the first repair is entered, with this rank's record, if not like any other.
         """
+        self._inquiry.forget()
         census = (begin or self.world.repair)(self._record())
-        lost, evicted = census.lost, frozenset[int]()
-        while strayed := self._ended(census) or self._drifted(self._read(census)):
+        lost, evicted = census.lost, dict[int, str]()
+        while strayed := self._ended(census) or self._drifted(census):
             self._tainted = True
-            evicted |= strayed
-            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
-            census = self.world.repair(self._record(), evict=ranks)
+            if not all(strayed.values()):  # nobody goes before all know why
+                census = self.world.repair(self._record())
+            else:
+                self._inquiry.forget()
+                evicted |= strayed
+                ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
+                census = self.world.repair(self._record(), evict=ranks, reasons=strayed)
             lost += census.lost
-        return census, lost, tuple(sorted(evicted))
+        self._inquiry.forget()
+        return census, lost, evicted
 
     def _is_reduced(self) -> bool:
         sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
@@ -379,7 +392,10 @@ class Transaction:
             stop=self.stop_requested,
             asked=self._asking,
             fingerprint=now(self.fingerprint),
+            since=self.seniority.since,
+            counts=self.seniority.counts(self.index),
             holding=self.share.holding(finished),
+            answer=self._inquiry.answer(),
         )
         return record.to_bytes()
 
@@ -393,22 +409,48 @@ class Transaction:
             raise AssertionError(f"survivors are in different steps: {sorted(steps)}")
         return records
 
-    def _ended(self, census: Census) -> frozenset[int]:
+    def _ended(self, census: Census) -> dict[int, str]:
         """The replicas that are left behind where the scripts of some have ended."""
-        return frozenset(self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks)))
+        behind = self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks))
+        return dict.fromkeys(behind, "its script and those of the others have ended after different steps")
 
-    def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
-        since, newcomers = self.newcomers
-        try:
-            return drifted(self.world.grid, self.index, records, newcomers if since == self.index else ())
-        except StateDivergedError as error:
-            self._all_end(error)
+    def _drifted(self, census: Census) -> dict[int, str]:
+        """The replicas whose state is wrong, and why; without reasons while the members still look for them."""
+        records = self._read(census)
+        verdict = judge(self.world.grid, records)
+        answers = {
+            replica: (records[here].answer, records[there].answer)
+            for replica, (here, there) in verdict.compared.items()
+        }
+        if answers and self._inquiry.goes_on(answers):
+            return dict.fromkeys(answers, "")
+        if verdict.states:
+            self._all_end(self._diverged(verdict))
+        reasons = {replica: found.reason() for replica, found in self._inquiry.found.items()}
+        several = self.world.grid.replica_size > 1
+        return {
+            replica: reasons.get(replica, UNKNOWN) + f" (on rank {here})" * several
+            for replica, (here, _) in sorted(verdict.compared.items())
+        }
+
+    def _diverged(self, verdict: Verdict) -> StateDivergedError:
+        first, *others = map(named, verdict.states)
+        told = [
+            self._inquiry.found[replicas[0]].between(there, first)
+            for replicas, there in zip(verdict.states[1:], others, strict=True)
+            if replicas[0] in self._inquiry.found
+        ]
+        apart = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+        return StateDivergedError(
+            f"before step {self.index} {' and '.join([first, *others])} hold different states{apart}; {verdict.why}",
+            verdict.states,
+        )
 
     def _note(
         self,
         census: Census,
         lost: tuple[int, ...],
-        evicted: tuple[int, ...],
+        evicted: Mapping[int, str],
         noticed: float,
         detect_ms: float,
         complete: bool,

@@ -115,10 +115,6 @@ class Exponents:
             "are no reruns"
         )
 
-    def digest(self) -> bytes:
-        """For the comparison of replicas: the next exponents follow from this."""
-        return repr([*self._window]).encode()
-
     def state_dict(self) -> dict[str, Any]:
         return {"maxima": [list(maxima) for maxima in self._window]}
 

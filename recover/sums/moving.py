@@ -105,6 +105,10 @@ class MovingBuffers:
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
 
+    def at_start(self) -> list[tuple[str, torch.Tensor]]:
+        """The running buffers by name, as they were when the step began: forward may have changed them since."""
+        return list(zip(self._moving, self._start if self._moved else self.tensors(), strict=True))
+
     def begin(self) -> None:
         """A step begins."""
         if self._moved:  # a step was left early

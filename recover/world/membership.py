@@ -33,6 +33,7 @@ CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are 
 FAILURES = 3  # of one member, over the same members: then the others go on without it
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between such rounds
 FRUITLESS = 8  # rounds over the same members, whatever they failed by
+UNSEEN = "the others have counted it as dead"  # a lease that ran out, a connection that was lost
 FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
 
 
@@ -57,12 +58,13 @@ C = TypeVar("C", bound=Carrier)
 class ExcludedError(Exception):
     """The survivors have agreed to go on without this rank, which must not act any more."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool, trouble: str = "") -> None:
+    def __init__(
+        self, rank: int, members: tuple[int, ...], orphan: bool, reason: str, whole: str = ""
+    ) -> None:
+        """`whole`: the replica that the rank belongs to, with its other ranks."""
         self.orphan = orphan
-        why = "lost a mate of its replica" if orphan else "was excluded by the others"
-        if trouble and not orphan:
-            why += f", {UNFIT} {FAILURES} rounds of a repair ({trouble})"
-        super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
+        why = "lost a mate of its replica" if orphan else f"was evicted: {reason}"
+        super().__init__(f"rank {rank}{'' if orphan else whole} {why}; the members are now {list(members)}")
 
 
 class NoCarrierError(WorldLostError, RuntimeError):
@@ -91,7 +93,7 @@ class Membership(Generic[C]):
         self._carriers = carriers
         self._probe = probe
         self._report = report
-        self._trouble = ""  # what this rank's carriers failed by, in the repair under way
+        self._reason = ""  # why the others would go on without this rank, in the repair under way
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
         """The AND of the members' words, or None if somebody has died: then everyone must call `repair`.
@@ -112,18 +114,23 @@ class Membership(Generic[C]):
             return None
         return agreed >> TAG_BITS
 
-    def repair(self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
+    def repair(
+        self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False, reason: str = ""
+    ) -> Census:
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
 
         Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
         live; they, those who lost a mate, and those whose carriers fail again and again, get `ExcludedError`.
-        `admit`: whoever all members see asking is admitted, too. One that has been enters here, too.
+        `admit`: whoever all members see asking is admitted, too. One that has been enters here, too. `reason`: why this
+        rank is in `evict`.
         """
         started, rounds = self.fabric.now(), 0
         last, mine, fruitless = tuple[int, ...](), Row(b"", record), 0
         while True:
             rounds += 1
-            self._trouble = mine.trouble if mine.own + mine.built + mine.waited >= FAILURES else ""
+            if mine.own + mine.built + mine.waited >= FAILURES:
+                reason = f"{UNFIT} {FAILURES} rounds of a repair ({mine.trouble})"
+            self._reason = reason
             self._probe("repair", "members")
             participants = self.fabric.participants
             members = self._agree_on_members(evict, admit)
@@ -196,7 +203,13 @@ class Membership(Generic[C]):
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
-            raise ExcludedError(self.fabric.rank, members, self.fabric.rank in alive, self._trouble)
+            mates = self.grid.mates(self.fabric.rank)
+            whole = (
+                f", of replica {self.grid.replica(self.fabric.rank)} with rank{'s' if len(mates) > 1 else ''} "
+                f"{', '.join(map(str, sorted(mates)))},"
+            )
+            orphan, reason = self.fabric.rank in alive, self._reason or UNSEEN
+            raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if mates else "")
         return members
 
     def _sick(self, rows: Mapping[int, Row]) -> frozenset[int]:

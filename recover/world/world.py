@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from recover.carriers.base import DataCarrier
 from recover.carriers.worker import Work
@@ -56,6 +57,7 @@ class World:
             job.joining,
         )
         self._cross: CrossGroup | None = None
+        self.evicted: dict[int, str] = {}  # replicas that the others went on without, and why
         self.arrivals: tuple[int, ...] = ()  # replicas that were let in, and do not hold the state yet
         self.steps_made = (
             0  # every `recover.Step` of the script: only the state of a single one can be passed on
@@ -151,12 +153,22 @@ class World:
             self._own.die(End.UNNEEDED, str(error))
         return self.repair(record)
 
-    def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
+    def repair(
+        self,
+        record: bytes = b"",
+        evict: frozenset[int] = frozenset(),
+        admit: bool = False,
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> Census:
         """Agree on who is left and exchange one record each; afterwards `cross` is a new group.
 
         A rank that the others go on without (it lost a mate of its replica, or is in `evict`) does not return from
         this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
+        `reasons`: why replicas in `evict` are evicted, for the logs of all.
         """
+        self.evicted |= reasons
+        for replica, why in reasons.items():
+            self._own.log(f"{self._in_full(replica)} is evicted: {why}")
         before = [self._cross]
         if self._cross is not None:
             self._cross.break_off()
@@ -164,7 +176,7 @@ class World:
             self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
             try:
-                census = self._membership.repair(record, evict, admit)
+                census = self._membership.repair(record, evict, admit, reasons.get(self.replica, ""))
             except ExcludedError as excluded:
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
@@ -175,6 +187,12 @@ class World:
         self.last_census = census
         self.noticed_at = None
         return census
+
+    def _in_full(self, replica: int) -> str:
+        """A replica of several ranks, with its ranks; of one rank, this rank."""
+        size = self.grid.replica_size
+        first, last = replica * size, replica * size + size - 1
+        return f"rank {first}" if size == 1 else f"replica {replica} (ranks {first}-{last})"
 
     def let_go(self, why: str) -> None:
         """Nobody waits for data of others any more: this rank comes to its next agreement. From any thread."""
@@ -266,7 +284,8 @@ class World:
             census = self.repair()
             inside = sorted(rank for rank, record in census.records.items() if record)
             if inside and self.rank not in (behind := left_behind(census.records, self.grid.ranks)):
-                self.repair(evict=behind)
+                why = "its script and those of the others have ended after different steps"
+                self.repair(evict=behind, reasons=dict.fromkeys(self.grid.replicas_of(behind), why))
             elif inside:
                 raise RuntimeError(
                     f"the script has ended on rank {self.rank} after step {self._stepped}, and rank(s) "

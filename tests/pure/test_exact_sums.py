@@ -160,7 +160,7 @@ def test_exponents_follow_from_the_largest_maximum_of_the_last_steps(steps: list
             window = [maxima[kind] for maxima in steps[-WINDOW:]]
             expected = max(LOWEST, max(window) + HEADROOM) if window else START[kind]
             assert each.current[kind] == expected
-    assert resumed.digest() == exponents.digest()
+    assert resumed.state_dict() == exponents.state_dict()
 
 
 def test_exponents_start_anew_only_while_all_values_were_zero() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from recover.job.grid import Grid
-from recover.policy import Holding, PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
-from recover.step.drift import drifted
+from recover.policy import PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
+from recover.step.difference import UNKNOWN
 from recover.step.errors import StateDivergedError
 from recover.step.record import Record
 from recover.step.totals import SAMPLES
@@ -77,6 +77,7 @@ class World:
         self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
         self.others_maxima, self.others_exponents = [0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
+        self.reasons: list[dict[int, str]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
         self.notes = SimpleNamespace(read=lambda step: ())
@@ -92,8 +93,11 @@ class World:
     def agree(self, word: int) -> int | None:
         return self.agreed.pop(0) if self.agreed else word
 
-    def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
+    def repair(
+        self, record: bytes, evict: frozenset[int] = frozenset(), reasons: Mapping[int, str] | None = None
+    ) -> Census:
         self.evicted.append(evict)
+        self.reasons.append(dict(reasons or {}))
         mine, before = Record.from_bytes(record), self.members
         told = {rank: reply(mine) for rank, reply in self.replies.items() if rank in before}
         dead = {self.grid.replica(rank) for rank, theirs in told.items() if theirs is None}
@@ -190,28 +194,6 @@ def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
     assert transaction.asked is asked
 
 
-def test_a_newcomer_whose_state_is_not_what_it_was_given_goes_and_never_its_givers() -> None:
-    """As many as there are: they were given their state, and do not count."""
-    grid = Grid(2, 1)
-
-    def records(*prints: int) -> dict[int, Record]:
-        holding = Holding(0, Role.MAJOR, SlotSet(), True)
-        return {
-            rank: Record(5, False, True, True, False, 0, print_, holding)
-            for rank, print_ in enumerate(prints)
-        }
-
-    assert drifted(grid, 5, records(7, 8), newcomers=(1,)) == {1}
-    assert drifted(grid, 5, records(7, 8, 8, 8), newcomers=(1, 2, 3)) == {1, 2, 3}
-    assert drifted(grid, 5, records(7, 7, 8, 7), newcomers=(2, 3)) == {2}
-    assert drifted(grid, 5, records(7, 7, 8), newcomers=(0, 1, 2)) == {2}, "nobody else is left"
-    assert drifted(grid, 5, records(7, 9, 9), newcomers=(0,)) == {0}
-    with pytest.raises(StateDivergedError, match="replicas \\[0, 1\\] hold different parameters"):
-        drifted(grid, 5, records(7, 9, 9), newcomers=(2,))
-    with pytest.raises(StateDivergedError):
-        drifted(grid, 5, records(7, 8))
-
-
 def overflow(world: World, code: int = 60) -> Transaction:
     """A step in which another replica has a gradient that is too large."""
     world.others_maxima = [code, 0]
@@ -292,17 +274,22 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     transaction = begun(world)
     transaction.vote()
     assert not transaction.recover()
-    assert world.evicted == [frozenset(), frozenset({3, 4, 5})]
+    assert world.evicted == [frozenset(), frozenset(), frozenset({3, 4, 5})], "why is found out before"
+    assert world.reasons[-1] == {1: f"{UNKNOWN} (on rank {drifted})"}
     assert world.replicas == (0, 2)
     assert transaction.incidents[0].evicted == (1,)
+    assert transaction.incidents[0].reasons == {1: f"{UNKNOWN} (on rank {drifted})"}
 
 
-def test_drift_without_a_majority_names_the_shard() -> None:
+def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
     world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[COMPLETE])
     transaction = begun(world)
     transaction.vote()
-    with pytest.raises(StateDivergedError, match="shard 0"):
+    with pytest.raises(
+        StateDivergedError, match="before step 1 replica 0 and replica 1 hold different"
+    ) as told:
         transaction.recover()
+    assert told.value.states == ((0,), (1,))
 
 
 def test_a_replica_whose_script_has_ended_is_evicted() -> None:

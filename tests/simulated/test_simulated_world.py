@@ -178,7 +178,7 @@ def test_deaths_in_one_repair_cost_nobody_else_whatever_the_dead_have_said() -> 
 def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -> None:
     told = repaired(Simulation(Grid(3, 2), 1, sick={3: (1, 10**6, False)}))
     assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
-    assert "was excluded by the others, for it failed in 3 rounds of a repair" in told[3]
+    assert "rank 3, of replica 1 with rank 2, was evicted: it failed in 3 rounds of a repair" in told[3]
     assert "no carrier could be made: OSError: no socket is left" in told[3]
     assert "lost a mate of its replica" in told[2]
     told = repaired(Simulation(Grid(2), 1, sick={0: (1, 10**6, False)}))  # it says so itself: half may say so
