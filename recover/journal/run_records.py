@@ -19,6 +19,13 @@ from recover.records.lines import read_lines
 from recover.world.world import World
 
 
+class Verdict(Protocol):
+    """What became of it."""
+
+    @property
+    def skipped(self) -> bool: ...
+
+
 class CommittedStep(Protocol):
     """What a step tells of itself once it is committed."""
 
@@ -28,6 +35,9 @@ class CommittedStep(Protocol):
     all_samples: list[int]
     stragglers: dict[int, float]
     busy: dict[int, float]
+
+    @property
+    def result(self) -> Verdict: ...
 
     @property
     def index(self) -> int: ...
@@ -95,6 +105,8 @@ def step_line(
     }
     if stragglers:
         record["stragglers"] = stragglers
+    if step.result.skipped:
+        record["skipped"] = True
     return record
 
 

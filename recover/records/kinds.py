@@ -40,6 +40,7 @@ class StepRecord(TypedDict):
     gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
     mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted
     stragglers: NotRequired[dict[str, float]]
+    skipped: NotRequired[bool]  # True: the gradient was not finite, or all weights were 0
 
 
 class IncidentRecord(TypedDict):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -75,11 +76,20 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors of an optimizer's state, in the order of its parameters."""
+    """All tensors of an optimizer's state, nested ones included, in the order of its parameters."""
     states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
-    return [
-        value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)
-    ]
+    return [tensor for state in states for tensor in _tensors_in(state)]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for _, each in sorted(value.items(), key=lambda item: (str(item[0]), type(item[0]).__name__)):
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
 
 
 def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
