@@ -19,7 +19,7 @@ from recover.records.lines import read_lines
 from recover.world.world import World
 
 
-class Verdict(Protocol):
+class StepOutcome(Protocol):
     """What became of it."""
 
     @property
@@ -37,7 +37,7 @@ class CommittedStep(Protocol):
     busy: dict[int, float]
 
     @property
-    def result(self) -> Verdict: ...
+    def result(self) -> StepOutcome: ...
 
     @property
     def index(self) -> int: ...
