@@ -55,10 +55,9 @@ class Joinable:
     def saved(self, extra: Mapping[str, Any]) -> None:
         """recover.save was given these entries, on all replicas alike."""
         known = list(self._extra.values())
-        self._saved_alone = {
-            name for name, value in extra.items() if not any(value is each for each in known)
-        }
-        if self._saved_alone:
+        alone = {name for name, value in extra.items() if not any(value is each for each in known)}
+        self._saved_alone = self._saved_alone - self._extra.keys() | alone
+        if alone:
             self.report()
 
     def report(self) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lone_world import BATCH, World
+from lone_world import BATCH, World, torch_world_of_one
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -109,6 +111,39 @@ def test_handover_brings_the_generators_between_steps() -> None:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
+
+
+def test_handover_of_sharded_tensors_keeps_mesh_and_placement() -> None:
+    """Of the model, the moments and what the user has added."""
+
+    def build(steps: int) -> tuple[Any, ...]:
+        torch.manual_seed(steps)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("inside",)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer, None, {"copies": {"all": [p.detach().clone() for p in model.parameters()]}}
+
+    with torch_world_of_one():
+        there, here = build(2), build(0)
+        pass_on(Parcel(*there), Parcel(*here), {})
+        for mine, theirs in (
+            *zip(here[0].parameters(), there[0].parameters(), strict=True),
+            *zip(here[3]["copies"]["all"], there[3]["copies"]["all"], strict=True),
+            *(
+                (here[1].state[p]["exp_avg_sq"], there[1].state[q]["exp_avg_sq"])
+                for p, q in zip(here[0].parameters(), there[0].parameters(), strict=True)
+            ),
+        ):
+            assert (mine.placements, mine.shape, mine.stride()) == (
+                theirs.placements,
+                theirs.shape,
+                theirs.stride(),
+            )
+            assert mine.device_mesh.mesh_dim_names == ("inside",)
+            assert torch.equal(mine.to_local(), theirs.to_local())
 
 
 class Warmup:
