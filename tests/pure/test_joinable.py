@@ -299,6 +299,7 @@ def test_optimizer_state_of_lists_and_mixed_keys_is_saved_or_raises(tmp_path: Pa
         "m": torch.ones(2, 1),
         "0": "text",
         "list": [torch.arange(2).double(), (torch.eye(2), 3), {"deep": torch.zeros(0)}],
+        "digits": [torch.arange(2).double() / 3],
         "empty": {},
         "rows": np.arange(3),
     }
