@@ -19,6 +19,13 @@ from recover.records.lines import read_lines
 from recover.world.world import World
 
 
+class StepOutcome(Protocol):
+    """What became of it."""
+
+    @property
+    def skipped(self) -> bool: ...
+
+
 class CommittedStep(Protocol):
     """What a step tells of itself once it is committed."""
 
@@ -29,6 +36,9 @@ class CommittedStep(Protocol):
     stragglers: dict[int, float]
     reruns: int
     busy: dict[int, float]
+
+    @property
+    def result(self) -> StepOutcome: ...
 
     @property
     def index(self) -> int: ...
@@ -99,6 +109,8 @@ def step_line(
         record["stragglers"] = stragglers
     if step.reruns:
         record["reruns"] = step.reruns
+    if step.result.skipped:
+        record["skipped"] = True
     return record
 
 

@@ -41,6 +41,7 @@ class StepRecord(TypedDict):
     mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted
     stragglers: NotRequired[dict[str, float]]
     reruns: NotRequired[int]  # of the step, because a value was too large for its exponents
+    skipped: NotRequired[bool]  # True: the gradient was not finite, or all weights were 0
 
 
 class IncidentRecord(TypedDict):

@@ -42,8 +42,9 @@ class ComparedState:
         self._belonging, self._optimizer, self._moving = belonging, optimizer, moving
         self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
 
-    def fingerprint(self, number: int, full: bool) -> Later[int]:
-        """Before step `number`: of parameters, running buffers and the optimizer's settings; `full`: of all entries.
+    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> Later[int]:
+        """Before step `number`: of parameters, running buffers and the optimizer's settings; `full`: of all entries;
+        `more`: of these bytes, too.
 
         Buffers and extras are looked at now, since the step's microbatches may change them; parameters and the
         optimizer when the fingerprint is asked for, at the vote.
@@ -57,7 +58,7 @@ class ComparedState:
         ]
         values = [(entry.name, entry.value) for entry in (*around, *state)]
         # As one text: it is taken in every step.
-        whole = StateHash(number, self._belonging.trained, (repr(numbers), self._maxima(), values))
+        whole = StateHash(number, self._belonging.trained + more, (repr(numbers), self._maxima(), values))
         whole.add(self._moving.tensors())
         whole.add(_tensors(around))
         return whole.value(lambda: [*self._belonging.parameters(), *later, *_tensors(state)])

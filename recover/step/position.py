@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recover.handover.extra import refuse_other_extras
 from recover.loop.stragglers import Stragglers
 from recover.sums.exponents import Exponents
 from recover.sums.inside import replica_of
@@ -46,12 +47,7 @@ def check_arguments(
             raise ValueError(f"{name} is {value!r}; it must be a positive number, or None")
     if gradients is not None and reduction != "fast":
         raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
-    for name, value in (extra or {}).items():
-        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            raise TypeError(
-                f"extra[{name!r}] is a {type(value).__name__}, and a replica that joins could not be given it; give "
-                "objects with state_dict() and load_state_dict()"
-            )
+    refuse_other_extras(extra or {})
 
 
 def refuse_other_size(world: World, model: torch.nn.Module) -> None:
@@ -69,7 +65,7 @@ class Position:
         self, global_batch: int, samples: Any, stragglers: Stragglers, exponents: Exponents | None = None
     ) -> None:
         self.index = 0  # committed steps
-        self.skipped = 0  # those of them whose gradient was not finite: the optimizer was not called
+        self.skipped = 0  # those of them with a gradient that was not finite, or without any weight
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
 

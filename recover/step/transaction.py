@@ -112,7 +112,9 @@ class Transaction:
         self.totals.begin(len(self.gradients.parameters))
         self._tainted = self._overflowed = False
         self._squared_norm = 0.0
-        self.layout = self.policy.layout(self.world.replicas, self.global_batch)
+        resting = self._resting
+        busy = [replica for replica in self.world.replicas if replica not in resting]
+        self.layout = self.policy.layout(busy, self.global_batch).with_resting(resting)
         self.share = self.layout.share(self.world.replica)
         if brings_nothing:
             self.share = replace(self.share, run=SlotSet())
@@ -120,6 +122,17 @@ class Transaction:
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
         self._computed: list[tuple[float | Later[float], int]] = []
+
+    @property
+    def _resting(self) -> tuple[int, ...]:
+        """Replicas that have joined before this step and run none of its microbatches, as long as others do.
+
+        The user's code in front of the loop over microbatches has run on them at step 0, before they had the state of
+        the others: what it has drawn or computed for the loop is not what it is on the others.
+        """
+        since, newcomers = self.newcomers
+        resting = [replica for replica in self.world.replicas if since == self.index and replica in newcomers]
+        return tuple(resting) if len(resting) < len(self.world.replicas) else ()
 
     @property
     def contributed(self) -> list[int]:
@@ -288,7 +301,7 @@ class Transaction:
             return True
         started = time.perf_counter()
         decision = self.policy.respond(
-            FailureEvent([record.holding for record in records.values()], self.global_batch)
+            FailureEvent([r.holding for r in records.values()], self.global_batch, self._resting)
         )
         self.share, self._planned = decision.share(self.world.replica), decision.committed
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +12,6 @@ import torch
 from recover.carriers.worker import Work
 from recover.handover.parcel import OtherStateError, Parcel
 from recover.handover.stripes import PIECE, SMALL_PIECE, TURNS, Stripes
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
 
 
 class Holder:
@@ -58,7 +53,7 @@ def trained(seed: int, steps: int) -> tuple[Odd, torch.optim.Optimizer, Any]:
         scheduler.step()
     if steps:  # as optimizers that keep more digits than the parameter have it
         optimizer.state[model.short]["exp_avg"] = torch.full((3, 5), 1 / 3, dtype=torch.float32)
-        optimizer.state[model.short]["note"] = ["anything", Pair(torch.arange(3), 2)]
+        optimizer.state[model.short]["note"] = ["anything", (torch.arange(3), {0: torch.eye(2), "m": 2})]
     return model, optimizer, scheduler
 
 

@@ -407,3 +407,16 @@ def test_scripts_that_end_apart_leave_the_same_ones_behind_for_all(
 ) -> None:
     records = dict.fromkeys(ended, b"") | dict.fromkeys(inside, b"in a step")
     assert left_behind(records, 3) == set(behind)
+
+
+def test_a_replica_that_has_just_joined_runs_nothing_in_that_step() -> None:
+    """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
+    world = World(Grid(3, 1), {})
+    transaction = begun(world)
+    transaction.newcomers = 4, (0, 2)
+    for step, expected in ((4, {0: 0, 1: 3, 2: 0}), (5, {0: 1, 1: 1, 2: 1})):
+        transaction.begin(step, 77)
+        assert {share.replica: len(share.run) for share in transaction.layout.shares} == expected
+    world.members = (0, 2)
+    transaction.begin(4, 77)
+    assert {share.replica: len(share.run) for share in transaction.layout.shares} == {0: 2, 2: 1}
