@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -24,6 +25,7 @@ from recover.job.environment import leave_changes
 from recover.job.grid import Grid
 from recover.job.spec import EtcdAccess, JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
+from recover.liveness import elsewhere
 from recover.liveness.board import Board
 from recover.world import ending
 from recover.world.hooks import Hooks, NoHooks
@@ -116,7 +118,6 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.etcd.etcd_host import parts_of
     from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
-    from recover.launch.etcd_pulses import steps_told
 
     me = process.rank()
     assert me is not None
@@ -144,7 +145,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
     parts = _parts(job, grid, fabric, board, notes)
-    return World(job, grid, replace(parts, steps_told=lambda: steps_told(client)))
+    return World(job, grid, replace(parts, rows_told=partial(elsewhere.rows, Path(job.session))))
 
 
 def _give_up_with(lost: Path, client: EtcdClient) -> None:

@@ -30,6 +30,8 @@ ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
 SLOT, SLOTS, OFFSET = range(11, 14)
 # What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
 DOES, SINCE = range(14, 16)
+# The collective call that it is in (0: none), and the position of that in the order of calls.
+CALL, POSITION = range(16, 18)
 DOING = (
     *("starting", "warming up", "preparing", "computing", "reducing"),
     *("voting", "repairing", "updating", "between steps", "ending"),
@@ -38,7 +40,7 @@ STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATIN
 # By itself, so that it comes to an end of it without the others.
 AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
 ENDED = -1  # in the column of steps: the script has ended
-COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
+COLUMNS = 24  # three cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
 
 
@@ -188,6 +190,25 @@ class Board:
     def step(self, rank: int) -> int:
         """The step that a rank is inside of, 0, or ENDED."""
         return int(self._table[rank, STEP])
+
+    def announce(self, rank: int, call: int, position: int) -> None:
+        """This rank is in this collective call now, at this position in the order of calls; 0: in none."""
+        row = self._table[rank]
+        row[CALL] = 0  # a reader between the two writes must not see the call before at the new position
+        row[POSITION] = position
+        row[CALL] = call
+
+    def calls_beside(self, rank: int) -> dict[int, int]:
+        """The calls of the living ranks of this host that are at the position of `rank`, its own included; empty while
+        it is in none. A look in the middle of an announcement may show a call that was never made there."""
+        call, position = self._table[rank, [CALL, POSITION]].tolist()
+        if not call:
+            return {}
+        there = np.flatnonzero((self._table[:, POSITION] == position) & (self._table[:, CALL] != 0))
+        beside = {int(other): int(self._table[other, CALL]) for other in there}
+        if len(set(beside.values())) > 1:  # nearly never: the living need not be looked up
+            beside = {other: theirs for other, theirs in beside.items() if self.pid(other)}
+        return beside | {rank: call}
 
     def on_its_way(self, rank: int, agreement: int) -> bool:
         """Whether a rank of this host lives and has neither ended nor gone beyond this agreement."""

@@ -19,6 +19,7 @@ from recover.saving.packing import pack, unpack
 from recover.saving.saver import Saver
 from recover.saving.tensors import Part, Stored, Tensors
 from recover.step.state import StepState
+from recover.world.calls import Call
 from recover.world.despite import do_despite_losses
 from recover.world.writers import writing_replicas
 
@@ -62,7 +63,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
         if world.replica in writing_replicas(world):
             saver.finish()
 
-    do_despite_losses(world, act, lambda *_: None)
+    do_despite_losses(world, Call.SAVE, act, lambda *_: None)
 
 
 def resume(
@@ -78,6 +79,13 @@ def resume(
     """
     if step.world.outside:
         return None
+    with step.world.call(Call.RESUME):
+        return _resume(step, path, extra, rebatch)
+
+
+def _resume(
+    step: Step, path: str | Path, extra: Mapping[str, Any] | None, rebatch: bool
+) -> dict[str, Any] | None:
     if step.index:
         raise ValueError(f"step {step.index} is committed already; resume before the first one")
     found = checkpoint.latest(Path(path))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_HEAD = struct.Struct("<q?qqqq")
+_HEAD = struct.Struct("<q?qqqqq")
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,19 @@ class Row:
     trouble: str = ""  # what it failed by last
     epoch: int = 0  # before this repair; 0 of one that joins
     before: tuple[int, ...] = ()  # the members of that epoch, told by one of them: who joins cannot know
+    call: int = 0  # the collective call that it is in (`recover.world.calls`); 0: in none
 
     def to_bytes(self, rank: int) -> bytes:
-        head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch)
+        head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch, self.call)
         before = struct.pack(f"<{len(self.before)}q", *self.before)
         return pack([head, before, self.offer, self.record, self.trouble.encode()])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> tuple[int, Row]:
         head, before, offer, record, trouble = unpack(packed)
-        rank, can_build, own, built, waited, epoch = _HEAD.unpack(head)
+        rank, can_build, own, built, waited, epoch, call = _HEAD.unpack(head)
         members = struct.unpack(f"<{len(before) // 8}q", before)
-        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, members)
+        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, members, call)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Census:
     rounds: int
     seconds: float
     joined: tuple[int, ...] = ()  # the members that were none in the epoch before
+    calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
 
 
 def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:

@@ -6,7 +6,7 @@ the places where faults strike (`recover.world.hooks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -26,7 +26,9 @@ class Own(Protocol):
 
     def log(self, text: str) -> None: ...
 
-    def die(self, how: End | str, text: str) -> NoReturn: ...
+    def die(
+        self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
+    ) -> NoReturn: ...
 
     def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
 
@@ -57,7 +59,7 @@ class Parts:
     own: Own
     notes: Notes
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
-    # Where there are other hosts: the step that each rank of the job was inside of, 0, or ENDED, a moment ago.
-    steps_told: Callable[[], Mapping[int, int]] | None = None
+    # Where there are other hosts: the rows of their ranks, as on the board, a moment ago.
+    rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
     # Empties a list of what is no longer used. A group of gloo's takes its time to go.
     drop: Callable[[list[Any]], object] = list.clear

@@ -27,7 +27,8 @@ LOOK = 0.05  # seconds between looks at the others' signs of life
 class Watcher:
     """One per rank. `on_death` gets the set of all known deaths, each time that it has grown.
 
-    `waits` says whether this rank waits for others: only then may it find that one of them hangs.
+    `waits` says whether this rank waits for others: only then may it find that one of them hangs. `look_at_calls` is
+    called now and then: others may be in another collective call than this rank.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Watcher:
         hangs: HangWatchdog,
         on_death: Callable[[frozenset[int]], None],
         waits: Callable[[], bool],
+        look_at_calls: Callable[[float], object],
     ) -> None:
         self._fabric, self._board, self._own, self._notes = (
             parts.fabric,
@@ -44,7 +46,7 @@ class Watcher:
             parts.own,
             parts.notes,
         )
-        self._on_death, self._waits = on_death, waits
+        self._on_death, self._waits, self._look_at_calls = on_death, waits, look_at_calls
         self._mates = grid.mates(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
@@ -71,6 +73,7 @@ class Watcher:
         if now - self._looked > LOOK:
             self._looked = now
             self._look_for_hung_ranks(now)
+            self._look_at_calls(now)
         self._look_for_a_forgotten_agreement(now)
         if self._fabric.lock.acquire(blocking=False):
             try:
