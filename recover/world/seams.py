@@ -39,6 +39,16 @@ class Own(Protocol):
     def in_step(self, inside: bool) -> None: ...
 
 
+class Code(Protocol):
+    """The code of a job that replicas may join."""
+
+    def differs(self) -> str:
+        """For a rank that is about to ask: what differs from the code of the job, or ""."""
+
+    def publish(self, first: bool) -> None:
+        """By members: what was loaded since the last time. `first`: this rank tells the other hosts, too."""
+
+
 class Looks(Protocol):
     """A watcher, as far as whoever drives it must know."""
 
@@ -61,5 +71,6 @@ class Parts:
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
     # Where there are other hosts: the rows of their ranks, as on the board, a moment ago.
     rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
+    code: Code | None = None  # where replicas may join
     # Empties a list of what is no longer used. A group of gloo's takes its time to go.
     drop: Callable[[list[Any]], object] = list.clear

@@ -70,6 +70,7 @@ class World:
         self._stepped = 0  # the last step that this rank went through to its end
         self._waiting = 0  # how many calls deep this rank is in a wait for others
         self._has_agreed = self._in_step = False
+        self._code = parts.code
         self._call = 0  # the collective call that this rank is in, or that has failed and is to be repaired
         self._in_call = False
         self._last_position = 0
@@ -85,6 +86,8 @@ class World:
         else:
             # Start-up is the first pass of the repair loop.
             self.last_census = self.repair(os.urandom(16))
+        if self._code is not None and not job.joining:
+            self._code.publish(first=self.rank == self.members[0])
         # A word that members alone know, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)
@@ -174,6 +177,8 @@ class World:
         They admit whole replicas, in a repair of which this is the end; `record` is this rank's part of its census.
         """
         self.hooks.beside("ask")
+        if self._code is not None and (why := self._code.differs()):
+            self._own.die(End.REFUSED, why)
         try:
             self._fabric.ask()
         except NotAdmittedError as error:
@@ -233,6 +238,8 @@ class World:
         try:
             yield
             self._stepped = number
+            if self._code is not None:
+                self._code.publish(first=self.rank == self.members[0])
             self._own.in_step(False)
             if (
                 self.epoch == epoch
