@@ -43,6 +43,11 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     step.refuse_inside_step("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
+    with step.world.call(Call.SAVE):
+        _save(step, path, extra, keep)
+
+
+def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: int) -> None:
     found = checkpoint.latest(Path(path))
     if found is not None and found.step > step.index:
         raise ValueError(
