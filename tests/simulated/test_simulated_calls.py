@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,3 +117,24 @@ def test_slow_replicas_that_make_the_same_calls_are_never_accused() -> None:
     for seed in range(SEEDS):
         outcome = run(dict.fromkeys(range(RANKS), script), seed, {3: 60} if seed % 2 else None)
         assert set(outcome.values()) == {"done"}, (seed, outcome)
+
+
+def test_a_rank_with_other_code_is_refused_before_it_asks_to_join() -> None:
+    """The members never learn of it: no repair, no pause."""
+    grid = Grid(2)
+    simulation = Simulation(grid, 1, kept=True, joiners=1)
+
+    def program(fabric: SimulatedFabric) -> int:
+        differs = "train.py differs" if fabric.rank == 2 else ""
+        code = SimpleNamespace(differs=lambda: differs, publish=lambda first: None)
+        parts = replace(simulated_parts(simulation, fabric), code=code)
+        world = World(JobSpec(2, token="simulated", joining=fabric.rank == 2), grid, parts)
+        if world.outside:
+            world.join(b"")
+        for number in range(1, 6):
+            make_call(world, "step", number)
+            assert world.asking == ()
+        return world.epoch
+
+    assert simulation.run(program) == {0: 1, 1: 1}
+    assert simulation.dead == {2: "refused"}
