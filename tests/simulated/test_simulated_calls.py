@@ -51,6 +51,9 @@ def make_call(world: World, name: str, number: int) -> None:
         with world.step(number):
             while world.agree(world.cross.all_reduce(np.ones(1)).wait()) != 1:
                 world.repair(b"in a step")
+    elif name == "left":
+        with world.step(number):
+            world._fabric.pause(0.3)
     elif name == "agree":
         while world.agree(1) is None:
             world.repair(b"in no step")
@@ -116,6 +119,14 @@ def test_slow_replicas_that_make_the_same_calls_are_never_accused() -> None:
     script = ["resume", "step", "save", "agree", "step", "agree", "confirm", "step", "save"]
     for seed in range(SEEDS):
         outcome = run(dict.fromkeys(range(RANKS), script), seed, {3: 60} if seed % 2 else None)
+        assert set(outcome.values()) == {"done"}, (seed, outcome)
+
+
+def test_steps_that_are_left_early_are_calls_of_their_own() -> None:
+    """All leave the same step, one after the other: the first of them are in the next call by then."""
+    script = ["step", "left", "save", "left", "step"]
+    for seed in range(3 * SEEDS):
+        outcome = run(dict.fromkeys(range(RANKS), script), seed)
         assert set(outcome.values()) == {"done"}, (seed, outcome)
 
 
