@@ -18,7 +18,7 @@ from recover.records.lines import read
 from recover.report import reasons
 from recover.report.recorded_runs import read_runs
 
-PATIENCE = 120.0  # seconds; far above what anything here takes
+PATIENCE = 600.0  # seconds; far above what anything here takes
 
 SCRIPT = """
 import hashlib, os, sys, time
@@ -89,7 +89,7 @@ def details(job: Job) -> dict[int, tuple[str, str]]:
 
 def test_save_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) -> None:
     """On mpi it stood still without a word. Nobody is lost as dead, and the parameters are those of the last step."""
-    options = ("-n", "3", "--page", "off", "--carrier", "mpi")
+    options = ("-n", "3", "--page", "off", "--timeout", "600", "--carrier", "mpi")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
     code, said = finish(job)
     told = "recover.save must be called by all replicas; replicas 1, 2 did not (they are in step 3)"
@@ -102,7 +102,7 @@ def test_save_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) 
 
 def test_save_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
     """The ranks of its replica wait for it inside of torch, where nobody can raise anything."""
-    options = ("-n", "4", "--replica-size", "2", "--page", "off")
+    options = ("-n", "4", "--replica-size", "2", "--page", "off", "--timeout", "600")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
     code, said = finish(job)
     assert code == 1, said
@@ -117,7 +117,7 @@ def test_edited_code_keeps_replicas_out_and_stale_conditions_are_named(tmp_path:
     saves by a condition of its own: on etcd and gloo, where that was an abort."""
     module = tmp_path / "mine.py"
     module.write_text("def better(loss, best): return loss < best\n")
-    options = ("-n", "3", "--return", "--page", "off")
+    options = ("-n", "3", "--return", "--page", "off", "--timeout", "600")
     job = Job(tmp_path, SCRIPT + SAVED_IF_BEST, *options, args=(str(tmp_path / "saved"),))
 
     def replicas() -> list[int]:
