@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from recover.carriers.base import DataCarrier
 from recover.carriers.worker import Work
@@ -75,7 +76,8 @@ class World:
         self._in_call = False
         self._last_position = 0
         self._seen_calls: dict[int, int] = {}  # the others' at this position, when they last changed
-        self._seen_calls_at = self._called_at = 0.0
+        self._seen_calls_at = self._called_at = self._read_rows_at = 0.0
+        self._rows: Mapping[int, Sequence[int]] = {}  # of other hosts, as last read
         self._hangs = HangWatchdog(
             grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
         )
@@ -201,6 +203,8 @@ class World:
             try:
                 census = self._membership.repair(record, evict, admit, self._call)
             except ExcludedError as excluded:
+                if excluded.orphan and (told := self._told_by_the_lost()):
+                    self._die_of_a_call(told)
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
@@ -274,8 +278,7 @@ class World:
 
     def _refuse_different_calls(self, census: Census) -> None:
         """From the census, and from what the lost have left: so all members raise the same."""
-        notes = self.notes.read(LEFT) if census.lost else ()
-        told = next((note.why for note in notes if note.rank not in census.members), "")
+        told = self._told_by_the_lost() if census.lost else ""
         if conflict(census.calls.values()):
             told = explain(census.calls, self.grid)
         if not self._in_call:
@@ -284,6 +287,21 @@ class World:
             self.linger()
             self._own.in_step(True)  # all raise it: it is not the fault of this rank alone
             raise CollectiveCallError(told)
+
+    def _told_by_the_lost(self) -> str:
+        """Why a rank has ended that could not come to an agreement because of a call that not all made."""
+        return next((note.why for note in self.notes.read(LEFT)), "")
+
+    def _die_of_a_call(self, why: str) -> NoReturn:
+        """Where nothing can be raised, or nobody would hear of it."""
+        kind = CollectiveCallError.__name__
+        first, _, _ = why.partition("\n")
+        self._own.die(
+            End.RAISED,
+            f"{kind}: {why}",
+            f"{kind}: {first}",
+            {"kind": kind, "place": "", "ordinary": True},
+        )
 
     def _look_at_calls(self, now: float) -> None:
         """By the watcher. Another call at the position of this rank's is a mistake that all must learn of: whoever
@@ -308,17 +326,19 @@ class World:
         waits_elsewhere = self.board.entered(self.rank) <= agreements_at(self._last_position)
         if waits_elsewhere and now - self._seen_calls_at > CALL_PATIENCE:
             why = explain(calls, self.grid)
-            self.notes.leave(LEFT, (), why, self.rank)
-            kind = CollectiveCallError.__name__
-            self._own.die(End.RAISED, f"{kind}: {why}", more={"kind": kind, "place": "", "ordinary": True})
+            with suppress(Exception):  # a full disk must not keep it here
+                self.notes.leave(LEFT, (), why, self.rank)
+            self._die_of_a_call(why)
 
     def _calls_beside(self, now: float) -> dict[int, int]:
         """The calls at this rank's position, by rank: at once those of this host, later those of others."""
         beside = self.board.calls_beside(self.rank)
         if beside and self._rows_told is not None and now - self._called_at > CALLS_ELSEWHERE:
+            if now - self._read_rows_at > TOLD_AGAIN:
+                self._rows, self._read_rows_at = self._rows_told(), now
             here = self._last_position
-            rows = self._rows_told()
-            beside = {r: row[CALL] for r, row in rows.items() if row[CALL] and row[POSITION] == here} | beside
+            there = {r: row[CALL] for r, row in self._rows.items() if row[CALL] and row[POSITION] == here}
+            beside = there | beside
         return beside
 
     def _coming(self) -> set[int]:
