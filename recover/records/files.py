@@ -42,6 +42,10 @@ def is_passing(error: BaseException) -> bool:
     return number in PASSING
 
 
+class TornError(OSError):
+    """The end of a file may hold a part of what was to be added."""
+
+
 class Disk:
     """The operations themselves, which raise OSError. Tests put one in its place that fails."""
 
@@ -54,7 +58,10 @@ class Disk:
                 while data:
                     data = data[os.write(file, data) :]
             except OSError:
-                os.ftruncate(file, before)
+                try:
+                    os.ftruncate(file, before)
+                except OSError as error:
+                    raise TornError(error.errno, f"half a line may be left: {error.strerror}") from None
                 raise
         finally:
             os.close(file)
@@ -248,6 +255,8 @@ class Files:
                 self.disk.replace(path, self._whole[path])
                 del self._whole[path]
         except OSError as error:
+            if error.filename is None:  # a write knows a descriptor alone
+                error.filename = str(path)
             return error
         return None
 

@@ -14,12 +14,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from recover.records.files import FILES
+from recover.records.files import FILES, TornError
 from recover.records.kinds import Line
 
 R = TypeVar("R", bound=Mapping[str, Any])
 KEPT = 1024  # lines in memory that are written already: more than a writer that dies may have kept to itself
 MOST = 100_000  # lines in memory that the disk does not take; of more the oldest are lost
+BATCH = 64  # lines that are written at once: after a time without room there may be many
 _END = 1 << 16  # bytes: a few lines
 
 
@@ -87,15 +88,18 @@ class LineFile(Generic[R]):
             if self._written is None:
                 self._written = self._mend()
             missing = self.missing()
-            if missing:
-                text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in missing).encode()
-                self._written = None
+            for first in range(0, len(missing), BATCH):
+                batch = missing[first : first + BATCH]
+                text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in batch).encode()
                 FILES.disk.append(self._path, text)
-                self._written = self._key_of(missing[-1])
+                self._written = self._key_of(batch[-1])
             self._forget(len(self.kept) - KEPT)
+        except TornError:
+            self._written = None
+            raise
         finally:
             if (more := len(self.kept) - MOST) > 0:
-                self.lost += more
+                self.lost += max(0, len(self.missing()) - MOST)
                 self._forget(more)
 
     def missing(self) -> list[R]:

@@ -139,6 +139,7 @@ def die(
     The marker holds `detail`, one line for the launcher's verdict (the last one of `text` if not given), and `more`.
     """
     _take_last_word()
+    FILES.report = lambda text: None  # it would wait for a reader, or for a lock that another thread holds
     for step in (
         lambda: log(f"{how}: {text}"),
         lambda: record(how, text.strip().rpartition("\n")[2] if detail is None else detail, more=more),

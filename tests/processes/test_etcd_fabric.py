@@ -286,9 +286,7 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     lease._client = fabrics.etcd
     voters.join(30)
     assert results == [1] * 2
-    etcd_host.HostsSeen(fabrics.etcd)._declare(
-        "a", [0, 1], agent
-    )  # by one who has not heard that it is back
+    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)  # by one who has not heard that it is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     fabrics.etcd.txn([], [delete("seen/host/a")])
     etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
