@@ -28,6 +28,10 @@ from recover.records import job_log, lines
 from recover.records.files import Disk, Files, is_passing
 from recover.records.job_log import JobLog, job_lines
 from recover.records.lines import LineFile, read_lines
+from recover.saving import saver as saving
+from recover.saving.checkpoint import FACTS, CheckpointError
+from recover.saving.saver import Saver
+from recover.saving.tensors import Tensors, Written
 from recover.world import ending, notes
 from recover.world.notes import RunNotes
 
@@ -186,6 +190,61 @@ def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: Files, tmp_
         assert len(files.waiting) == 1
     assert files.append(path, b"last\n")
     assert path.read_text().splitlines() == [*(f"line {number}" for number in range(5)), "last"]
+
+
+def test_a_file_that_fails_does_not_keep_others_waiting(
+    files: Files, disk: FailingDisk, tmp_path: Path
+) -> None:
+    disk.fails = dict.fromkeys(["append", "replace"], errno.EACCES)
+    for name in ("a", "b"):
+        files.append(tmp_path / name / "log", b"x\n")
+        files.replace(tmp_path / name / "marker", b"y")
+    disk.fails.clear()
+    (tmp_path / "a").touch()  # where there should be a directory
+    assert not files.flush()
+    assert (tmp_path / "b" / "log").read_bytes() + (tmp_path / "b" / "marker").read_bytes() == b"x\ny"
+    assert {path.parent.name for path in files.waiting} == {"a"}
+
+
+def test_a_directory_that_was_moved_away_is_made_again(files: Files, tmp_path: Path) -> None:
+    write_marker(tmp_path, 0, {"end": "fenced", "detail": "x"})
+    (tmp_path / "ranks").rename(tmp_path / "elsewhere")
+    assert files.modified(tmp_path / "ranks") == 0
+    write_marker(tmp_path, 1, {"end": "fenced", "detail": "y"})
+    assert Verdict(tmp_path, [1]).lost == {1: "fenced: y"}
+    assert (tmp_path / "ranks" / "1.end").exists()
+
+
+def test_the_last_checkpoint_waits_for_room(
+    files: Files, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step follows that could be saved instead."""
+    monkeypatch.setattr(saving, "FILES", files)
+    saver, tries = Saver(tmp_path, 1, 1, 0), []
+
+    class Room(Tensors):
+        def __init__(self) -> None:
+            pass
+
+        def snapshot(self, *_: Any) -> Any:
+            return None
+
+        def write(self, *_: Any) -> Written:
+            tries.append(1)
+            if len(tries) % 4:
+                raise CheckpointError("SafetensorError: No space left on device (os error 28)")
+            (tmp_path / "checkpoints" / "draft-7").mkdir(parents=True, exist_ok=True)
+            return Written({}, [])
+
+    saver.save(7, Room(), {})
+    saver.finish()
+    assert len(tries) == 1, "one in the middle of a run waits for nobody"
+    assert "the checkpoint of step 7 could not be written" in told[-1]
+    tries.clear()
+    saver.save(7, Room(), {}, waits=True)
+    saver.finish()
+    assert len(tries) == 4
+    assert (tmp_path / "checkpoints" / "draft-7" / FACTS).exists()
 
 
 def test_the_oldest_of_too_many_lines_are_dropped_and_reported(
