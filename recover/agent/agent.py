@@ -297,7 +297,7 @@ class Agent:
                 ranks.wait()
             # Unless all end with this host, the others would wait for ranks that are gone, and that nobody has declared
             # dead. What etcd does not take now, they learn when the lease has run out.
-            known = clerk.order is not None or clerk.over
+            known = self._given_up or clerk.order is not None or clerk.over
             known = known or clerk.declare_all(broken or f"host {host} has ended", _ORDER)
             clerk.stop()
             if known and not self._given_up:

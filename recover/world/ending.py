@@ -224,6 +224,7 @@ def succeed() -> NoReturn:
     _take_last_word()
     if not record(End.DONE):
         FILES.settle()  # without its marker a rank that is through would count as killed
+    FILES.flush()  # its log
     _leave(0)
 
 
