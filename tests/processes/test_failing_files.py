@@ -70,13 +70,13 @@ def test_replica_is_lost_and_replaced_on_a_full_disk(tmp_path: Path) -> None:
     disk.mkdir()
     commands = f"""
         mount -t tmpfs -o size=2m tmpfs {disk} || exit 77
-        {sys.executable} -P -m recover.cli run -n 3 --return --timeout 60 --page off --run-dir {disk}/run {script}
+        {sys.executable} -P -m recover.cli run -n 3 --return --timeout 300 --page off --run-dir {disk}/run {script}
         code=$?
         cp -r {disk}/run {tmp_path}/kept
         exit $code
     """
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=150
+        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=600
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
         leave_out("mounts", f"no file system can be mounted (by root alone): {done.stderr}")
@@ -92,7 +92,7 @@ def test_end_of_a_run_waits_for_room_and_loses_no_step(tmp_path: Path) -> None:
     train = [sys.executable, "-P", "-m", "recover.cli", "train", *small_world(tmp_path / "world")]
     train += ["replicas=2", "accum=1", "steps=100000", "checkpoint.every=1000000", "pace=0.02"]
     program = [sys.executable, PROGRAMS / "full_disk.py", disk, kept, output, *train]
-    done = subprocess.run(["unshare", "-m", *program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(["unshare", "-m", *program], capture_output=True, text=True, timeout=900)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         leave_out("mounts", f"no file system can be mounted (by root alone): {done.stderr}")
     assert done.returncode == 0, done.stderr + output.read_text()
