@@ -38,6 +38,7 @@ from recover.job.grid import Grid
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.job.outlet import OUTLET, say
 from recover.job.spec import EtcdAccess, JobSpec
+from recover.job.supervised import Supervised
 from recover.launch import preflight
 from recover.launch.etcd_access import LOST, client_of, client_of_kind
 from recover.launch.etcd_notes import EtcdNotes
@@ -290,11 +291,12 @@ class Agent:
             broken = f"the agent of host {host} has failed ({type(error).__name__}: {error})"
             say(f"{broken}, and ends its ranks\n{traceback.format_exc().rstrip()}")
         finally:
-            if not self._given_up:  # else the others go on
-                self._witness.ending(failure or broken)
-            session.end()
-            if ranks is not None:
-                ranks.wait()
+            with Supervised("the agent").part("wait for the end of its ranks"):
+                if not self._given_up:  # else the others go on
+                    self._witness.ending(failure or broken)
+                session.end()
+                if ranks is not None:
+                    ranks.wait()
             # Unless all end with this host, the others would wait for ranks that are gone, and that nobody has declared
             # dead. What etcd does not take now, they learn when the lease has run out.
             known = self._given_up or clerk.order is not None or clerk.over

@@ -134,14 +134,20 @@ class Relay:
                 _close(key.fd, key.data[0])
 
     def drain(self, limit: float) -> None:
-        """Pass on what is left, until the pipes are closed or `limit` seconds are over."""
+        """Pass on what is left, until the pipes are closed or `limit` seconds are over. Never raises OSError."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            if not self.pump(0.05) and not self._pipes:
-                break
+            try:
+                if not self.pump(0.05) and not self._pipes:
+                    break
+            except OSError:
+                pass  # nobody reads what we say; the pipes are to be emptied all the same
         for key in list(self._selector.get_map().values()):
-            if key.data:
-                self._flush(key.data[0])
+            try:
+                if key.data:
+                    self._flush(key.data[0])
+            except OSError:
+                pass
 
     def end_line(self) -> None:
         """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""
