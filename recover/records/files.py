@@ -114,7 +114,7 @@ class Disk:
             return os.open(path, flags, 0o644)
 
 
-class Files:
+class RecordFiles:
     """Never raises OSError, except through `disk`. `report` is called once, with a sentence for people."""
 
     def __init__(self, disk: Disk | None = None, report: Callable[[str], object] | None = None) -> None:
@@ -277,6 +277,6 @@ def _print(text: str) -> None:
     print(f"recover: {text}", file=sys.stderr, flush=True)
 
 
-FILES = Files()
+FILES = RecordFiles()
 # A process that a rank forks does not speak for it, and must not find the lock taken.
 os.register_at_fork(after_in_child=FILES._begin)

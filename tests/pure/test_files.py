@@ -25,7 +25,7 @@ from recover.launch.verdict import Verdict, find_marker, write_marker
 from recover.liveness.signs import Sign
 from recover.records import files as files_module
 from recover.records import job_log, lines
-from recover.records.files import Disk, Files, is_passing
+from recover.records.files import Disk, RecordFiles, is_passing
 from recover.records.job_log import JobLog, job_lines
 from recover.records.lines import LineFile, read_lines
 from recover.saving import saver as saving
@@ -78,9 +78,9 @@ def told() -> list[str]:
 @pytest.fixture
 def files(
     disk: FailingDisk, told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Files]:
+) -> Iterator[RecordFiles]:
     """In place of the one of this process, for all who write records; and this process is rank 0 of a job."""
-    made = Files(disk, told.append)
+    made = RecordFiles(disk, told.append)
     monkeypatch.setattr(files_module, "AGAIN", 0.001)
     for module in (*USERS, __import__("recover.journal.run_records", fromlist=["FILES"])):
         monkeypatch.setattr(module, "FILES", made)
@@ -131,7 +131,7 @@ def a_world(rank: int, *members: int) -> Any:
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "all of them"])
 def test_no_operation_that_fails_raises_or_loses_a_record(
-    files: Files, disk: FailingDisk, told: list[str], tmp_path: Path, operation: str, number: int
+    files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, operation: str, number: int
 ) -> None:
     everything(tmp_path, 1)
     disk.fails = dict.fromkeys(OPERATIONS if operation == "all of them" else [operation], number)
@@ -154,7 +154,7 @@ def test_no_operation_that_fails_raises_or_loses_a_record(
 
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 def test_markers_that_wait_are_read_by_who_has_written_them(
-    files: Files, disk: FailingDisk, tmp_path: Path, number: int
+    files: RecordFiles, disk: FailingDisk, tmp_path: Path, number: int
 ) -> None:
     disk.fails = {"replace": number}
     write_marker(tmp_path, 1, {"end": "fenced", "detail": "stopped", "time": ""})
@@ -171,7 +171,7 @@ def test_markers_that_wait_are_read_by_who_has_written_them(
     assert json.loads((tmp_path / "ranks" / "0.end").read_text())["end"] == "done"
 
 
-def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: Files, tmp_path: Path) -> None:
+def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: RecordFiles, tmp_path: Path) -> None:
     path, kept = tmp_path / "lines", os.write
     taken = [10]
 
@@ -193,7 +193,7 @@ def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: Files, tmp_
 
 
 def test_a_file_that_fails_does_not_keep_others_waiting(
-    files: Files, disk: FailingDisk, tmp_path: Path
+    files: RecordFiles, disk: FailingDisk, tmp_path: Path
 ) -> None:
     disk.fails = dict.fromkeys(["append", "replace"], errno.EACCES)
     for name in ("a", "b"):
@@ -206,7 +206,7 @@ def test_a_file_that_fails_does_not_keep_others_waiting(
     assert {path.parent.name for path in files.waiting} == {"a"}
 
 
-def test_a_directory_that_was_moved_away_is_made_again(files: Files, tmp_path: Path) -> None:
+def test_a_directory_that_was_moved_away_is_made_again(files: RecordFiles, tmp_path: Path) -> None:
     write_marker(tmp_path, 0, {"end": "fenced", "detail": "x"})
     (tmp_path / "ranks").rename(tmp_path / "elsewhere")
     assert files.modified(tmp_path / "ranks") == 0
@@ -216,7 +216,7 @@ def test_a_directory_that_was_moved_away_is_made_again(files: Files, tmp_path: P
 
 
 def test_the_last_checkpoint_waits_for_room(
-    files: Files, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step follows that could be saved instead."""
     monkeypatch.setattr(saving, "FILES", files)
@@ -248,7 +248,7 @@ def test_the_last_checkpoint_waits_for_room(
 
 
 def test_the_oldest_of_too_many_lines_are_dropped_and_reported(
-    files: Files, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "MOST", 50)
     disk.fails = {"append": errno.ENOSPC}
@@ -261,7 +261,7 @@ def test_the_oldest_of_too_many_lines_are_dropped_and_reported(
 
 
 def test_the_end_waits_for_the_disk_and_then_reports_what_was_lost(
-    files: Files, disk: FailingDisk, told: list[str], tmp_path: Path
+    files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path
 ) -> None:
     disk.fails = {"append": errno.EIO, "replace": errno.EIO}
     waited: list[int] = []
@@ -303,7 +303,7 @@ def test_errors_that_may_pass_are_known_in_any_wording() -> None:
 
 
 def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
-    files: Files, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than any rank keeps of those that are written; a successor has them, too."""
     monkeypatch.setattr(lines, "KEPT", 70)
@@ -323,7 +323,7 @@ def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
 
 
 def test_what_was_lost_at_the_end_is_reported_in_lines(
-    files: Files, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, a_world(0))
     journal.commit(a_line(1), [])  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def test_what_was_lost_at_the_end_is_reported_in_lines(
 
 
 def test_written_lines_are_forgotten_and_others_are_not(
-    files: Files, disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecordFiles, disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "KEPT", 10)
     writer: LineFile[Any] = LineFile(tmp_path / "steps.jsonl", "step")
@@ -361,7 +361,7 @@ def test_written_lines_are_forgotten_and_others_are_not(
 
 
 def test_fencing_kills_though_the_marker_cannot_be_written(
-    files: Files, disk: FailingDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: RecordFiles, disk: FailingDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All wait for the rank that hangs: nothing comes before its end that a disk may hold up."""
     disk.fails = dict.fromkeys(OPERATIONS, errno.ENOSPC)
@@ -382,7 +382,7 @@ def test_fencing_kills_though_the_marker_cannot_be_written(
     assert "killed rank 1" in capsys.readouterr().err
 
 
-def test_a_forked_process_finds_no_lock_taken(files: Files, tmp_path: Path) -> None:
+def test_a_forked_process_finds_no_lock_taken(files: RecordFiles, tmp_path: Path) -> None:
     held, through = threading.Event(), threading.Event()
 
     def hold() -> None:
