@@ -199,7 +199,7 @@ def test_host_with_a_full_disk_goes_on_through_deaths_and_fences(hosts: Path) ->
         goes_on(job, 2)
         assert job.agents["h2"].poll() is None
         (hosts / "end").touch()
-        assert job.codes() == {"h1": 4, "h2": 4}, job.picture()  # as of any rank that raises
+        assert job.codes() == {"h1": 0, "h2": 0}, job.picture()  # it was inside of a step
         assert "fenced" in job.said("h2")
 
 
