@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ class LabJob:
         self.lab, self.place, self.words, self._shared = lab, place, list(words), shared
         self.agents: dict[str, subprocess.Popen[Any]] = {}
 
-    def start(self, *names: str, more: Iterable[str] = ()) -> None:
-        """The agents of these hosts, or of all."""
+    def start(
+        self, *names: str, more: Iterable[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """The agents of these hosts, or of all; `environment`: variables beside those of this process."""
         for host in [self.lab[name] for name in names] or list(self.lab):
             verb, *rest = self.words
             command = [
@@ -48,11 +50,9 @@ class LabJob:
                 str(self.run_dir(host.name)),
                 *more,
             ]
-            environment = os.environ | {"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)}
+            variables = os.environ | {"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)} | (environment or {})
             with open(self.place / f"{host.name}.out", "ab") as out:
-                self.agents[host.name] = host.start(
-                    [*command, *rest], stdout=out, stderr=out, env=environment
-                )
+                self.agents[host.name] = host.start([*command, *rest], stdout=out, stderr=out, env=variables)
 
     def run_dir(self, host: str) -> Path:
         return self.place / ("run" if self._shared else f"run-{host}")

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from recover.agent.agent_clerk import Clerk, Order
 from recover.agent.agent_pulse import Pulse, fence
 from recover.agent.agent_ranks import HostRanks
 from recover.agent.free_slots import HostSlots
+from recover.agent.guarded_client import GuardedClient
 from recover.agent.host_facts import facts_of, words_of
 from recover.agent.host_options import HostPart, access_to, one_host, read_options
 from recover.agent.meeting import HostPlan, Meeting
@@ -36,14 +38,16 @@ from recover.job.grid import Grid
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.job.outlet import OUTLET, say
 from recover.job.spec import EtcdAccess, JobSpec
+from recover.job.supervised import Supervised
 from recover.launch import preflight
-from recover.launch.etcd_access import LOST, client_of
+from recover.launch.etcd_access import LOST, client_of, client_of_kind
 from recover.launch.etcd_notes import EtcdNotes
 from recover.launch.launcher import DEFAULT_TIMEOUT, Beside, catching
 from recover.launch.preflight import Refusal
 from recover.launch.session import Session
 from recover.launch.witness import Witness
 from recover.liveness.board import Board
+from recover.records.files import FILES
 from recover.world.notes import RunNotes
 
 _ORDER = 3.0  # seconds that the others get to hear why this agent ends
@@ -101,6 +105,7 @@ def launch_host(
         preflight.check_module(str(script)) if module else preflight.check_script(script)
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address), lease=options.lease)
+        FILES.report = say
         directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
         facts = facts_of(
             part, spec, script, module, options.lease, words_of(args) if facts is None else facts
@@ -116,7 +121,11 @@ def launch_host(
             agent = Agent(part, spec, check, caught, witness)
             place = options.etcd_dir or session.directory / "etcd"
             with OwnEtcd(access, place, alone=part.most == 1) as etcd:
-                return agent.run(etcd, options, facts, [*named, *args], session, timeout)
+                code = agent.run(etcd, options, facts, [*named, *args], session, timeout)
+        if caught:
+            FILES.patience = 0.0
+        FILES.settle()
+        return code
     except Refusal as refusal:
         say(str(refusal))
         return 2
@@ -238,9 +247,11 @@ class Agent:
         assert spec.etcd is not None
         host, part = self._part.host, self._part
         mine = {} if meeting.late else {rank: plan.seats[rank].slot for rank in plan.ranks_of(host)}
-        impatient = _client(spec.etcd, _IMPATIENT)
+        access = replace(spec.etcd, patience=_IMPATIENT)
         ttl, grace = parts_of(options.lease)
-        lease = HostLease(impatient, host, tuple(mine), ttl, lost=self._lose)
+        lease = HostLease(client_of(access), host, tuple(mine), ttl, lost=self._lose, agent=meeting.me.id)
+        impatient = client_of_kind(GuardedClient, access)  # whatever else this agent writes
+        impatient.guards = lease.guards
         board = Board(session.directory / "board", spec.board_size)
         grid = Grid.of(spec.ranks, spec.replica_size)
         notes = EtcdNotes(impatient, -1, RunNotes(spec.run_dir, -1))  # it speaks for others only
@@ -256,18 +267,19 @@ class Agent:
             )
         if meeting.late:
             self._come_late(lease)
-        elif spec.records:  # of an earlier run
-            Path(str(spec.run_dir), "summary.json").unlink(missing_ok=True)
-        self._witness.watch(spec, board)
+        else:
+            lease.start()  # before any rank is there: what is started under no lease would be missed by nobody
+            if spec.records:  # of an earlier run
+                FILES.remove(Path(str(spec.run_dir), "summary.json"))
         kept = min(spec.replica_size, part.slots) if part.returns and options.ready else 0
-        ranks = HostRanks(
-            spec, mine, slots, part.slots, session, command, clerk.tell_end, kept, self._witness.held
-        )
-        clerk.start()
-        failure = ""
+        ranks: HostRanks | None = None
+        failure, broken = "", f"the agent of host {host} was ended"
         try:
-            if not meeting.late:
-                lease.start()
+            clerk.start()
+            self._witness.watch(spec, board)
+            ranks = HostRanks(
+                spec, mine, slots, part.slots, session, command, clerk.tell_end, kept, self._witness.held
+            )
             if longer := lease.granted - ttl:
                 seen = f"a lost host is seen after {options.lease + longer:g} s, not {options.lease:g}"
                 say(f"etcd grants no lease under {lease.granted} s here: {seen}")
@@ -278,16 +290,30 @@ class Agent:
             if failure or self._caught:
                 _wait(lambda: clerk.order is not None, _ORDER)
             ranks.dismiss(ranks.running, "the job has come to its end")
+            broken = ""
+        except Exception as error:
+            broken = f"the agent of host {host} has failed ({type(error).__name__}: {error})"
+            say(f"{broken}, and ends its ranks\n{traceback.format_exc().rstrip()}")
         finally:
-            if not self._given_up:  # else the others go on
-                self._witness.ending(failure)
-            session.end()
-            ranks.wait()
+            with Supervised("the agent").part("wait for the end of its ranks"):
+                if not self._given_up:  # else the others go on
+                    self._witness.ending(failure or broken)
+                session.end()
+                if ranks is not None:
+                    ranks.wait()
+            # Unless all end with this host, the others would wait for ranks that are gone, and that nobody has declared
+            # dead. What etcd does not take now, they learn when the lease has run out.
+            known = self._given_up or clerk.order is not None or clerk.over
+            known = known or clerk.declare_all(broken or f"host {host} has ended", _ORDER)
             clerk.stop()
-            if not self._given_up:
+            if known and not self._given_up:
                 _quietly(lease.leave)
+            else:
+                lease.abandon()
         if self._caught:
             return self._ended_by(Order(self._part.host, "", self._caught[0]))
+        if broken or ranks is None:
+            return 1
         if self._given_up:
             logs = ranks.run_dir / "ranks"
             say(f"the others have given up host {self._part.host}, and go on without it (logs in {logs})")
@@ -324,6 +350,8 @@ class Agent:
         ranks.end_those_not_ready(clerk.returns.asked, self._part.warm_up)
 
     def _must_end(self, clerk: Clerk, ranks: HostRanks, timeout: float, across: bool) -> bool:
+        if clerk.failed is not None:
+            raise clerk.failed
         self._look_for_newcomers(clerk, ranks)
         if self._caught or self._given_up or clerk.order is not None:
             return True
@@ -334,7 +362,10 @@ class Agent:
                 return False
             # For good: one that waits for data from a host that it is cut off from would do so for ever.
             self._lost_at = time.monotonic()
+        try:
             Path(str(self._spec.session), LOST).touch()
+        except OSError:
+            pass  # no memory: in the next look
         # They end by themselves; whoever computes comes to its vote first, and then saves what it has.
         patience = timeout if ranks.at_it() and not across else _LAST_WORDS
         return not ranks.running or time.monotonic() - self._lost_at > patience

@@ -22,7 +22,8 @@ from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, declare, rank_
 from recover.etcd.etcd_client import EtcdClient, EtcdError, UnansweredError, absent, get, get_all, put
 from recover.etcd.etcd_entry import end_job
 from recover.job.outlet import say
-from recover.launch.verdict import name_ranks
+from recover.job.supervised import Supervised, SupervisorError
+from recover.launch.verdict import as_marker, name_ranks
 from recover.world.ending import End
 
 LOOK = 0.25  # seconds between two looks
@@ -51,7 +52,7 @@ class Clerk:
         plan: HostPlan,
         caught: list[int],
         look_for_hung_ranks: Callable[[], object],
-        place: Callable[[Sequence[int]], object],
+        place: Callable[[Sequence[int]], bool],
         heard: Callable[[str, Sequence[int], str], object],
     ) -> None:
         self._client, self._meeting, self._plan, self._caught = client, meeting, plan, caught
@@ -68,6 +69,7 @@ class Clerk:
         self.refusal = ""  # what etcd says meanwhile, if anything
         self.ends: dict[int, str] = {}  # what the agents say
         self._finished = False
+        self.failed: SupervisorError | None = None  # why it has ended, where it had to
         self._outbox: dict[
             int, tuple[str | None, str]
         ] = {}  # by rank: its marker, and why it is dead, if it is
@@ -102,7 +104,8 @@ class Clerk:
         if mine := newcomer.on(self._meeting.me.host):
             with self._lock:
                 ranks = sorted(self._mine | mine.keys())
-            self._place(ranks)
+            if not self._place(ranks):
+                return  # this host was given up, and one of its name starts them
             with self._lock:
                 self._mine |= mine.keys()
         self.seats |= dict(zip(newcomer.ranks, newcomer.seats, strict=True))
@@ -113,14 +116,32 @@ class Clerk:
         self._ordered = self._ordered or order
         self._wake.set()
 
+    def declare_all(self, why: str, seconds: float) -> bool:
+        """All ranks that are left here were ended, and the others must know. Whether etcd has taken it in time."""
+        with self._lock:
+            self._outbox |= dict.fromkeys(self._mine, ("", why))
+            self._mine.clear()
+        deadline = time.monotonic() + seconds
+        while self._outbox and self._thread.is_alive() and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(LOOK / 10)
+        return not self._outbox
+
     def _run(self) -> None:
+        supervised = Supervised("the agent")
+        looks = {
+            "read what the others say": (self._read, True),
+            "look for ranks that hang": (self._look_for_hung_ranks, False),
+            "place replicas": (self._look_for_returns, False),
+        }
         while not self._stopped:
             self._wake.wait(self._pause())
             self._wake.clear()
             try:
-                for look in (self._read, self._look_for_hung_ranks, self._look_for_returns):
-                    self._write()  # the others wait to hear of a death: not for all that is looked at here
-                    look()
+                for what, (look, essential) in looks.items():
+                    # The others wait to hear of a death: not for all that is looked at here.
+                    self._try(supervised, "tell the others what has ended", self._write, True)
+                    self._try(supervised, what, look, essential)
                 self.silent_since, self.refusal = None, ""
             except EtcdError as error:
                 # A silence explains itself. What etcd says (an alarm, a missing permission) must be read by somebody.
@@ -132,6 +153,21 @@ class Clerk:
                 self.refusal = str(error) if says else ""
                 if self.silent_since is None:
                     self.silent_since = time.monotonic()
+            except SupervisorError as failed:
+                self.failed = failed
+                return
+
+    @staticmethod
+    def _try(supervised: Supervised, what: str, act: Callable[[], object], essential: bool) -> None:
+        """One look after the other: what goes wrong in one, a silent etcd aside, keeps nobody from the next."""
+        silent: EtcdError | None = None
+        with supervised.part(what, essential):
+            try:
+                act()
+            except EtcdError as error:
+                silent = error
+        if silent is not None:
+            raise silent
 
     def _write(self) -> None:
         if self._caught:
@@ -158,7 +194,8 @@ class Clerk:
         new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self.ends}
         self.ends = self.ends | new
         # Nobody is done before all have come to the end.
-        self._finished |= any(marker and json.loads(marker)["end"] == End.DONE for marker in new.values())
+        markers = map(as_marker, new.values())
+        self._finished |= any(marker is not None and marker["end"] == End.DONE for marker in markers)
         lost = {rank_of(found): found.value.decode() for found in dead}
         if decision:  # whose deaths all know of may be forgotten by now
             participants = Decision.of(decision[0]).participants

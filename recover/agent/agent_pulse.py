@@ -10,6 +10,7 @@ What it hears of the others, it leaves in its session for whoever looks on.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,10 +20,11 @@ from recover.etcd.etcd_client import EtcdClient
 from recover.job.grid import Grid
 from recover.job.outlet import say
 from recover.launch.etcd_pulses import pulses, tell_pulse
-from recover.launch.verdict import write_marker
+from recover.launch.verdict import marker_file
 from recover.liveness import elsewhere
 from recover.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, can_go_on, furthest, signs_of
 from recover.liveness.signs import Sign
+from recover.records.files import FILES
 from recover.world.ending import End
 from recover.world.notes import Notes, blamed
 from recover.world.watchdog import HangWatchdog, describe
@@ -83,12 +85,15 @@ class Pulse:
 
 
 def fence(pulse: Pulse, board: Board, run_dir: Path) -> None:
-    """Kill those of this host that hang. What they were computing is written down first: the repair that follows must
-    find it."""
+    """Kill those of this host that hang. What they were computing is written down first, in etcd: the repair that
+    follows must find it. Their markers are kept first, so that they are found when the ranks are gone, and go to the
+    disk, which may take its time, when all wait for nobody any more."""
     for rank, (why, sign) in pulse.look(time.monotonic()).items():
         where = describe(sign.step, sign.suspects)
-        say(f"killed rank {rank}{where}: {why}")
         if not sign.stopped and sign.suspects:  # no sample sends a signal
             pulse.notes.leave(sign.step, sign.suspects, why, rank)
-        write_marker(run_dir, rank, {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""})
+        marker = {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""}
+        FILES.keep(marker_file(run_dir, rank), json.dumps(marker).encode() + b"\n")
         board.kill(rank)
+        say(f"killed rank {rank}{where}: {why}")
+        FILES.flush()

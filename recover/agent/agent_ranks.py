@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,21 +9,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from recover.agent.free_slots import HostSlots
 from recover.agent.returns import Newcomer
 from recover.job import process
 from recover.job.outlet import say
 from recover.job.spec import VARIABLE, JobSpec
+from recover.job.supervised import Supervised
 from recover.launch import preflight, rank_outputs
 from recover.launch.job_code import HostCode
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
-from recover.launch.verdict import write_marker
+from recover.launch.verdict import as_marker, find_marker, marker_file, write_marker
 from recover.launch.watched_job import WatchedJob
 from recover.liveness.board import AT_WORK, Board
 from recover.ready.kept import ReadyProcesses, start
+from recover.records.files import FILES
 from recover.world.ending import End
 
 _TICK = 0.05  # seconds between looks at orders and signals, when nothing happens
@@ -77,12 +79,24 @@ class HostRanks(WatchedJob):
         spec = replace(self._spec, joining=True)
         if across:
             spec = replace(spec, across=(*spec.across, newcomer.ranks[0] // spec.replica_size))
-        job = spec.write(_told_in(newcomer.ranks[0]))
-        for rank, slot in newcomer.on(str(spec.host)).items():
-            self.outside.add(rank)
-            self._began[rank] = time.monotonic()
-            self._start(rank, slot, str(job))
-            self._say(f"rank {rank} is started on slot {slot}{_of(spec)}, to join")
+        mine = newcomer.on(str(spec.host))
+        try:
+            job = spec.write(_told_in(newcomer.ranks[0]))
+            for rank, slot in mine.items():
+                self.outside.add(rank)
+                self._began[rank] = time.monotonic()
+                self._start(rank, slot, str(job))
+                self._say(f"rank {rank} is started on slot {slot}{_of(spec)}, to join")
+        except Exception as error:  # no memory, no process, no descriptor: those who work here go on
+            for rank, slot in mine.items():
+                if rank in self.mine:  # what it says may not be read: it ends, and its mates with it
+                    self._processes[rank].kill()
+                    continue
+                self.outside.discard(rank)
+                self._began.pop(rank, None)
+                self._slots.give_back(slot, time.monotonic())
+                self._tell_end(rank, None, f"it could not be started: {type(error).__name__}: {error}")
+                self._say(f"rank {rank} could not be started on slot {slot}{_of(spec)}: {error}")
 
     def _start(self, rank: int, slot: int, job: str) -> None:
         """A rank ends with the thread that starts it, so this is done in one that stays."""
@@ -125,35 +139,50 @@ class HostRanks(WatchedJob):
                 self._began[rank] = float("inf")
 
     def watch(self, timeout: float, must_end: Callable[[], bool], ends: Callable[[], dict[int, str]]) -> str:
-        """Until the job has ended or must be ended: "", or the reason why it has failed. `ends`: of all hosts."""
+        """Until the job has ended or must be ended: "", or the reason why it has failed. `ends`: of all hosts.
+
+        Raises SupervisorError if it cannot look after its ranks any more.
+        """
+        supervised = Supervised("the agent")
         seen: object = None
         progress = look = time.monotonic()
-        while not must_end():
-            if self.relay.pump(_TICK):
-                progress = time.monotonic()
-            self.reap()
+        while True:
+            with supervised.part("see whether the job goes on", essential=True):
+                if must_end():
+                    return ""
+            with supervised.part("pass on what the ranks say"):
+                if self.relay.pump(_TICK):
+                    progress = time.monotonic()
+            with supervised.part("look after its ranks", essential=True):
+                self.reap()
             now = time.monotonic()
             if now < look:
                 continue
             slept, look = now - look > _ASLEEP, now + _LOOK
-            state = (self._board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns)
-            if self._spec.room:
-                self._look_at_code()
-            if any(map(self._board.votes, self.running)) and not self.outside:  # they need the cores first
-                self._ready.fill()
+            state = (self._board.accomplished(), FILES.modified(self.run_dir / "ranks"))
+            with supervised.part("compare the files of this host with the job's"):
+                if self._spec.room:
+                    self._look_at_code()
+            with supervised.part("keep processes ready"):
+                if (
+                    any(map(self._board.votes, self.running)) and not self.outside
+                ):  # they need the cores first
+                    self._ready.fill()
             if state != seen or not self.running or slept:
                 seen, progress = state, now
-            self.take_over(ends())
-            verdict = self.verdict()
-            self.show_crashes(verdict, self.mine - self.running)
-            here = range(self._board.size)
-            self.tell(verdict, [self._board.pid(rank) if rank in self.mine else 0 for rank in here])
-            if repeated := verdict.repeated(self.replica_size):
-                return repeated
+            with supervised.part("take over what other agents say"):
+                self.take_over(ends())
+            with supervised.part("tell of losses"):
+                verdict = self.verdict()
+                if repeated := verdict.repeated(self.replica_size):
+                    return repeated
+                self.show_crashes(verdict, self.mine - self.running)
+                here = range(self._board.size)
+                self.tell(verdict, [self._board.pid(rank) if rank in self.mine else 0 for rank in here])
             if timeout and now - progress > timeout:
-                self.show_stacks({rank: self._board.pid(rank) for rank in self.mine}, verdict)
+                with supervised.part("show what the ranks do"):
+                    self.show_stacks({rank: self._board.pid(rank) for rank in self.mine}, self.verdict())
                 return f"no progress for {timeout:g} s (--timeout)"
-        return ""
 
     def _look_at_code(self) -> None:
         """While the files of this host are not those of the job, no replica is started here: it would be refused."""
@@ -175,36 +204,17 @@ class HostRanks(WatchedJob):
     def take_over(self, ends: dict[int, str]) -> None:
         """What agents of other hosts tell of their ranks is kept here, too: the verdict is the same everywhere."""
         for rank, marker in ends.items():
-            path = self.run_dir / "ranks" / f"{rank}.end"
             self.ended.add(rank)
             self.everyone.add(rank)
-            if marker and rank not in self.known and not path.exists():
-                write_marker(self.run_dir, rank, json.loads(marker))
+            told = as_marker(marker)
+            if told and rank not in self.known and not FILES.read(marker_file(self.run_dir, rank)):
+                write_marker(self.run_dir, rank, told)
 
     def reap(self) -> None:
         for rank in sorted(self.running):
             code = self._processes[rank].poll()
-            if code is None:
-                continue
-            self.running.discard(rank)
-            marker, slot = self._marker(rank), self._seats[rank]
-            finished = bool(marker) and json.loads(marker)["end"] == End.DONE
-            if self._board.votes(rank):  # it was let in, and lost before anybody could look
-                self.admitted([rank])
-            if rank in self.outside:
-                if finished or not marker or json.loads(marker)["end"] != End.UNNEEDED:
-                    self._say(
-                        f"rank {rank}, which was to join, has ended before it did: {_how(marker, code)}"
-                    )
-                finished = False
-            else:
-                self.ended.add(rank)
-            if aside := self._slots.leave(slot, marker, code, time.monotonic()):
-                self._say(f"slot {slot}{_of(self._spec)} is not tried again: {aside}")
-            told = None if rank in self.outside else marker
-            self._tell_end(rank, told, "" if finished else _death(code))
-            if rank >= self.ranks:
-                self._forget(rank)
+            if code is not None:
+                self._has_ended(rank, code)
         while self._left and self._left[0][0] <= time.monotonic():
             _, rank = self._left.popleft()
             self._board.forget(rank)
@@ -213,6 +223,25 @@ class HostRanks(WatchedJob):
             first = rank - rank % self.replica_size
             if self.mine.isdisjoint(range(first, first + self.replica_size)):
                 (self._session / _told_in(first)).unlink(missing_ok=True)
+
+    def _has_ended(self, rank: int, code: int) -> None:
+        """The others wait to hear of it: nothing that may go wrong here comes before that."""
+        marker, slot = find_marker(self.run_dir, self._session, rank), self._seats[rank]
+        told = as_marker(marker)
+        finished = told is not None and told["end"] == End.DONE
+        if self._board.votes(rank):  # it was let in, and lost before anybody could look
+            self.admitted([rank])
+        joined = rank not in self.outside
+        self._tell_end(rank, marker if joined else None, "" if finished and joined else _death(code))
+        self.running.discard(rank)
+        if joined:
+            self.ended.add(rank)
+        elif finished or told is None or told["end"] != End.UNNEEDED:
+            self._say(f"rank {rank}, which was to join, has ended before it did: {_how(told, code)}")
+        if aside := self._slots.leave(slot, marker, code, time.monotonic()):
+            self._say(f"slot {slot}{_of(self._spec)} is not tried again: {aside}")
+        if rank >= self.ranks:
+            self._forget(rank)
 
     def _forget(self, rank: int) -> None:
         """Ids are not used again, and there may be many of them."""
@@ -225,12 +254,6 @@ class HostRanks(WatchedJob):
     def _say(self, text: str) -> None:
         self.relay.end_line()
         say(text)
-
-    def _marker(self, rank: int) -> str:
-        try:
-            return (self.run_dir / "ranks" / f"{rank}.end").read_text()
-        except FileNotFoundError:
-            return ""
 
 
 def _environment(spec: JobSpec, session: Session, here: int) -> dict[str, str]:
@@ -253,8 +276,7 @@ def _of(spec: JobSpec) -> str:
     return f" of {spec.host}" if spec.host else ""
 
 
-def _how(marker: str, code: int) -> str:
-    told = json.loads(marker) if marker else None
+def _how(told: Mapping[str, Any] | None, code: int) -> str:
     return f"{told['end']}: {told['detail']}" if told else _death(code)
 
 

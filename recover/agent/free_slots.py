@@ -18,6 +18,7 @@ from recover.world.ending import UNFIT, End
 INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
 SETTLE = 0.1  # seconds that any place rests: mates leave theirs a moment later, and are placed together again
 REFUSED = 600.0  # seconds that a place rests whose rank was refused for the code that it runs
+NOT_STARTED = 10.0  # seconds that a place rests at which the host could start no process
 STRIKES = 2  # after which a place is not tried again
 BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output error")  # in what it said
 
@@ -51,6 +52,10 @@ class HostSlots:
         for place in self._slots.values():
             if place.refused and place.rests_until is not None and not why:
                 place.rests_until = float("-inf")
+
+    def give_back(self, slot: int, now: float) -> None:
+        """Nothing was started there, and it is not the place's fault."""
+        self._slots[slot].rests_until = now + max(self._delay, NOT_STARTED)
 
     def leave(self, slot: int, marker: str, code: int, now: float) -> str:
         """Its process has ended. What is to be said about the place, if anything."""

@@ -149,7 +149,7 @@ class Meeting:
                 if not self.late or plan.hosts.get(self.me.host, {}).get("id") == self.me.id:
                     return self._mine(plan)
                 self._compare({host: there[host] for host in plan.present(there)})
-                self._come_late(plan, version)
+                self._come_late(plan, answer.found[1][0].value)
                 continue
             self.late = False
             self._compare(there)
@@ -208,10 +208,11 @@ class Meeting:
     def clean(self) -> None:
         """After leaving: if this was the last host, nothing of the run stays in etcd. Never raises."""
         try:
-            there, plan, _, version = self._look()
+            there, plan, answer, _ = self._look()
             if plan is None or plan.present(there):
                 return
-            if self._client.txn([version_is(PLAN, version)], [delete(PLAN)]).succeeded:
+            # By its value, which names the run: a version counts from 1 again in the plan of the next one.
+            if self._client.txn([value_is(PLAN, answer.found[1][0].value)], [delete(PLAN)]).succeeded:
                 self._client.delete_all(f"{plan.run}/")
         except EtcdError:
             pass  # whoever comes next under this name finds a plan without hosts
@@ -281,21 +282,35 @@ class Meeting:
         seats = place(slots, self._replica_size)
         return seats[: max(0, len(seats) - self._part.standby * self._replica_size)]
 
-    def _come_late(self, plan: HostPlan, version: int) -> None:
+    def _come_late(self, plan: HostPlan, value: bytes) -> None:
         """Into a job that is at work: its replicas are as they are, and new ones may be placed here."""
         me = {self.me.host: {"id": self.me.id, "address": self.me.address}}
-        self._client.txn(
-            [version_is(PLAN, version)], [put(PLAN, replace(plan, hosts=plan.hosts | me).to_bytes())]
-        )
+        guards = [value_is(PLAN, value), value_is(f"{MEET}{self.me.host}", self.me.to_bytes())]
+        self._client.txn(guards, [put(PLAN, replace(plan, hosts=plan.hosts | me).to_bytes())])
 
     def _keep(self) -> None:
         while not self._left.wait(KEEP):
             try:
                 if not self._client.keep_alive(self._lease):
-                    self._lease, _ = self._client.grant(LEASE)
-                    self._client.txn([], [put(f"{MEET}{self.me.host}", self.me.to_bytes(), self._lease)])
+                    self._come_again()
             except EtcdError:
                 pass  # once etcd is back
+            except Exception as error:  # without a sign of it the others would take this host for gone
+                say(
+                    f"the attendance of host {self.me.host} could not be kept: {type(error).__name__}: {error}"
+                )
+
+    def _come_again(self) -> None:
+        """Under a new lease, unless another agent is there under this name. Which of them is the host, their leases
+        tell: this one tries again, and goes when it was given up."""
+        lease, _ = self._client.grant(LEASE)
+        key, mine = f"{MEET}{self.me.host}", self.me.to_bytes()
+        write, look = put(key, mine, lease), get(key)
+        again = self._client.txn([value_is(key, mine)], [write, look], [look])
+        if not again.found[0]:
+            again = self._client.txn([absent(key)], [write, look], [look])
+        if any(found.value == mine for found in again.found[0]):
+            self._lease = lease
 
 
 def _host_of(found: KeyValue) -> str:

@@ -37,7 +37,7 @@ from recover.etcd.etcd_client import (
     version_is,
 )
 from recover.etcd.etcd_entry import NoRoomError, NotPlacedError, place_replica
-from recover.etcd.etcd_host import HOST
+from recover.etcd.etcd_host import HOST, PLACED
 from recover.fabrics.base import NotAdmittedError
 from recover.job.outlet import say
 
@@ -104,7 +104,7 @@ class Returns:
                     self._slots.take(slot, time.monotonic())
                 self.known[first] = newcomer
         self._forget([first for first, claim in zip(firsts, answer.found[4:], strict=True) if not claim])
-        self._miss(there)
+        self._miss(there, answer.revision)
         if self.ended:
             return False
         return self._publish(free) or self._place(
@@ -162,13 +162,17 @@ class Returns:
         """The others have forgotten them, so nobody will join under these ids any more."""
         for first in firsts:
             self.asked -= set(self.known.pop(first).ranks)
-            self._client.txn([], [delete(key_of(ANEW, first)), delete_all(f"replica/{first // self._size}/")])
+            # Ids are never used twice, so whoever does it again, and late, does no harm.
+            writes = [delete(key_of(ANEW, first)), delete_all(f"replica/{first // self._size}/")]
+            self._client.txn([absent(key_of(CLAIM, first))], writes)
 
-    def _miss(self, there: set[str]) -> None:
+    def _miss(self, there: set[str], revision: int) -> None:
         """One that was to be started on a host that has gone will never come; its mates need not wait for it."""
         hosts = {seat.host for newcomer in self.known.values() for seat in newcomer.seats}
         now = time.monotonic()
         self._missed = {host: self._missed.get(host, now) for host in hosts - there}
         for host in (host for host, since in self._missed.items() if now - since > self._patience):
             for rank in (rank for newcomer in self.known.values() for rank in newcomer.on(host)):
-                declare(self._client, rank, f"host {host} has gone", absent(f"{HOST}{host}"))
+                # Not if one of its name has come since, which may be without a lease for a moment, too.
+                guards = absent(f"{HOST}{host}"), unchanged_since(f"{PLACED}{host}", revision)
+                declare(self._client, rank, f"host {host} has gone", *guards)

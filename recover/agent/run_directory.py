@@ -17,6 +17,7 @@ from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.placement import Seat
 from recover.etcd.etcd_client import EtcdClient
 from recover.launch.preflight import Refusal, make_run_dir, remove_markers
+from recover.records.files import FILES
 from recover.records.job_log import PLACEMENT
 
 SEES = "sees/"
@@ -29,11 +30,16 @@ class SeenDirectories:
         self._mine = self._file(meeting.me.id)
 
     def __enter__(self) -> SeenDirectories:
-        self._mine.touch()
+        try:
+            self._mine.touch()
+        except OSError as error:
+            raise Refusal(
+                f"run directory {self._run_dir} cannot be written ({error}); make room, or give another --run-dir"
+            ) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._mine.unlink(missing_ok=True)
+        FILES.remove(self._mine)
 
     def compare(
         self, client: EtcdClient, plan: HostPlan, stopped: Callable[[], object]
@@ -107,10 +113,17 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _job_of(run_dir: Path) -> str | None:
+    known = _placement(run_dir)
+    return str(known["job"]) if known else None
+
+
+def _placement(run_dir: Path) -> dict[str, Any] | None:
+    """The one that is there; None if there is none, or it is not one."""
     try:
-        return str(json.loads((run_dir / PLACEMENT).read_text())["job"])
-    except (OSError, ValueError, KeyError):
+        known = json.loads(FILES.read(run_dir / PLACEMENT) or b"null")
+    except ValueError:
         return None
+    return known if isinstance(known, dict) and {"job", "hosts", "ranks"} <= known.keys() else None
 
 
 def keep_placement(
@@ -122,11 +135,8 @@ def keep_placement(
         "hosts": {host: facts["address"] for host, facts in hosts.items()},
         "ranks": {str(rank): {"host": seat.host, "slot": seat.slot} for rank, seat in sorted(seats.items())},
     }
-    if (
-        later and _job_of(run_dir) == job
-    ):  # those who came and went before this host did are known from the file alone
-        known = json.loads((run_dir / PLACEMENT).read_text())
+    known = _placement(run_dir) if later else None
+    if known is not None and known["job"] == job:
+        # Those who came and went before this host did are known from the file alone.
         facts = {"job": job, **{name: known[name] | facts[name] for name in ("hosts", "ranks")}}
-    draft = run_dir / f".{PLACEMENT}.{time.monotonic_ns()}"
-    draft.write_text(json.dumps(facts, indent=2) + "\n")
-    draft.replace(run_dir / PLACEMENT)
+    FILES.replace(run_dir / PLACEMENT, (json.dumps(facts, indent=2) + "\n").encode())

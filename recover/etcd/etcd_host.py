@@ -5,11 +5,15 @@ the others wait for a grace before they declare the ranks of such a host dead, a
 get a new one, unless it is too late. That etcd is silent is no reason for either to do anything.
 
 What users call a lease is all of it, etcd's and the grace: about so long after its last sign a host is dead to all.
+
+Both keys of a host begin with the id of the agent that has written them. An agent that was stopped for so long that its
+host was given up may find those of a successor of the same name there when it wakes: it changes neither, and ends.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +23,17 @@ from recover.etcd.etcd_client import (
     EtcdClient,
     EtcdError,
     KeyValue,
+    Operation,
     absent,
     delete,
     either,
     get,
-    present,
     put,
     value_is,
     version_is,
 )
 from recover.job.hosts_asked import LEASE
+from recover.job.outlet import say
 
 HOST, PLACED = "seen/host/", "seen/placed/"
 EXPIRY = 0.5  # seconds between two looks of etcd at what has run out
@@ -53,8 +58,22 @@ def without_lease(host: str) -> str:
     return f"host {host} has lost its lease"
 
 
+def held_by(key: str, agent: str) -> list[Operation]:
+    """The value of the key begins with this id. (Not if there is no such key.)"""
+    value = {"key": key, "target": "VALUE"}
+    return [
+        {**value, "result": "GREATER", "value": f"{agent} ".encode()},
+        {**value, "result": "LESS", "value": f"{agent}!".encode()},
+    ]
+
+
+def _holder(value: bytes) -> str:
+    return value.decode().partition(" ")[0]
+
+
 class HostLease:
-    """Held by the process that starts a host's ranks. `lost` is called if the others have given the host up."""
+    """Held by the process that starts a host's ranks. `lost` is called if the others have given the host up. `agent`:
+    an id that no other process has."""
 
     def __init__(
         self,
@@ -63,10 +82,12 @@ class HostLease:
         ranks: Sequence[int],
         ttl: float = TTL,
         lost: Callable[[], None] = lambda: None,
+        agent: str = "",
     ) -> None:
         if "/" in name or not name:
             raise ValueError(f"host {name!r}: give a name without /")
-        self.name = name
+        self.name, self._agent = name, agent or secrets.token_hex(8)
+        self._host, self._placed = f"{HOST}{name}", f"{PLACED}{name}"
         self.ranks = self._checked(ranks)
         self._client, self._ttl, self._lost = client, ttl, lost
         self._lease, self._placings = 0, 1
@@ -82,38 +103,68 @@ class HostLease:
     def start(self) -> None:
         """Register the host. From here on its ranks may vote."""
         self._lease, self.granted = self._client.grant(self._ttl)
-        host, placed = f"{HOST}{self.name}", f"{PLACED}{self.name}"
-        ranks = json.dumps(self.ranks).encode()
-        writes = [put(placed, ranks), put(host, b"%d" % self._lease, self._lease)]
+        bound = self._bound_to(self._lease)
+        writes = [put(self._placed, self._placing(self.ranks)), put(self._host, bound, self._lease)]
         # One of this name that was lost while it had no ranks was missed by nobody.
-        self._client.txn([value_is(placed, b"[]"), absent(host)], [delete(placed)])
-        answer = self._client.txn([absent(placed)], writes, [get(host)])
+        there = self._client.get(self._placed)
+        if there is not None and not _ranks_in(there.value):
+            guards = [value_is(self._placed, there.value), absent(self._host)]
+            self._client.txn(guards, [delete(self._placed)])
+        answer = self._client.txn([absent(self._placed)], writes, [get(self._host)])
         # The answer to a first try may have been lost.
-        if not answer.succeeded and [found.value for found in answer.found[0]] != [b"%d" % self._lease]:
+        if not answer.succeeded and [found.value for found in answer.found[0]] != [bound]:
             raise ValueError(f"a host {self.name!r} is in this job already; give each host a name of its own")
         for thread in self._threads:
             thread.start()
 
-    def place(self, ranks: Sequence[int]) -> None:
-        """These are the host's ranks from now on: new ones before they start, without those that have ended."""
-        ranks, placed = self._checked(ranks), f"{PLACED}{self.name}"
-        writes = [put(placed, json.dumps(ranks).encode())]
-        # If the host was given up meanwhile, its holder is told.
-        self._client.txn([version_is(placed, self._placings)], writes)
-        self.ranks, self._placings = ranks, self._placings + 1
+    def guards(self) -> list[Operation]:
+        """They hold for as long as this agent is the host: not if it was given up, whoever has come in its place."""
+        return held_by(self._placed, self._agent)
+
+    def place(self, ranks: Sequence[int]) -> bool:
+        """These are the host's ranks from now on: new ones before they start, without those that have ended. False if
+        the host was given up: its holder is told."""
+        ranks = self._checked(ranks)
+        value = self._placing(ranks)
+        while True:
+            guards = [*self.guards(), version_is(self._placed, self._placings)]
+            answer = self._client.txn(guards, [put(self._placed, value)], [get(self._placed)])
+            if answer.succeeded:
+                self._placings += 1
+                break
+            there = [found for found in answer.found[0] if _holder(found.value) == self._agent]
+            if not there:
+                self._give_up()
+                return False
+            self._placings = there[0].version  # the answer to an earlier try was lost
+            if there[0].value == value:
+                break
+        self.ranks = ranks
+        return True
+
+    def _placing(self, ranks: Sequence[int]) -> bytes:
+        return f"{self._agent} {json.dumps(list(ranks))}".encode()
+
+    def _bound_to(self, lease: int) -> bytes:
+        return f"{self._agent} {lease}".encode()
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
         if len(ranks) > MOST_RANKS:
             raise ValueError(f"host {self.name!r} with {len(ranks)} ranks; etcd takes {MOST_RANKS} at most")
         return tuple(ranks)
 
+    def abandon(self) -> None:
+        """Its ranks have ended, and not all of them may know: let it run out, so that the others miss it."""
+        self._left.set()
+
     def leave(self) -> None:
-        """All its ranks have ended: nobody need miss it."""
+        """All its ranks have ended, and were declared dead or have finished: nobody need miss it."""
         self._left.set()
         for thread in self._threads:
             if thread.is_alive():  # not even begun, where etcd has refused the lease
                 thread.join()
-        self._client.txn([], [delete(f"{PLACED}{self.name}"), delete(f"{HOST}{self.name}")])
+        mine = [either(held_by(key, self._agent), [delete(key)]) for key in (self._placed, self._host)]
+        self._client.txn([], mine)
         try:
             self._client.revoke(self._lease)
         except EtcdError:
@@ -130,6 +181,8 @@ class HostLease:
                     self._give_up()
             except EtcdError:
                 pass  # without etcd nobody can agree on anything, and when it is back leases count from the start
+            except Exception as error:  # a keeper that ends is one fewer, and without any the host is lost
+                say(f"the lease of host {self.name} could not be kept: {type(error).__name__}: {error}")
 
     def _my_turn(self) -> bool:
         """One of the keepers that wait for no answer goes, every so often."""
@@ -143,13 +196,12 @@ class HostLease:
     def _registered_anew(self) -> bool:
         """By the first keeper that gets through. False if the others have given this host up."""
         lease, _ = self._client.grant(self._ttl)
-        placed, host = f"{PLACED}{self.name}", f"{HOST}{self.name}"
-        guards, writes = [present(placed), absent(host)], [put(host, b"%d" % lease, lease)]
-        answer = self._client.txn(guards, [*writes, get(placed), get(host)], [get(placed), get(host)])
-        there, bound = answer.found
-        if bound:
-            self._lease = int(bound[0].value)
-        return bool(there)
+        guards, look = [*self.guards(), absent(self._host)], [get(self._placed), get(self._host)]
+        answer = self._client.txn(guards, [put(self._host, self._bound_to(lease), lease), *look], look)
+        there, bound = ([_holder(found.value) == self._agent for found in one] for one in answer.found)
+        if all(bound) and bound:  # by this keeper, or by another one of ours
+            self._lease = int(answer.found[1][0].value.split()[1])
+        return any(there)
 
     def _give_up(self) -> None:
         with self._ending:
@@ -165,6 +217,7 @@ class HostsSeen:
         self._client, self._grace = client, grace
         self._lock = threading.Lock()
         self._placed: dict[str, tuple[int, ...]] = {}
+        self._agents: dict[str, str] = {}
         self._leased: set[str] = set()
         self._missed: dict[str, float] = {}  # since when
         self._stopped, self._alarm = threading.Event(), threading.Event()
@@ -185,7 +238,8 @@ class HostsSeen:
             for found in about_hosts:
                 if found.key.startswith(PLACED):
                     host = found.key.removeprefix(PLACED)
-                    self._placed[host] = tuple(json.loads(found.value)) if found.version else ()
+                    self._placed[host] = _ranks_in(found.value) if found.version else ()
+                    self._agents[host] = _holder(found.value)
                 else:
                     host = found.key.removeprefix(HOST)
                     (self._leased.add if found.version else self._leased.discard)(host)
@@ -216,17 +270,21 @@ class HostsSeen:
                 if now - looked > self._grace:  # this process has slept, and its news with it
                     self._missed = dict.fromkeys(self._missed, now)
                 due = [host for host, since in self._missed.items() if now - since > self._grace]
-                ranks = {host: self._placed[host] for host in due}
+                ranks = {host: (self._placed[host], self._agents[host]) for host in due}
             for host in due:
                 try:
-                    self._declare(host, ranks[host])
+                    self._declare(host, *ranks[host])
                 except EtcdError:
                     pass  # once etcd is back
             looked = time.monotonic()
 
-    def _declare(self, host: str, ranks: Sequence[int]) -> None:
-        """All its ranks at once, unless it has come back, or somebody else was faster."""
+    def _declare(self, host: str, ranks: Sequence[int], agent: str) -> None:
+        """All its ranks at once, unless it has come back, or somebody else was faster, or has come in its place."""
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
-        guards = [absent(f"{HOST}{host}"), present(f"{PLACED}{host}")]
+        guards = [absent(f"{HOST}{host}"), *held_by(f"{PLACED}{host}", agent)]
         self._client.txn(guards, [delete(f"{PLACED}{host}"), *deaths])
+
+
+def _ranks_in(placed: bytes) -> tuple[int, ...]:
+    return tuple(json.loads(placed.decode().partition(" ")[2]))

@@ -7,6 +7,7 @@ and all ranks would wait for the dead one. So what cannot be written now is kept
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import select
 import sys
@@ -20,6 +21,8 @@ MOST = 1 << 22  # bytes that are kept for a reader; of more the oldest are left 
 _AGAIN = 0.02  # seconds between two tries at the end
 _AT_ONCE = 4096  # bytes: so many a pipe that takes any takes without waiting
 _READY = select.POLLOUT | select.POLLERR | select.POLLHUP | select.POLLNVAL  # whose write ends, well or not
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FOR_ROOM = 300.0  # seconds that the end waits for room, where the output goes to a file
 Put = Callable[[bytes], int]
 
 
@@ -30,6 +33,7 @@ class Outlet:
         self._kept: deque[tuple[int, Put, bytes]] = deque()
         self._bytes = self._left_out = 0
         self._lock = threading.RLock()
+        self._is_full = False  # it is a file, and its disk has no room
         self.patience: float | None = (
             None  # seconds without a reader after which `finish` gives up; None: never
         )
@@ -46,7 +50,8 @@ class Outlet:
                 self._bytes, self._left_out = self._bytes - size, self._left_out + size
 
     def pass_on(self) -> bool:
-        """Write what can be written without waiting. Whether that was all. Raises OSError if nobody can read it."""
+        """Write what can be written without waiting, or without room. Whether that was all. Raises OSError if nobody
+        can read it."""
         with self._lock:
             while self._kept:
                 descriptor, put, data = self._kept[0]
@@ -58,10 +63,14 @@ class Outlet:
                         self._left_out = 0
                         continue
                     size = put(data[:_AT_ONCE])
-                except OSError:
+                except OSError as error:
+                    if error.errno in _FULL:
+                        self._is_full = True
+                        return False
                     self._kept.clear()
                     self._bytes = 0
                     raise
+                self._is_full = False
                 self._bytes -= size
                 if size < len(data):
                     self._kept[0] = descriptor, put, data[size:]
@@ -75,7 +84,8 @@ class Outlet:
         while not self._passed_on():
             if self._bytes != left:
                 left, since = self._bytes, time.monotonic()
-            if self.patience is not None and time.monotonic() - since > self.patience:
+            patience = _FOR_ROOM if self.patience is None and self._is_full else self.patience
+            if patience is not None and time.monotonic() - since > patience:
                 return
             time.sleep(_AGAIN)
 
@@ -91,15 +101,21 @@ atexit.register(OUTLET.finish)
 
 
 def say(text: str) -> None:
-    """On stderr, for people."""
+    """On stderr, for people. Never raises: whoever watches a job has more to do than to talk about it."""
     stream = sys.stderr
-    OUTLET.write(
-        _descriptor(stream), f"recover: {text}\n".encode(errors="replace"), lambda data: _put(stream, data)
-    )
+    data = f"recover: {text}\n".encode(errors="replace")
+    try:
+        OUTLET.write(_descriptor(stream), data, lambda piece: _put(stream, piece))
+    except (OSError, ValueError):
+        pass  # nobody reads there any more
 
 
 def _put(stream: TextIO, data: bytes) -> int:
+    """Past the stream's buffer where there is a file below it: what a full disk refuses would stay in that buffer, and
+    come out twice."""
     stream.flush()
+    if (descriptor := _descriptor(stream)) >= 0:
+        return os.write(descriptor, data)
     stream.buffer.write(data)
     stream.buffer.flush()
     return len(data)

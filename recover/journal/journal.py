@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from recover.records.files import FILES
 from recover.records.kinds import IncidentRecord, StepRecord
 from recover.records.lines import LineFile
 from recover.world import ending
@@ -42,13 +43,23 @@ class Journal:
         self.steps.kept.append(line)
         self.incidents.kept.extend(incidents)
         try:
-            self.write()
+            self._write()
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                text = f"{error}; the run goes on, and lines are kept in memory until they can be written"
-                ending.log(text)
-                print(f"recover: {text}", flush=True)
+                ending.report(
+                    f"{error}; the run goes on, and lines are kept in memory until they can be written"
+                )
+
+    def finish(self) -> None:
+        """The run has come to its end: wait for the disk while there is patience, and say what was lost. Never raises
+        OSError."""
+        self._complained = True
+        if FILES.retry(self._write, "the last steps"):
+            return
+        for lines in (self.steps, self.incidents):
+            if lost := len(lines.missing()) + lines.lost:
+                ending.report(f"lost: {lost} lines of {lines.path}, for the disk did not take them")
 
     def state_dict(self) -> dict[str, Any]:
         """For a replica that joins: it may be the one that writes next."""
@@ -56,10 +67,9 @@ class Journal:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for lines, known in ((self.steps, state["steps"]), (self.incidents, state["incidents"])):
-            lines.kept.clear()  # it may be given a second time
-            lines.kept.extend(known)
+            lines.take_over(known)
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Write what is not written yet, if it is this rank that writes."""
         if not self.writing:  # one with a lower number may have joined since, and die again
             self.incidents.leave_to_another()

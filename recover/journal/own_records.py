@@ -167,10 +167,12 @@ class OwnRecords:
         if not self._first:
             return  # no step was taken: there is nothing to tell
         self._journal.incidents.kept.extend(self._others_lost(self._last))
-        self._journal.write()
+        self._journal.finish()
         if self._journal.writing:
-            facts = summary(self._run_dir, self._world, self._digest(), self._first - 1)
-            write_json(self._run_dir / "summary.json", facts)
+            steps, incidents = self._journal.steps.all(), self._journal.incidents.all()
+            facts = summary(self._run_dir, self._world, self._digest(), self._first - 1, steps, incidents)
+            if not write_json(self._run_dir / "summary.json", facts):
+                ending.report(f"lost: {self._run_dir / 'summary.json'}, for the disk did not take it")
 
     def _digest(self) -> str | None:
         """Of the parameters, where one rank has all of them and there is one model."""
@@ -189,8 +191,7 @@ class OwnRecords:
             self._gave_up = True
             if self._journal.writing:
                 text = f"no more records are written ({type(error).__name__}: {error}); the run goes on"
-                ending.log(text)
-                print(f"recover: {text}", flush=True)
+                ending.report(text)
 
 
 _kept: WeakKeyDictionary[World, OwnRecords] = WeakKeyDictionary()

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from recover.faults import Fault
 from recover.policy import Layout, RestoreMode
+from recover.records.files import FILES
 from recover.records.goodput import account
 from recover.records.job_log import job_lines, launches
-from recover.records.kinds import IncidentRecord, StepRecord
-from recover.records.lines import read_lines
+from recover.records.kinds import IncidentRecord, Line, StepRecord
 from recover.world.world import World
 
 
@@ -183,10 +183,15 @@ def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str
     return ", ".join(sorted({kill.location for kill in latest.values()}))
 
 
-def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) -> dict[str, Any]:
+def summary(
+    run_dir: Path,
+    world: World,
+    digest: str | None,
+    resumed_at: int,
+    steps: Sequence[Line],
+    incidents: Sequence[Line],
+) -> dict[str, Any]:
     """Over all steps of the run, those before it was resumed included. What is not known is left out."""
-    steps = list(read_lines(run_dir / "steps.jsonl"))
-    incidents = list(read_lines(run_dir / "incidents.jsonl"))
     before = [line for line in incidents if line["step"] <= resumed_at]
     tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
     counted = bool(tokens) or not steps  # a script of one's own has weights, which may be anything
@@ -221,11 +226,10 @@ def summary(run_dir: Path, world: World, digest: str | None, resumed_at: int) ->
     return facts
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    draft = path.with_suffix(".json.tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(path)
+def write_json(path: Path, content: Any) -> bool:
+    """Whole or not at all. At the end of a run: waits for the disk, and returns whether it has taken it."""
+    text = (json.dumps(content, indent=2) + "\n").encode()
+    return FILES.retry(lambda: FILES.disk.replace(path, text), path.name)
 
 
 def data_digest(samples: Sequence[int]) -> str:

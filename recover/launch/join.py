@@ -27,6 +27,7 @@ from recover.job.spec import EtcdAccess, JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
 from recover.liveness import elsewhere
 from recover.liveness.board import Board
+from recover.records.files import FILES
 from recover.world import ending
 from recover.world.hooks import Hooks, NoHooks
 from recover.world.notes import Notes, RunNotes
@@ -141,7 +142,10 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         limit=job.limit,
     )
     if job.room and not job.joining and process.given_environment is not None:
-        leave_changes(Path(job.session), process.given_environment)
+        try:
+            leave_changes(Path(job.session), process.given_environment)
+        except OSError as error:  # no memory: nobody waits ready to become a rank
+            ending.log(f"the environment could not be left for those who join: {error}")
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
@@ -168,6 +172,9 @@ def _leave_etcd(why: str) -> NoReturn:
 
 def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:
     worker = Worker()
+    FILES.while_waiting = partial(
+        board.accomplish, fabric.rank
+    )  # who waits for the disk at its end does not hang
     hooks: Hooks = NoHooks()
     if job.faults:
         from recover.faults.fault import parse_faults

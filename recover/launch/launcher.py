@@ -22,14 +22,17 @@ from recover.job.grid import Grid
 from recover.job.outlet import OUTLET, say
 from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.spec import VARIABLE, JobSpec
+from recover.job.supervised import Supervised
 from recover.launch import hostfile, preflight, rank_outputs
 from recover.launch.preflight import Refusal
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
-from recover.launch.verdict import Verdict, name_ranks
+from recover.launch.verdict import Verdict, find_marker, name_ranks
 from recover.launch.watched_job import WatchedJob
 from recover.launch.witness import Witness
+from recover.records.files import FILES
+from recover.world.ending import words_file
 from recover.world.watchdog import HangWatchdog
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ def launch(
             mpirun = preflight.find_mpirun(mpirun)
             preflight.check_mpirun(mpirun)
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
+        FILES.report = say
         with (
             beside(directory),
             Witness(directory) as witness,
@@ -107,7 +111,7 @@ def launch(
                 link_timeout=link_limit,
             )
             if own:
-                (directory / "summary.json").unlink(missing_ok=True)
+                FILES.remove(directory / "summary.json")
             outputs = (
                 rank_outputs.make(session.directory, range(ranks))
                 if own and not alone and hosts is None
@@ -136,10 +140,14 @@ def launch(
             witness.ending(failure)
         if caught:
             say(f"ended by {signal.Signals(caught[0]).name}")
+            FILES.patience = 0.0
+            FILES.settle()
             return 128 + caught[0]
         job.relay.drain(1.0)
         process.poll()  # takes leave of an mpirun that the guardian had to kill
-        return job.judge(failure)
+        code = job.judge(failure)
+        FILES.settle()
+        return code
     except Refusal as refusal:
         say(str(refusal))
         return 2
@@ -233,6 +241,7 @@ class _Job(WatchedJob):
     ) -> None:
         super().__init__(spec, relay)
         self.session, self.process, self.hangs = session, process, hangs
+        self._heard: set[int] = set()  # ranks whose last words were found in memory
         self._spread = spread  # over several hosts: there is no board here that shows all of them
 
     def watch(self, timeout: float, caught: list[int], begun: Callable[[Board], object]) -> str:
@@ -241,22 +250,27 @@ class _Job(WatchedJob):
 
         board = Board(self.session.directory / "board", self.ranks)
         begun(board)
+        supervised = Supervised("the launcher")
         seen: object = None
         ended: set[int] = set()
         progress = last_running = look = stuck = time.monotonic()
         while not caught:
-            if self.relay.pump(_TICK if self.relay.open else _TICK / 10):  # closed: mpirun is about to leave
-                progress = time.monotonic()
+            with supervised.part("pass on what the ranks say"):
+                if self.relay.pump(
+                    _TICK if self.relay.open else _TICK / 10
+                ):  # closed: mpirun is about to leave
+                    progress = time.monotonic()
             if self.process.poll() is not None:
-                return self._mpirun_left()
+                return self._mpirun_left(board)
             now = time.monotonic()
             if now < look:
                 continue
             look = now + _LOOK
             pids = [board.pid(rank) for rank in range(self.ranks)]
-            state = (board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns, self._logged())
+            state = (board.accomplished(), FILES.modified(self.run_dir / "ranks"), self._logged())
             if state != seen:
                 seen, progress = state, now
+            self._take_words(board)
             verdict = Verdict(self.run_dir, self.ranks)
             running = {
                 rank
@@ -264,11 +278,13 @@ class _Job(WatchedJob):
                 if self._spread or pids[rank] or self._is_coming(board, verdict, rank)
             }
             self.ended, ended = ended, set(range(self.ranks)) - running
-            self.show_crashes(verdict, ended)
-            self.tell(verdict, pids)
+            with supervised.part("tell of losses"):
+                self.show_crashes(verdict, ended)
+                self.tell(verdict, pids)
             if repeated := verdict.repeated(self.replica_size):
                 return repeated
-            self._fence_stopped(board, verdict, now)
+            with supervised.part("look for ranks that hang"):
+                self._fence_stopped(board, verdict, now)
             if running:
                 last_running = now
             elif now - last_running > _GRACE:
@@ -289,9 +305,21 @@ class _Job(WatchedJob):
     def _logged(self) -> int:
         """When a rank of several hosts has last logged something: their boards cannot be seen from here."""
         logs = (self.run_dir / "ranks").glob("*.log") if self._spread else ()
-        return max((path.stat().st_mtime_ns for path in logs), default=0)
+        return max(map(FILES.modified, logs), default=0)
 
-    def _mpirun_left(self) -> str:
+    def _take_words(self, board: Board) -> None:
+        """Markers that the disk did not take lie in memory, which goes with the session."""
+        for rank in range(self.ranks):
+            if (
+                not board.pid(rank)
+                and rank not in self._heard
+                and words_file(self.session.directory, rank).exists()
+            ):
+                self._heard.add(rank)
+                find_marker(self.run_dir, self.session.directory, rank)
+
+    def _mpirun_left(self, board: Board) -> str:
+        self._take_words(board)
         code = self.process.returncode
         unfinished = set(Verdict(self.run_dir, self.ranks).silent) - self.ended
         if self.ranks == 1:  # there is none: this was the rank itself

@@ -224,10 +224,15 @@ def make_run_dir(given: Path) -> tuple[Path, int]:
 
 
 def remove_markers(run_dir: Path) -> None:
-    """Those of an earlier run."""
+    """Those of an earlier run. Raises Refusal if they stay: they would be taken for those of this one."""
     for pattern in ("*.end", "*.stack", "*.slot", "*.tmp"):
         for leftover in (run_dir / "ranks").glob(pattern):
-            leftover.unlink(missing_ok=True)
+            try:
+                leftover.unlink(missing_ok=True)
+            except OSError as error:
+                raise Refusal(
+                    f"{leftover} of an earlier run cannot be removed ({error}); remove it, or give another --run-dir"
+                ) from error
 
 
 def _ask(*command: str) -> str:

@@ -18,6 +18,7 @@ from typing import IO
 from recover.job.outlet import OUTLET
 from recover.launch import rank_outputs
 from recover.launch.rank_outputs import label
+from recover.records.files import FILES
 
 PATIENCE = (
     0.05  # seconds that an unfinished line is held back: it may be finished by then, and must not be torn
@@ -38,7 +39,7 @@ class _Source:
         self.target, self.name = target, name
         self.held, self.since = b"", 0.0
         self.at_beginning = True  # of a line: a word that comes now is the first
-        self.copy = None if copy is None else os.open(copy, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.copy = None if copy is None else FILES.open_to_append(copy)
 
 
 class Relay:
@@ -133,21 +134,30 @@ class Relay:
                 _close(key.fd, key.data[0])
 
     def drain(self, limit: float) -> None:
-        """Pass on what is left, until the pipes are closed or `limit` seconds are over."""
+        """Pass on what is left, until the pipes are closed or `limit` seconds are over. Never raises OSError."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            if not self.pump(0.05) and not self._pipes:
-                break
+            try:
+                if not self.pump(0.05) and not self._pipes:
+                    break
+            except OSError:
+                pass  # nobody reads what we say; the pipes are to be emptied all the same
         for key in list(self._selector.get_map().values()):
-            if key.data:
-                self._flush(key.data[0])
+            try:
+                if key.data:
+                    self._flush(key.data[0])
+            except OSError:
+                pass
 
     def end_line(self) -> None:
         """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""
         screens = self._screen.keys() if self._one_screen else (2,)
         if any(self._screen[screen] for screen in screens):
-            OUTLET.write(2, b"\n")
             self._screen |= dict.fromkeys(screens)
+            try:
+                OUTLET.write(2, b"\n")
+            except OSError:
+                pass  # nobody reads there any more
 
     def _pass_on(self, source: _Source, data: bytes) -> None:
         if source.copy is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recover.world.ending import End
+from recover.records.files import FILES
+from recover.world.ending import End, words_file
 
 
 class EndOfRank(NamedTuple):
@@ -86,25 +86,50 @@ class Verdict:
 
     def stack(self, rank: int) -> str:
         """What the rank's threads were doing when it was asked, or when native code crashed under it."""
-        path = self.directory / f"{rank}.stack"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return (FILES.read(self.directory / f"{rank}.stack") or b"").decode(errors="replace")
 
     def _read(self, rank: int) -> EndOfRank:
-        try:
-            marker: dict[str, Any] = json.loads((self.directory / f"{rank}.end").read_text())
-        except FileNotFoundError:
+        marker = as_marker(FILES.read(self.directory / f"{rank}.end"))
+        if marker is None:
             return EndOfRank(None, "", "Fatal Python error" in self.stack(rank))
-        outside = marker["end"] == End.RAISED and not marker["ordinary"]
-        raised = f"{marker['kind']} at {marker['place'] or 'the end'}" if outside else ""
+        outside = marker["end"] == End.RAISED and not marker.get("ordinary")
+        raised = (
+            f"{marker.get('kind', 'an exception')} at {marker.get('place') or 'the end'}" if outside else ""
+        )
         return EndOfRank(_in_words(marker), raised, False)
 
 
+def as_marker(data: bytes | str | None) -> dict[str, Any] | None:
+    """What a marker says; None if there is none, or it is not one."""
+    try:
+        marker = json.loads(data) if data else None
+    except ValueError:
+        return None
+    return marker if isinstance(marker, dict) and {"end", "detail"} <= marker.keys() else None
+
+
+def marker_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "ranks" / f"{rank}.end"
+
+
 def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
-    """Of a rank that cannot speak for itself, or has spoken elsewhere; it appears whole or not at all."""
-    path = run_dir / "ranks" / f"{rank}.end"
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(marker) + "\n")
-    draft.replace(path)
+    """Of a rank that cannot speak for itself, or has spoken elsewhere. Never raises."""
+    FILES.replace(marker_file(run_dir, rank), json.dumps(marker).encode() + b"\n")
+
+
+def find_marker(run_dir: Path, session: Path, rank: int) -> str:
+    """What the rank has left in the run directory, or in memory where the disk did not take it: then it is written down
+    here. "" if it has left nothing."""
+    path = marker_file(run_dir, rank)
+    data = FILES.read(path)
+    if as_marker(data) is None:
+        data = FILES.read(words_file(session, rank))
+        if as_marker(data) is None:
+            return ""
+        assert data is not None
+        FILES.replace(path, data)
+    assert data is not None
+    return data.decode()
 
 
 def _in_words(marker: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from recover.job.spec import JobSpec
 from recover.launch.relay import Relay
 from recover.launch.telling import Teller
 from recover.launch.verdict import EndOfRank, Verdict, name_ranks
+from recover.records.files import FILES
 from recover.world.ending import STACK_SIGNAL
 
 RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
@@ -41,8 +42,8 @@ class WatchedJob:
         self.tell(verdict, (), at_end=True)
         self.show_crashes(verdict, verdict.silent)
         for path in verdict.directory.glob("*.stack"):
-            if path.stat().st_size == 0:
-                path.unlink()
+            if FILES.read(path) == b"":
+                FILES.remove(path)
         if not failure and not verdict.done:
             failure = "no rank finished"
         repeated = verdict.repeated(self.replica_size)

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from recover.job.spec import JobSpec
+from recover.job.supervised import Supervised
 from recover.liveness.host_troubles import HostTroubles, cgroup_of, disk_is_full, oom_kills
 from recover.records.job_log import JobLog
+from recover.world.ending import words_file
 
 if TYPE_CHECKING:
     from recover.liveness.board import Board
@@ -107,7 +109,7 @@ class Witness:
             self._log.write({"what": "end", "at": round(time.time(), 3), **self._run})
 
     def _loop(self) -> None:
-        last, polled = False, 0.0
+        last, polled, supervised = False, 0.0, Supervised("the witness")
         while not last or self._leaving:
             last = self._stop.is_set()  # once more after that: all are dead by then
             for key, _ in self._selector.select(_SOON if self._leaving or last else _LOOK):
@@ -116,13 +118,16 @@ class Witness:
             for rank, (descriptor, at) in list(self._leaving.items()):
                 status = exit_status(descriptor)
                 if status or time.time() - at > _REAPED:
-                    self._end_of(rank, at, status)
-                    os.close(descriptor)
                     del self._leaving[rank]
-            self._look_for_new_ranks()
+                    os.close(descriptor)
+                    with supervised.part("write down how a rank ended"):
+                        self._end_of(rank, at, status)
+            with supervised.part("look for new ranks"):
+                self._look_for_new_ranks()
             if time.monotonic() - polled > _POLL:
                 polled = time.monotonic()
-                self._host.poll()
+                with supervised.part("look at the GPUs"):
+                    self._host.poll()
             self._log.flush()
 
     def _look_for_new_ranks(self) -> None:
@@ -149,7 +154,7 @@ class Witness:
         line |= status
         line |= {"step": now.step, "doing": now.doing, "slots": list(now.slots)}
         words = _read_json(self._run_dir / "ranks" / f"{rank}.end")
-        line["words"] = words or _read_json(self._session / f"{rank}.words")
+        line["words"] = words or _read_json(words_file(self._session, rank))
         line["note"] = _read_json(self._run_dir / "ranks" / f"{rank}.slot")
         line["crash"] = _crash(self._run_dir / "ranks" / f"{rank}.stack")
         line["oom_kills"] = max(0, oom_kills(group) - killed_before)

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 
+from recover.records.files import FILES
+
 FIRST_PORT, LAST_PORT = 8470, 8489  # where a page is looked for; if all are taken, anywhere
 ADDRESS = "page.url"  # in the run directory, while the page is there
 _TOKEN = "RECOVER_PAGE_TOKEN"
@@ -76,7 +78,7 @@ def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator
         yield told
     finally:
         keeper.stop()
-        place.unlink(missing_ok=True)
+        FILES.remove(place)
 
 
 class _Keeper:

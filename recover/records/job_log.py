@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from recover.records.files import FILES
 from recover.records.goodput import LaunchTime
 from recover.records.kinds import Line
 from recover.records.lines import read
@@ -22,35 +21,13 @@ class JobLog:
 
     def __init__(self, run_dir: Path, host: str | None = None) -> None:
         self._path = run_dir / (f"job-{host}.jsonl" if host else NAME)
-        self._waiting: list[bytes] = []
-        self._lock = threading.Lock()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._waiting.append(json.dumps(line).encode() + b"\n")
-        self.flush()
+        FILES.append(self._path, json.dumps(line).encode() + b"\n")
 
     def flush(self) -> None:
-        """Try once more to write what waits; a line is written whole, or cut off again."""
-        with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        while self._waiting:
-            try:
-                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            except OSError:
-                return
-            try:
-                before = os.fstat(file).st_size
-                if os.write(file, self._waiting[0]) < len(self._waiting[0]):
-                    os.ftruncate(file, before)
-                    return
-            except OSError:
-                return
-            finally:
-                os.close(file)
-            del self._waiting[0]
+        """Try once more to write what waits, of any file of this process."""
+        FILES.flush()
 
 
 def job_files(run_dir: Path) -> list[Path]:

@@ -43,7 +43,7 @@ class Tail:
                     self._file, self._at, self._last, self.unreadable = found.st_ino, 0, b"", 0
                     file.seek(0)
                 text = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not to be read just now
             return [], False
         whole = text[: text.rfind(b"\n") + 1]
         if not whole:

@@ -24,7 +24,8 @@ class EtcdStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._client.put(self._prefix + key, data)
+        mark = self._new_mark()  # once only: carried out late, it would bring back an old value
+        self._client.txn([absent(mark)], [put(self._prefix + key, data), put(mark, b"")])
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -34,7 +35,7 @@ class EtcdStore(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """An answer may be lost, and the question is asked again: a mark tells whether it was counted already."""
-        key, mark = self._prefix + key, f"{self._prefix}counted/{uuid.uuid4().hex}"
+        key, mark = self._prefix + key, self._new_mark()
         while True:
             found = self._client.get(key)
             total = (int(found.value) if found else 0) + amount
@@ -43,6 +44,9 @@ class EtcdStore(dist.Store):
             answer = self._client.txn([guard, absent(mark)], writes, [get(mark)])
             if answer.succeeded or answer.found[0]:
                 return total
+
+    def _new_mark(self) -> str:
+        return f"{self._prefix}done/{uuid.uuid4().hex}"
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._client.get(self._prefix + key) is not None for key in keys)

@@ -12,18 +12,23 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from recover.records.files import AGAIN, FILES, PATIENCE, is_passing
 from recover.saving import checkpoint
 from recover.saving.checkpoint import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
-from recover.saving.tensors import Snapshot, Stored, Tensors
+from recover.saving.tensors import Snapshot, Stored, Tensors, Written
 from recover.sums.state_hash import parameters_digest
 from recover.world import ending
+
+T = TypeVar("T")
+TRIES = int(PATIENCE / AGAIN)  # to write a checkpoint that waits for the disk
 
 
 class Saver:
@@ -74,10 +79,12 @@ class Saver:
         tensors: Tensors,
         facts: dict[str, Any],
         beside: Mapping[str, torch.Tensor] | None = None,
+        waits: bool = False,
     ) -> None:
         """Copy all tensors now, and write the draft in the thread. All ranks of the replica call it.
 
-        `beside`: tensors that are neither the model's nor the optimizer's.
+        `beside`: tensors that are neither the model's nor the optimizer's. `waits`: for a disk that is full, while
+        there is patience (`recover.records.files`).
         """
         self._newest = step
         try:
@@ -88,7 +95,7 @@ class Saver:
             self._failed(step, error)
             return
         self._unnamed.append(step)
-        self._writing = self._thread.submit(self._write_draft, step, tensors, snapshot, facts)
+        self._writing = self._thread.submit(self._write_draft, step, tensors, snapshot, facts, waits)
 
     def save_unconfirmed(
         self,
@@ -130,16 +137,35 @@ class Saver:
     def _is_good(self, step: int, writer: int) -> bool:
         return self._equal.get(writer, 0) > step
 
-    def _write_draft(self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any]) -> None:
+    def _write_draft(
+        self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], waits: bool
+    ) -> None:
         try:
-            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts)
+            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts, TRIES if waits else 1)
         except Exception as error:
             self._failed(step, error)
 
-    def _write(self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any]) -> None:
-        written = tensors.write(draft, snapshot)
-        if not self._first:
-            return
+    def _write(
+        self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], tries: int = 1
+    ) -> None:
+        # Tensors are written by all ranks of the replica, and fail on all of them or on none: so all of them make the
+        # same number of tries, whatever their clocks say. The rest is written by the first alone.
+        written = self._repeated(partial(tensors.write, draft, snapshot), tries)
+        if self._first:
+            self._repeated(partial(self._write_facts, draft, written, facts), tries)
+
+    def _repeated(self, write: Callable[[], T], tries: int) -> T:
+        for _ in range(tries - 1):
+            try:
+                return write()
+            except Exception as error:
+                if not is_passing(error):
+                    raise
+                if not FILES.wait_for(error, "the last checkpoint") and self._alone:
+                    raise
+        return write()
+
+    def _write_facts(self, draft: Path, written: Written, facts: dict[str, Any]) -> None:
         with Stored(draft, written.files) as stored:
             digest = parameters_digest((name, stored.whole(name)) for name in written.parameters)
         facts = {"format": FORMAT, **facts, "writer": self._replica}
@@ -180,8 +206,7 @@ class Saver:
             return
         shutil.rmtree(self._directory / f"draft-{step}", ignore_errors=True)
         text = f"the checkpoint of step {step} could not be written ({error}); the one before it stands"
-        ending.log(text)
-        print(f"recover: {text}", flush=True)
+        ending.report(text)
 
     def _take_over(self) -> int:
         """Drafts of a writer that is gone: those that are whole and good are named, the others go."""

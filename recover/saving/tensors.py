@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from recover.handover.packing import NamedTensors, NotPackableError, pack, unpack
+from recover.records.files import FILES
 from recover.replica import plain_name
 from recover.saving.checkpoint import CheckpointError, file_digest
 from recover.saving.optimizer_state import load_state, named_state
@@ -118,6 +119,7 @@ class Tensors:
             digest = file_digest(path)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
+            FILES.remove(path)  # half a file takes room, too
         told = self._tell((path.name, digest, failure, snapshot.parameters))
         if failures := [failure for _, _, failure, _ in told if failure]:
             raise CheckpointError(failures[0])

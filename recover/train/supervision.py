@@ -20,6 +20,7 @@ from recover.job.spec import JobSpec
 from recover.launch.launcher import Beside, launch
 from recover.launch.preflight import Refusal
 from recover.launch.watched_job import RAISED
+from recover.records.files import FILES
 from recover.records.lines import read
 from recover.saving import checkpoint
 from recover.train.config import flatten
@@ -72,8 +73,8 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions 
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
     stop = prepared.run_dir / "stop"
     if not prepared.joins:
-        stop.unlink(missing_ok=True)
-        (prepared.run_dir / "summary.json").unlink(missing_ok=True)
+        FILES.remove(stop)
+        FILES.remove(prepared.run_dir / "summary.json")
     code: list[int] = []
     start = _launch if hosts is None else functools.partial(_launch_host, hosts)
     ranks = threading.Thread(target=lambda: code.append(start(prepared, beside)), daemon=True)
@@ -84,7 +85,7 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions 
         while ranks.is_alive():
             ranks.join(LOOK)
             screen.update()
-    stop.unlink(missing_ok=True)
+    FILES.remove(stop)
     if code == [2]:
         return 2
     said = _verdict(prepared, code in ([0], [RAISED]), several=hosts is not None)
@@ -178,8 +179,7 @@ class _Signals:
         # (The file may be there already: another host may have been asked, too.)
         if number in (signal.SIGTERM, signal.SIGUSR1) and not self._asked:
             self._asked = True
-            self._stop.parent.mkdir(parents=True, exist_ok=True)
-            self._stop.touch()
+            FILES.replace(self._stop, b"")
             _say(f"{name}: finishing the step and saving a checkpoint; once more ends the run at once")
             return
         _say(f"ended by {name}")
@@ -219,6 +219,7 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
             f"unconfirmed-{states[-1].step}"
         )
     path = prepared.run_dir / "summary.json"
+    text = FILES.read(path)
     if finished and several and not path.exists():
         steps = read(prepared.run_dir / "steps.jsonl").whole
         _say(
@@ -226,10 +227,13 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
             f"there is of it in {prepared.run_dir} ends with step {steps[-1]['step'] if steps else 0}"
         )
         return 0
-    if not finished or not path.exists():
+    if finished and text is None:
+        _say(f"the ranks have finished, but {path} could not be written; {way_on}")
+        return 1
+    if not finished or text is None:
         _say(f"the run was lost; {way_on}")
         return 1
-    summary = json.loads(path.read_text())
+    summary = json.loads(text)
     if summary["steps"] < config.steps:
         if (left := summary["replicas_end"]) < config.min_replicas:
             _say(

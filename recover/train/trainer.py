@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from recover.journal.run_records import (
 )
 from recover.liveness.board import ENDED
 from recover.models.gpu_use import GpuUse
+from recover.records.files import FILES
 from recover.saving.confirmed import save_confirmed, together
 from recover.saving.diverged import save_states
 from recover.saving.saver import Saver
@@ -153,10 +155,15 @@ class Trainer:
                     print(f"recover: {text}", flush=True)
 
     def _open_run_dir(self) -> None:
+        for lines in (self.journal.steps, self.journal.incidents):
+            lines.since = (self.resumed_at + 1,)
         if self.journal.writing:
-            (self.run_dir / "config.yaml").write_text(self.config.to_yaml())
+            FILES.replace(self.run_dir / "config.yaml", self.config.to_yaml().encode())
             for lines in (self.journal.steps, self.journal.incidents):
-                lines.cut_after(self.resumed_at)
+                try:
+                    lines.cut_after(self.resumed_at)
+                except OSError as error:
+                    ending.log(f"{lines.path} is cut when the first step is written: {error}")
             self.saver.start()
 
     def _take_step(self) -> None:
@@ -197,13 +204,15 @@ class Trainer:
             self.world.hooks.under_way("checkpoint")
 
     def _last_checkpoint(self) -> None:
-        """The last state, too, counts only when all have been compared after it was taken."""
+        """The last state, too, counts only when all have been compared after it was taken. No step follows that could
+        be saved instead, so it waits for a disk that is full."""
         world, step = self.world, self.step
         wanted = self.config.checkpoint.every or step.index < self.config.steps
-        save_confirmed(world, step, self.saver, self._save if wanted else None, self._lost)
+        save = partial(self._save, waits=True) if wanted else None
+        save_confirmed(world, step, self.saver, save, self._lost)
 
-    def _save(self) -> None:
-        self.saver.save(self.step.index, self.tensors, self._facts())
+    def _save(self, waits: bool = False) -> None:
+        self.saver.save(self.step.index, self.tensors, self._facts(), waits=waits)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -259,14 +268,16 @@ class Trainer:
     def _close(self) -> None:
         """The writer may die before its last line, or over it: then its successor does all of this again."""
         self._last_checkpoint()
-        self.journal.write()
+        self.journal.finish()
         if self.world.replica in writing_replicas(self.world):
             self.saver.finish()
             digest = parameters_digest(self.engine.parameters())
             if self.journal.writing:
                 self.sinks.close()
-                facts = summary(self.run_dir, self.world, digest, self.resumed_at)
+                lines = self.journal.steps.all(), self.journal.incidents.all()
+                facts = summary(self.run_dir, self.world, digest, self.resumed_at, *lines)
                 if self.gpu_use.card:
                     facts["gpu"] = self.gpu_use.card
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
-                write_json(self.run_dir / "summary.json", facts)
+                if not write_json(self.run_dir / "summary.json", facts):
+                    ending.report(f"lost: {self.run_dir / 'summary.json'}, for the disk did not take it")

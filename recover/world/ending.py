@@ -32,6 +32,7 @@ from typing import IO, Any, NoReturn
 
 from recover.job import process
 from recover.job.spec import told
+from recover.records.files import FILES
 
 
 class End(StrEnum):
@@ -76,28 +77,20 @@ def rank_file(kind: str, rank: int | None = None) -> Path | None:
 
 @functools.cache  # a line in the log of every step, and the device waits for it
 def _in_place(run_dir: str, name: str) -> Path:
-    path = Path(run_dir, "ranks", name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    return Path(run_dir, "ranks", name)
 
 
 def log(text: str) -> None:
     """Append a time-stamped line to this rank's log; without a run directory, do nothing. Never raises."""
-    try:
-        _append(text)
-    except OSError:
-        pass  # a full disk must not end a run
-
-
-def _append(text: str) -> None:
     path = rank_file("log")
-    if path is None:
-        return
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:  # one write: lines of several threads do not mix, and nothing stays in a buffer when we are killed
-        os.write(fd, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
-    finally:
-        os.close(fd)
+    if path is not None:
+        FILES.append(path, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
+
+
+def report(text: str) -> None:
+    """In the log and on the terminal, for people."""
+    log(text)
+    print(f"recover: {text}", flush=True)
 
 
 def speak_alone() -> None:
@@ -114,21 +107,29 @@ def in_step(inside: bool) -> None:
 
 def record(
     how: End | str, detail: str = "", rank: int | None = None, more: Mapping[str, object] | None = None
-) -> None:
-    """Write this rank's marker, or that of one that cannot speak for itself; it appears whole or not at all."""
+) -> bool:
+    """Write this rank's marker, or that of one that cannot speak for itself. Returns whether the launcher finds it."""
     path = rank_file("end", rank)
     if path is None:
-        return
-    draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
+        return True
     marker = {"end": str(End(how)), "detail": detail, "time": _now(), "at": time.time(), **(more or {})}
+    data = json.dumps(marker).encode() + b"\n"
+    if FILES.replace(path, data):
+        return True
+    # In memory the launcher finds it, and writes it down when there is room.
+    job = told()
+    if job is None or not job.session:
+        return False
     try:
-        draft.write_text(json.dumps(marker) + "\n")
-        draft.replace(path)
-    except OSError:  # a full disk: in memory the launcher finds it, and writes it down when there is room
-        job = told()
-        if job is not None and job.session:
-            Path(job.session, f"{path.stem}.words").write_text(json.dumps(marker))
-        raise
+        FILES.disk.replace(words_file(Path(job.session), int(path.stem)), data)
+    except OSError:
+        return False
+    return True
+
+
+def words_file(session: Path, rank: int) -> Path:
+    """Where the marker of a rank is that the disk did not take."""
+    return session / f"{rank}.words"
 
 
 def die(
@@ -139,6 +140,7 @@ def die(
     The marker holds `detail`, one line for the launcher's verdict (the last one of `text` if not given), and `more`.
     """
     _take_last_word()
+    FILES.report = lambda text: None  # it would wait for a reader, or for a lock that another thread holds
     for step in (
         lambda: log(f"{how}: {text}"),
         lambda: record(how, text.strip().rpartition("\n")[2] if detail is None else detail, more=more),
@@ -221,11 +223,9 @@ def succeed() -> NoReturn:
     except BaseException as error:
         die_of(error)
     _take_last_word()
-    try:
-        record(End.DONE)
-    except OSError as error:
-        _write_stderr(f"cannot write the done marker: {error}")
-        _kill_self()
+    if not record(End.DONE):
+        FILES.settle()  # without its marker a rank that is through would count as killed
+    FILES.flush()  # its log
     _leave(0)
 
 
@@ -245,8 +245,10 @@ def install_hooks(standalone: bool = False) -> None:
     os._exit = _exit_now
     atexit.register(_at_exit)
     stack = rank_file("stack")
-    if stack is not None:
-        _stack_file = open(stack, "w")  # noqa: SIM115
+    FILES.report = report
+    if stack is not None and (descriptor := FILES.open_to_append(stack)) is not None:
+        os.ftruncate(descriptor, 0)
+        _stack_file = open(descriptor, "w")  # noqa: SIM115
         faulthandler.enable(_stack_file, all_threads=True)
         faulthandler.register(STACK_SIGNAL, _stack_file, all_threads=True)
     if standalone:

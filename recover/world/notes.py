@@ -7,11 +7,12 @@ the rank dies: the repair that follows finds it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from recover.records.files import FILES
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,16 @@ class RunNotes:
     ) -> None:
         if self._directory is not None:
             path = self._directory / f"{self._rank if rank is None else rank}.slot"
-            draft = path.with_suffix(f".{os.getpid()}.tmp")  # several may speak for the same one
-            draft.write_text(json.dumps({"step": step, "suspects": suspects, "why": why}))
-            draft.replace(path)
+            FILES.replace(path, json.dumps({"step": step, "suspects": suspects, "why": why}).encode())
 
     def read(self, step: int) -> Iterator[Note]:
         for path in sorted(self._directory.glob("*.slot")) if self._directory else ():
-            note = json.loads(path.read_text())
+            try:
+                note = json.loads(
+                    FILES.disk.read(path)
+                )  # from disk alone: what waits here nobody else can read
+            except (OSError, ValueError):
+                continue
             if note["step"] == step:
                 suspects = tuple((slot, sample) for slot, sample in note["suspects"])
                 yield Note(int(path.stem), suspects, note["why"])

@@ -353,7 +353,8 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     lease.start()
     for ranks_there in ([0], [0, 1, 2], [0, 1]):
         lease.place(ranks_there)
-        assert json.loads(fabrics.store()["seen/placed/a"].value) == ranks_there
+        agent, ranks_told = fabrics.store()["seen/placed/a"].value.decode().split(" ", 1)
+        assert json.loads(ranks_told) == ranks_there
     assert agree(ranks, 1) == [1] * 2
     lease._client = EtcdClient("127.0.0.1:1", patience=0.0)  # its holder hears nothing for a while
     fabrics.etcd.revoke(lease._lease)
@@ -365,10 +366,12 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     lease._client = fabrics.etcd
     voters.join(30)
     assert results == [1] * 2
-    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1])  # by one who has not heard that it is back
+    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)  # by one who has not heard that it is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     fabrics.etcd.txn([], [delete("seen/host/a")])
-    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1])
+    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
+    assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
+    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)
     assert [isinstance(end, DeclaredDeadError) for end in agree(ranks, 1)] == [True, True]
     fabrics.etcd.revoke(lease._lease)
     assert lost.wait(30), "who was given up must not register anew"

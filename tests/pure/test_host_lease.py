@@ -42,6 +42,9 @@ class SlowEtcd:
     def grant(self, ttl: float) -> tuple[int, int]:
         return 7, int(ttl)
 
+    def get(self, key: str) -> None:
+        pass
+
     def txn(self, *_: Any) -> Answer:
         return Answer(True, 1, ())
 

@@ -179,10 +179,10 @@ def test_rows_of_other_hosts_tell_whether_their_ranks_wait(tmp_path: Path) -> No
     there.claim(1)
     there.wait(1, 4, 77)
     elsewhere.leave(tmp_path, {int(rank): told for rank, told in elsewhere.told(there.living()).items()})
-    links = Links(0, here, Worker(), LIMIT, lambda: elsewhere.rows_found(tmp_path))
+    links = Links(0, here, Worker(), LIMIT, lambda: elsewhere.rows(tmp_path))
     assert links._shown(0, 1.0) == Shown(0, 0, 0)
     assert links._shown(1, 1.0) == Shown(0, 4, 77)
-    assert elsewhere.rows_found(tmp_path / "nowhere") == {}
+    assert elsewhere.rows(tmp_path / "nowhere") == {}
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +90,40 @@ def test_a_reader_that_goes_before_the_end_does_not_change_how_it_ends() -> None
     out.finish()
     assert out.pass_on()
     os.close(writer)
+
+
+def test_words_for_a_full_disk_are_kept_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `recover run > log`: the launcher goes on, and at the end it does not wait for ever."""
+    file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    out, write, room = Outlet(), os.write, [3]
+
+    def short(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        size = write(descriptor, data[: room[0]])
+        room[0] -= size
+        return size
+
+    monkeypatch.setattr(os, "write", short)
+    for number in range(5):
+        out.write(file, b"line %d\n" % number)
+    assert not out.pass_on()
+    monkeypatch.setattr(outlet, "_FOR_ROOM", 0.05)
+    out.finish()
+    room[0] = 1 << 20
+    assert out.pass_on()
+    os.close(file)
+    assert (tmp_path / "log").read_text().splitlines() == [f"line {number}" for number in range(5)]
+
+
+def test_saying_something_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        say("nobody hears this")
 
 
 def test_what_is_said_goes_to_the_stderr_of_this_moment(capsys: pytest.CaptureFixture[str]) -> None:

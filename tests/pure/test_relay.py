@@ -154,3 +154,19 @@ def test_what_the_library_inside_of_mpirun_says_to_itself_is_not_shown(
     said = b"".join(shown)
     assert said.replace(b"[rank 0] " + noise, b"") == b"a\n[warn] of something else\nb\n"
     assert b"[rank 0] " + noise in said, "a rank may say what it likes"
+
+
+def test_draining_goes_on_where_nobody_reads_what_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent drains before it tells the others that its ranks have ended."""
+
+    def gone(*_: Any) -> None:
+        raise BrokenPipeError
+
+    ranks = Ranks()
+    for rank, write in enumerate(ranks.writes):
+        os.write(write, b"words of rank %d\nand half a line" % rank)
+        os.close(write)
+    monkeypatch.setattr(relay_module, "OUTLET", SimpleNamespace(write=gone, pass_on=gone))
+    ranks.relay.drain(0.3)
+    monkeypatch.setattr(relay_module, "OUTLET", SimpleNamespace(write=gone, pass_on=lambda: True))
+    ranks.relay.drain(0.3)

@@ -1,0 +1,221 @@
+"""What agents write to a real etcd is theirs: carried out late, or after they were given up, it changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from etcd_fabrics import Fabrics
+from launching import wait_until
+
+from recover.agent import meeting as meetings
+from recover.agent.agent_clerk import Clerk, Order
+from recover.agent.free_slots import HostSlots
+from recover.agent.guarded_client import GuardedClient
+from recover.agent.host_options import HostPart
+from recover.agent.meeting import Meeting
+from recover.agent.returns import Returns
+from recover.etcd.etcd_client import EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.etcd.etcd_host import HostLease, HostsSeen
+from recover.launch.etcd_notes import EtcdNotes
+from recover.launch.etcd_pulses import tell_pulse
+from recover.replica.etcd_store import EtcdStore
+from recover.world.notes import RunNotes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
+LOST = "host h2 has lost its lease"
+LONG = 600.0  # seconds: leases end when a test says so, however busy the machine is
+
+
+class Recording(GuardedClient):
+    """Keeps what was asked, as far as it may write."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+        self.loses = random.Random(7)
+        self.lost = 0.0  # how often the answer to a transaction does not come
+
+    def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if path == "/v3/kv/txn":
+            self.asked.append((path, body))
+        answer = super().call(path, body)
+        if self.loses.random() < self.lost:
+            raise UnansweredError("its answer was lost")
+        return answer
+
+
+class HostAgent:
+    """What an agent writes with, without its threads: a test calls what they would."""
+
+    def __init__(self, fabrics: Fabrics, lost: float = 0.0, host: str = "h2") -> None:
+        def client(prefix: str) -> Recording:
+            made = Recording(fabrics.server.endpoint, prefix=prefix)
+            made.lost = lost
+            return made
+
+        part = HostPart(1, 2, 1, (fabrics.server.endpoint,), "j", host, None, "", returns=True)
+        self.meeting = Meeting(client(f"{fabrics.prefix}meeting/"), part, "10.0.0.1", {}, 1)
+        self.given_up: list[bool] = []
+        self._etcd = fabrics.etcd
+        self.bare, self.client = client(fabrics.prefix), client(fabrics.prefix)
+        self.lease = HostLease(
+            self.bare, "h2", (), LONG, lambda: self.given_up.append(True), self.meeting.me.id
+        )
+        self.client.guards = self.lease.guards
+        self.slots = HostSlots(1, 0, 600)
+
+    def come(self) -> None:
+        self.meet()
+        self.lease.start()
+        self.clerk = Clerk(
+            self.client, self.meeting, self.plan, [], lambda: None, self.lease.place, lambda *_: None
+        )
+        self.returns = self.clerk.returns = Returns(
+            self.client, "h2", self.slots, 1, 100, self.clerk.hear, 600.0
+        )
+
+    def meet(self) -> None:
+        self.meeting.enter(lambda: False)
+        self.plan = self.meeting.wait_for_plan(30.0, lambda: False)
+
+    def work(self, rank: int) -> None:
+        """Of every kind of write one: of itself, of its slots, of its ranks and their ends."""
+        tell_pulse(self.client, "h2", {str(rank): [[1, 2], "R"]})
+        EtcdNotes(self.client, -1, RunNotes(None, -1)).leave(3, [(1, 1)], "it hung", rank)
+        self.clerk.tell_end(rank, '{"end": "raised", "detail": ""}', "killed")
+        self.clerk._write()
+        for _ in range(4):  # publish, place, hear
+            self.returns.look()
+        self.clerk._read()
+
+    def pause(self) -> None:
+        """Stop its threads, and let its leases run out."""
+        self.meeting._left.set()
+        self.meeting._keeper.join()
+        self.lease._left.set()
+        for thread in self.lease._threads:
+            thread.join()
+        for lease in (self.lease._lease, self.meeting._lease):
+            self._etcd.revoke(lease)
+
+    def wake(self, rank: int) -> None:
+        """Go on where it was, with a rank of its successor in mind, and then leave."""
+        self.meeting._left.clear()
+        self.lease._left.clear()
+        self.work(rank)
+        self.clerk.give_order(Order("h2", "it was asked to"))
+        self.clerk._write()
+        self.returns._forget(list(self.returns.known))
+        self.meeting._come_again()
+        assert not self.lease.place([rank, rank + 1])
+        assert not self.lease._registered_anew()
+        assert self.given_up == [True]
+        self.leave()
+
+    def leave(self) -> None:
+        self.lease.leave()
+        self.meeting.leave("for a reason")
+        self.meeting.clean()
+
+    @property
+    def asked(self) -> list[tuple[str, Mapping[str, Any]]]:
+        clients: list[Any] = [self.meeting._client, self.bare, self.client]
+        return [request for client in clients for request in client.asked]
+
+
+def replay(fabrics: Fabrics, asked: list[tuple[str, Mapping[str, Any]]]) -> None:
+    plain = EtcdClient(fabrics.server.endpoint)
+    for path, body in random.Random(3).sample(asked, len(asked)):
+        try:
+            plain.call(path, body)
+        except EtcdError:
+            pass  # a lease that is gone: nothing was written
+
+
+def changed(before: dict[str, KeyValue], after: dict[str, KeyValue]) -> set[str]:
+    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "LAST_CALL", 0.0)
+    monkeypatch.setattr(meetings, "LEASE", LONG)
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.3], ids=["answers-come", "answers-are-lost"])
+def test_agent_that_was_given_up_changes_nothing_of_its_successor(
+    fabrics: Fabrics, hurried: None, lost: float
+) -> None:
+    """All that it has ever asked comes late, and then it wakes up and goes on, beside one of the same name."""
+    fabrics.make(1)
+    first, old, new = HostAgent(fabrics, host="h1"), HostAgent(fabrics, lost), HostAgent(fabrics)
+    first.meet()
+    old.come()
+    old.work(50)
+    assert set(old.returns.known) == {1}, "it has placed a replica on its free slot"
+    old.pause()
+    HostsSeen(fabrics.etcd)._declare("h2", [1], old.meeting.me.id)
+    assert fabrics.store()["seen/dead/0000000001"].value.decode() == LOST
+    new.come()
+    new.work(60)
+    assert new.lease.place([3])
+    store = fabrics.store()
+    assert store["seen/placed/h2"].value.startswith(new.meeting.me.id.encode())
+    replay(fabrics, old.asked)
+    assert changed(store, fabrics.store()) == set(), "something late has come through"
+    old.wake(3)
+    assert changed(store, fabrics.store()) == set(), "it has written beside its successor"
+    assert not new.given_up
+    assert new.lease.place([3, 4])
+    new.leave()
+    left = {key for key in fabrics.store() if key.startswith(("seen/placed/", "seen/host/", "meeting/meet/"))}
+    assert left == {"meeting/meet/h1"}
+    store = fabrics.store()
+    replay(fabrics, [*old.asked, *new.asked])
+    assert changed(store, fabrics.store()) == set(), "one that has left is there again"
+    first.meeting.leave()
+
+
+def test_agents_keep_what_they_said_though_answers_are_lost(fabrics: Fabrics, hurried: None) -> None:
+    fabrics.make(1)
+    agent = HostAgent(fabrics, lost=0.4)
+    agent.come()
+    for ranks in ([1], [1, 2], [2, 3], [2, 3, 4]):
+        assert agent.lease.place(ranks), "it was there all the time"
+        store = fabrics.store()
+        assert store["seen/placed/h2"].value.endswith(str(ranks).encode())
+        replay(fabrics, agent.asked)
+        assert changed(store, fabrics.store()) == set(), f"ranks from before {ranks}"
+    before = fabrics.store()["seen/host/h2"]
+    fabrics.etcd.revoke(agent.lease._lease)  # its keepers get a new one
+    assert wait_until(lambda: fabrics.store().get("seen/host/h2", before) != before, 30)
+    assert not agent.given_up
+    agent.leave()
+
+
+def test_a_new_plan_is_safe_from_requests_about_an_earlier_one(fabrics: Fabrics, hurried: None) -> None:
+    """Versions count from 1 again when a key was removed."""
+    fabrics.make(1)
+    asked = []
+    for _ in range(3):
+        agent = HostAgent(fabrics)
+        agent.come()
+        store = fabrics.store()
+        replay(fabrics, asked)
+        assert changed(store, fabrics.store()) == set()
+        agent.leave()
+        asked += agent.asked
+
+
+def test_torch_store_keeps_its_newest_value(fabrics: Fabrics) -> None:
+    client = Recording(fabrics.server.endpoint, prefix=fabrics.prefix)
+    store = EtcdStore(client, "replica/0/", timedelta(seconds=30))
+    for value in ("one", "two"):
+        store.set("address", value)
+        assert store.get("address") == value.encode()
+    replay(fabrics, client.asked[:1])
+    assert store.get("address") == b"two"

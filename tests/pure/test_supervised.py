@@ -1,0 +1,354 @@
+"""Supervisors of ranks survive exceptions, or end their host in a way that the others see."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover.agent import agent as agents
+from recover.agent import agent_ranks
+from recover.agent.agent import Agent
+from recover.agent.agent_clerk import Clerk
+from recover.agent.agent_ranks import HostRanks
+from recover.agent.free_slots import HostSlots
+from recover.agent.host_options import HostPart
+from recover.agent.meeting import HostPlan
+from recover.agent.placement import Seat
+from recover.agent.returns import Newcomer
+from recover.etcd.etcd_client import Answer, EtcdError
+from recover.job.hosts_asked import HostOptions
+from recover.job.spec import EtcdAccess, JobSpec
+from recover.job.supervised import Supervised, SupervisorError
+from recover.launch.relay import Relay
+from recover.launch.witness import Witness
+
+GENEROUS = 30.0
+
+
+def test_one_part_that_raises_does_not_keep_the_others_from_being_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    supervised, done = Supervised("the agent", patience=0.0), []
+    for _ in range(3):
+        with supervised.part("tell"):
+            raise KeyError("x")
+        with supervised.part("look"):
+            done.append(1)
+    assert done == [1] * 3
+    said = capsys.readouterr().err
+    assert said.count("the agent could not tell: KeyError: 'x'; it goes on") == 1
+
+
+def test_a_part_that_a_host_needs_ends_it_when_it_fails_for_too_long() -> None:
+    supervised = Supervised("the agent", patience=0.0)
+    with supervised.part("look", essential=True):
+        raise OSError(errno.EIO, "x")
+    with supervised.part("look", essential=True):
+        pass  # it has recovered: the time counts from its next failure
+    with supervised.part("look", essential=True):
+        raise OSError(errno.EIO, "x")
+    time.sleep(0.001)
+    with pytest.raises(SupervisorError, match="could not look: OSError"), supervised.part("look", True):
+        raise OSError(errno.EIO, "x")
+
+
+class Etcd:
+    """Keeps what it was told; fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.declared: list[str] = []
+        self.fails: Exception | None = None
+
+    def txn(self, compare: Any, then: Any, otherwise: Any = ()) -> Answer:
+        if self.fails:
+            raise self.fails
+        self.declared += [guard["key"] for guard in compare if guard["key"].startswith("seen/dead/")]
+        return Answer(True, 1, ((), (), (), ()))
+
+    def read(self, *reads: Any) -> Answer:
+        if self.fails:
+            raise self.fails
+        return Answer(False, 1, ((), (), (), ()))
+
+    def grant(self, ttl: float) -> tuple[int, int]:
+        return 1, 1
+
+
+def a_clerk(etcd: Etcd, look: Any = lambda: None) -> Clerk:
+    plan = HostPlan("run", "", {"h1": {"id": "i", "address": "a"}}, (Seat("h1", 0), Seat("h1", 1)))
+    meeting: Any = SimpleNamespace(me=SimpleNamespace(host="h1"), present=lambda plan: (plan, {"h1"}))
+    return Clerk(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
+def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exception) -> None:
+    """The clerk's thread is the only one that tells the others who has died here."""
+    looked = threading.Semaphore(0)
+
+    def look() -> None:
+        looked.release()
+        raise error
+
+    etcd = Etcd()
+    clerk = a_clerk(etcd, look)
+    clerk.start()
+    for _ in range(3):
+        assert looked.acquire(timeout=GENEROUS), "the thread has ended"
+    clerk.tell_end(1, None, "killed")
+    deadline = time.monotonic() + GENEROUS
+    while not etcd.declared:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert etcd.declared[0].endswith("1")
+    assert clerk.failed is None
+    assert clerk.silent_since is None
+    clerk.stop()
+
+
+def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    etcd = Etcd()
+    etcd.fails = ValueError("no such thing")
+    clerk = a_clerk(etcd)
+    monkeypatch.setattr("recover.agent.agent_clerk.Supervised", lambda name: Supervised(name, patience=0.0))
+    clerk.start()
+    deadline = time.monotonic() + GENEROUS
+    while clerk.failed is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    agent = Agent.__new__(Agent)
+    with pytest.raises(SupervisorError):
+        agent._must_end(clerk, None, 0.0, False)  # type: ignore[arg-type]
+    assert not clerk.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
+
+
+def test_all_ranks_that_are_left_are_declared_unless_etcd_is_silent() -> None:
+    etcd = Etcd()
+    clerk = a_clerk(etcd)
+    clerk.start()
+    clerk.tell_end(0, None, "")
+    assert clerk.declare_all("its agent has failed", GENEROUS)
+    assert [key[-1] for key in etcd.declared] == ["1"]
+    clerk.stop()
+    etcd.fails = EtcdError("silent")
+    clerk = a_clerk(etcd)
+    clerk.start()
+    assert not clerk.declare_all("its agent has failed", 0.1)
+    clerk.stop()
+
+
+class Process:
+    """A rank as its agent sees it."""
+
+    def __init__(self) -> None:
+        self.pid, self.code = os.getpid(), None
+        self.stdout = self.stderr = None
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.killed, self.code = True, -9  # type: ignore[assignment]
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ranks 0 and 1 of this host, of which none is a process; what its agent was told of their ends."""
+    (tmp_path / "session").mkdir()
+    (tmp_path / "run" / "ranks").mkdir(parents=True)
+    started: list[Process] = []
+
+    def start(*_: Any) -> Process:
+        started.append(Process())
+        return started[-1]
+
+    monkeypatch.setattr(agent_ranks, "start", start)
+    spec = JobSpec(2, run_dir=str(tmp_path / "run"), session=str(tmp_path / "session"), host="h1", room=10)
+    session: Any = SimpleNamespace(directory=tmp_path / "session", scratch=tmp_path)
+    ends: list[tuple[int, str | None, str]] = []
+    slots = HostSlots(3, 0.0, 600.0)
+    tell: Any = lambda *end: ends.append(end)  # noqa: E731
+    ranks = HostRanks(spec, {0: 0, 1: 1}, slots, 3, session, ["x"], tell)
+    return SimpleNamespace(ranks=ranks, started=started, ends=ends, slots=slots, dir=tmp_path)
+
+
+@pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "tell"])
+def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(agent_ranks, "_LOOK", 0.0)
+    monkeypatch.setattr(agent_ranks, "_TICK", 0.001)
+    real, raised = getattr(HostRanks, where), []
+
+    def fail(self: HostRanks, *arguments: Any) -> Any:
+        if len(raised) < 3:
+            raised.append(1)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(HostRanks, where, fail)
+    host_ranks.started[1].code = -9
+    passes: list[int] = []
+
+    def must_end() -> bool:
+        passes.append(1)
+        return len(raised) == 3 and bool(host_ranks.ends) and len(passes) > 20
+
+    assert host_ranks.ranks.watch(0.0, must_end, dict) == ""
+    assert host_ranks.ends == [(1, "", "its process was ended by SIGKILL")]
+    assert host_ranks.ranks.running == {0}
+
+
+def test_an_agent_that_cannot_look_after_its_ranks_says_so(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_ranks, "Supervised", lambda name: Supervised(name, patience=0.0))
+    monkeypatch.setattr(HostRanks, "reap", lambda self: 1 / 0)
+    monkeypatch.setattr(agent_ranks, "_TICK", 0.001)
+    passes = iter(range(1000))
+    with pytest.raises(SupervisorError, match="look after its ranks"):
+        host_ranks.ranks.watch(0.0, lambda: next(passes, None) is None, dict)
+
+
+def test_the_others_hear_of_a_death_though_telling_people_of_it_fails(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(HostSlots, "leave", fail)
+    host_ranks.started[0].code = 1
+    with pytest.raises(OSError, match="Broken pipe"):
+        host_ranks.ranks.reap()
+    assert host_ranks.ends == [(0, "", "its process ended with 1")]
+    host_ranks.ranks.reap()
+    assert len(host_ranks.ends) == 1, "it is told once"
+
+
+@pytest.mark.parametrize("what", ["the file of the job", "the process", "its output"])
+def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(
+        *{
+            "the file of the job": (JobSpec, "write"),
+            "the process": (agent_ranks, "start"),
+            "its output": (Relay, "add"),
+        }[what],
+        fail,
+    )
+    newcomer = Newcomer((2,), (Seat("h1", 2),))
+    host_ranks.ranks.start_to_join(newcomer, False)
+    if what == "its output":
+        assert host_ranks.started[-1].killed
+        host_ranks.ranks.reap()
+    ((rank, marker, death),) = host_ranks.ends
+    assert (rank, marker) == (2, None)
+    assert "No space left" in death or "SIGKILL" in death
+    assert not host_ranks.ranks.outside
+    assert host_ranks.ranks.running == {0, 1}
+    assert host_ranks.slots.free(time.monotonic() + 60) == [2], "it is tried again, not at once"
+
+
+def test_a_last_word_that_went_to_memory_counts_when_the_rank_is_reaped(host_ranks: Any) -> None:
+    (host_ranks.dir / "session" / "0.words").write_text('{"end": "done", "detail": ""}')
+    host_ranks.started[0].code = 0
+    host_ranks.ranks.reap()
+    assert host_ranks.ends == [(0, '{"end": "done", "detail": ""}', "")]
+    assert json.loads((host_ranks.dir / "run" / "ranks" / "0.end").read_text())["end"] == "done"
+
+
+class LeaseOfTest:
+    """Keeps what became of it."""
+
+    granted = 7
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.end = ""
+        LeaseOfTest.last = self
+
+    last: Any = None
+
+    def start(self) -> None:
+        pass
+
+    def guards(self) -> list[Any]:
+        return []
+
+    def place(self, ranks: Any) -> bool:
+        return True
+
+    def leave(self) -> None:
+        self.end = "left"
+
+    def abandon(self) -> None:
+        self.end = "runs out"
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["etcd-answers", "etcd-is-silent"])
+@pytest.mark.parametrize("where", ["start", "watch"])
+def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool, where: str
+) -> None:
+    """Or its lease runs out. A lease that is given back politely says that nobody need miss the ranks."""
+    etcd = Etcd()
+    etcd.fails = EtcdError("silent") if silent else None
+    for name, made in (
+        ("HostLease", LeaseOfTest),
+        ("client_of", lambda *_: etcd),
+        ("client_of_kind", lambda *_: etcd),
+        ("Pulse", lambda *_: SimpleNamespace(look=lambda now: {})),
+        ("_ORDER", 0.2 if silent else GENEROUS),
+    ):
+        monkeypatch.setattr(agents, name, made)
+    order: list[str] = []
+    if where == "watch":
+        process = Process()
+        monkeypatch.setattr(agent_ranks, "start", lambda *_: process)
+        monkeypatch.setattr(HostRanks, "watch", lambda *_: 1 / 0)
+    else:
+        monkeypatch.setattr(agent_ranks, "start", lambda *_: 1 / 0)
+    declare_all = Clerk.declare_all
+
+    def declaring(self: Clerk, why: str, seconds: float) -> bool:
+        order.append(f"declared: {LeaseOfTest.last.end or 'the lease is held'}")
+        return declare_all(self, why, seconds)
+
+    monkeypatch.setattr(Clerk, "declare_all", declaring)
+    access = EtcdAccess(("h1:1",), "/j/")
+    for name in ("run", "session"):
+        (tmp_path / name).mkdir()
+    part = HostPart(1, 1, 2, ("h1:1",), "j", "h1", None, "")
+    spec = JobSpec(
+        2, run_dir=str(tmp_path / "run"), session=str(tmp_path / "session"), host="h1", etcd=access
+    )
+    session: Any = SimpleNamespace(
+        directory=tmp_path / "session", scratch=tmp_path, end=lambda: order.append("killed")
+    )
+    plan = HostPlan("run", "", {"h1": {"id": "i", "address": "a"}}, (Seat("h1", 0), Seat("h1", 1)))
+    me = SimpleNamespace(host="h1", id="i")
+    meeting: Any = SimpleNamespace(me=me, late=False, present=lambda plan: (plan, {"h1"}))
+    with Witness(tmp_path / "run") as witness:
+        agent = Agent(part, spec, lambda spec: None, [], witness)
+        code = agent._run_ranks(meeting, plan, spec, ["x"], session, HostOptions(), 0.0)
+    assert code == 1
+    assert order == ["killed", "declared: the lease is held"]
+    if silent:
+        assert LeaseOfTest.last.end == "runs out"
+    else:
+        assert LeaseOfTest.last.end == "left"
+        assert sorted(key[-1] for key in etcd.declared) == ["0", "1"]
