@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -122,7 +124,7 @@ def start(
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = 120) -> Trained:
+def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = PATIENCE) -> Trained:
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -136,7 +138,7 @@ def train(
     *words: str,
     kills: Sequence[str] = (),
     resume: Path | None = None,
-    limit: float = 120,
+    limit: float = PATIENCE,
 ) -> Trained:
     return finish(start(run_dir, *words, kills=kills, resume=resume), run_dir, limit)
 

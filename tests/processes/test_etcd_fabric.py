@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, agree, at_once
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd import etcd_host
 from recover.etcd.etcd_agreement import Vote, cast, declare, key_of

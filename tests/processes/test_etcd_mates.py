@@ -11,7 +11,7 @@ from multiprocessing.connection import Client
 
 import pytest
 from etcd_fabrics import Fabrics, agree, at_once
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd import etcd_mates
 from recover.etcd.etcd_agreement import declare, key_of

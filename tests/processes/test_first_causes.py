@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from causes_told import first_causes, why
-from launching import ULFM, Job, wait_until
+from launching import ULFM, Job
 from left_out import leave_out
+from patience import wait_until
 
 from recover.job.spec import JobSpec
 from recover.launch.witness import Witness, exit_status
@@ -120,7 +121,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
             reasons.append(str(error))
             continue
         yield group
-        assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 5)
+        assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text())
         group.rmdir()
         return
     leave_out("memory", f"no control group with a limit can be made (by root alone): {'; '.join(reasons)}")

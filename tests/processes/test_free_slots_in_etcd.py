@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, at_once
-from launching import wait_until
+from patience import wait_until
 
 from recover.agent.free_slots import HostSlots
 from recover.agent.returns import ANEW, FREE, Newcomer, Returns

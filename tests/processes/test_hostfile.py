@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_jobs import PATIENCE, PROGRAMS, ROOT, LabJob
+from lab_jobs import PROGRAMS, ROOT, LabJob
+from patience import PATIENCE
 
 from recover.lab.hosts import Lab
 from recover.launch.hostfile import check_hostfile

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from launching import PATIENCE, wait_until
+from patience import PATIENCE, wait_until
 
 from recover.lab import namespaces
 from recover.lab.hosts import Host, Lab

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from joining_ranks import JoiningRanks
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd.etcd_server import EtcdServer
 
@@ -76,7 +76,7 @@ def test_one_that_dies_over_a_join_is_an_ordinary_death(
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
         came = ranks.start_another_after(1, 1)
         left = [1, came] if victim == 0 else [0, 1]
-        assert wait_until(lambda: bool(ranks.diary(victim, "started")), 60)
+        assert wait_until(lambda: bool(ranks.diary(victim, "started")))
         if victim == 0:
             ranks.wait_for(came, 2)
         else:
@@ -109,7 +109,7 @@ def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_other
 ) -> None:
     with JoiningRanks(server.endpoint, prefix, tmp_path, 3, hang_limit=3.0, stuck=True) as ranks:
         came = ranks.start_another_after(0, 3)
-        assert wait_until(lambda: ranks.end(came) == "fenced", 60), ranks.end(came)
+        assert wait_until(lambda: ranks.end(came) == "fenced"), ranks.end(came)
         ranks.wait_for(0, len(ranks.diary(0)) + 3)
         ranks.finish(range(3))
         assert not ranks.diary(came)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, wait_until
+from patience import PATIENCE, wait_until
 
 from recover.lab.hosts import Lab, unavailable
 
@@ -90,7 +90,7 @@ def test_labs_side_by_side_leave_nothing_behind_however_their_owners_end() -> No
             assert owner.wait(PATIENCE) == ENDS[end]
             if end in ("leave", "raise"):
                 assert not rooms[end] & inhabited().keys(), "`with` has ended before they were gone"
-        assert wait_until(lambda: not left & inhabited().keys(), seconds=10)
+        assert wait_until(lambda: not left & inhabited().keys())
         assert machine() == before
     finally:  # a lab that is broken is to leave nothing behind, either
         for owner in owners.values():

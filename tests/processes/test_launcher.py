@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, ULFM, Job, wait_until
+from launching import ULFM, Job
+from patience import PATIENCE, wait_until
 
 from recover.launch import launcher, preflight
 from recover.launch.verdict import name_ranks
@@ -243,7 +244,7 @@ def test_ctrl_c_ends_the_job_even_if_nobody_reads_its_output(tmp_path: Path) -> 
     assert wait_until(job.processes)
     time.sleep(0.5)  # until the launcher is stuck in a write
     os.kill(job.process.pid, signal.SIGINT)
-    assert wait_until(lambda: not job.processes(), seconds=5)
+    assert wait_until(lambda: not job.processes())
     assert job.finish() == 130
     assert job.leftovers() == []
 
@@ -275,7 +276,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     assert all_up(job, 2)
     assert job.leftovers() != []
     job.process.kill()
-    assert wait_until(lambda: job.leftovers() == [], seconds=5), job.leftovers()
+    assert wait_until(lambda: job.leftovers() == []), job.leftovers()
     assert job.finish() == -signal.SIGKILL
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import wait_until
 from left_out import leave_out
+from patience import wait_until
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from training import small_world
 
@@ -277,4 +277,4 @@ def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path, starting: 
     job.kill()
     job.wait()
     job.stderr.close()
-    assert wait_until(lambda: not Path(f"/proc/{server}").exists(), 5)
+    assert wait_until(lambda: not Path(f"/proc/{server}").exists())

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from patience import wait_until
 
 from recover.job.environment import leave_changes
 from recover.launch.guardian import clean

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from lab_jobs import LabJob, strike
 from launching import OWN_STEP, Job
+from patience import PATIENCE, wait_until
 from rank_pids import ranks_of_run
 from training import Trained, check_lines, finish, small_world, start, train
 
@@ -28,7 +29,6 @@ from recover.records.lines import read
 
 LR = ["lr=0.1", "warmup_steps=1000"]  # neither depends on how many steps there will be nor diverges in them
 HSDP = ["parallel=hsdp", "shard=2", "microbatch_size=2"]
-PATIENCE = 60.0  # seconds; far above what anything here takes
 
 
 def replicas(run_dir: Path) -> int:
@@ -38,10 +38,7 @@ def replicas(run_dir: Path) -> int:
 
 
 def wait(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+    assert wait_until(condition, seconds), what
 
 
 def kill(run_dir: Path, rank: int) -> None:
@@ -51,7 +48,7 @@ def kill(run_dir: Path, rank: int) -> None:
 def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: int) -> None:
     """A run of one replica with the same B and as many steps has the same samples, and the same bits."""
     steps = len(run.steps)
-    calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}", limit=120 + steps / 4)
+    calm = train(calm_dir, *words, "replicas=1", f"accum={batch}", f"steps={steps}", limit=PATIENCE + steps)
     assert calm.code == 0, calm.output
     check_lines(run, steps, batch)
     for name in ("data_digest", "loss", "lr"):

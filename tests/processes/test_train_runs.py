@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import wait_until
+from patience import wait_until
 from training import (
     INCIDENT_FIELDS,
     STEP_FIELDS,
@@ -116,7 +116,7 @@ def test_no_line_is_lost_over_fifty_deaths_of_the_writer_at_random_moments(tmp_p
         run_dir = tmp_path / f"run-{number}"
         process = start(run_dir, *words, "replicas=6", "accum=2", "steps=150", "checkpoint.every=20")
         for writer in range(5):
-            wait_until((run_dir / "steps.jsonl").exists, 60)
+            wait_until((run_dir / "steps.jsonl").exists)
             time.sleep(0.05 + draw.random() * 0.25)
             if pid := _rank(process, writer):
                 os.kill(pid, signal.SIGKILL)

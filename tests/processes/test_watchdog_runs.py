@@ -14,7 +14,8 @@ from statistics import median
 
 import pytest
 from causes_told import first_causes
-from launching import Job, wait_until
+from launching import Job
+from patience import wait_until
 from test_train_runs import _rank as rank_pid
 from training import check_lines, finish, small_world, start, train
 from worlds import Outcome, run_world
@@ -43,7 +44,7 @@ def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_p
             board.come_to_vote(rank)
         board.enter(0, 17)
         children[0].send_signal(signal.SIGSTOP)
-        assert wait_until(lambda: board.signs_of_life(0)[1].stopped, 5)
+        assert wait_until(lambda: board.signs_of_life(0)[1].stopped)
         signs = board.signs_of_life(0)
         assert {rank for rank, sign in signs.items() if sign.late} == {1, 2}  # 3 waits for them, as 0 does
         assert {rank for rank, sign in signs.items() if sign.stopped} == {1}
@@ -76,11 +77,11 @@ def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nob
     words = [*small_world(tmp_path), "replicas=5", "accum=2", "steps=45", "pace=0.02", "hang_limit=2"]
     process = start(run_dir, *words, kills=kills)
     steps = run_dir / "steps.jsonl"
-    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5, 60)
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5)
     stopped = rank_pid(process, 1)
     os.kill(stopped, signal.SIGSTOP)
     seen, at = steps.read_text().count("\n"), time.monotonic()
-    assert wait_until(lambda: steps.read_text().count("\n") > seen + 2, 30)
+    assert wait_until(lambda: steps.read_text().count("\n") > seen + 2)
     assert (
         1.5 < time.monotonic() - at < 12
     )  # all have waited for it, and not for much longer than the limit of 2 s
@@ -105,10 +106,10 @@ def test_a_stopped_rank_is_fenced_within_the_documented_limit_by_default(tmp_pat
     run_dir = tmp_path / "run"
     process = start(run_dir, *small_world(tmp_path), "replicas=4", "accum=2", "steps=60", "pace=0.1")
     steps = run_dir / "steps.jsonl"
-    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5, 60)
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 5)
     stopped, seen, at = rank_pid(process, 1), steps.read_text().count("\n"), time.monotonic()
     os.kill(stopped, signal.SIGSTOP)
-    assert wait_until(lambda: steps.read_text().count("\n") > seen + 1, 60)
+    assert wait_until(lambda: steps.read_text().count("\n") > seen + 1)
     assert STOPPED - 1 < time.monotonic() - at < STOPPED + 5
     assert not wait_until(lambda: _wakes(stopped), 0.5)
     run = finish(process, run_dir)
