@@ -13,6 +13,8 @@ from typing import Any
 
 from patience import PATIENCE
 
+from recover.records.lines import read
+
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -141,6 +143,20 @@ def train(
     limit: float = PATIENCE,
 ) -> Trained:
     return finish(start(run_dir, *words, kills=kills, resume=resume), run_dir, limit)
+
+
+def losses(run_dir: Path) -> int:
+    """How many incidents of a run at work have lost replicas; `joins`: how many have let others in."""
+    return _incidents(run_dir).count("lost")
+
+
+def joins(run_dir: Path) -> int:
+    return _incidents(run_dir).count("joined")
+
+
+def _incidents(run_dir: Path) -> list[str]:
+    """Their kinds. They only become more, so no look at them comes too late."""
+    return [line.get("kind", "lost") for line in read(run_dir / "incidents.jsonl").whole]
 
 
 def check_lines(run: Trained, steps: int, batch: int | None) -> None:

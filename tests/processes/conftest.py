@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from left_out import leave_out
 
 from recover.etcd.etcd_server import EtcdServer
 from recover.lab.hosts import unavailable
+
+AWAITED_SAVES = Path(__file__).parents[1] / "awaited_saves"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,13 @@ def fabrics(server: EtcdServer, prefix: str, tmp_path: Path) -> Iterator[Fabrics
     made = Fabrics(server, prefix, tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def every_checkpoint_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the runs that the test starts."""
+    paths = [str(AWAITED_SAVES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import pytest
 from causes_told import first_causes, why
 from launching import ULFM, Job
 from left_out import leave_out
-from patience import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.job.spec import JobSpec
 from recover.launch.witness import Witness, exit_status
@@ -177,7 +177,10 @@ def test_a_full_disk_is_named_though_the_dead_could_not_write_its_last_words(tmp
         cp -r {disk}/run {tmp_path}/kept
     """
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=60
+        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
         leave_out("mounts", f"no file system can be mounted (by root alone): {done.stderr}")

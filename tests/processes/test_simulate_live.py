@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from recover.chaos.campaign import run_job
 from recover.chaos.ground import OneRun
@@ -63,7 +64,7 @@ def test_many_failures_are_shared_out_over_the_cores_with_the_same_result(tmp_pa
 
     def goodput(seeds: int) -> list[float]:
         command = [sys.executable, "-m", "recover.cli", "simulate", *words, f"run.seeds={seeds}"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
         return [system["goodput"]["mean"] for system in json.loads(ended.stdout)["systems"].values()]
 
     few, many = goodput(24), goodput(64)  # 20,000 failures in this process, 50,000 in several
