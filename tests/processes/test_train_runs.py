@@ -230,9 +230,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(
-        run_dir, *small_world(tmp_path), "replicas=2", "steps=10", "microbatch_size=16", "accum=20000"
-    )  # no step of it ends before the second signal
+    # No step of it ends before the second signal.
+    process = start(run_dir, *small_world(tmp_path), "replicas=2", "accum=2", "pace=1000")
     assert wait_until(lambda: _rank(process, 1))
     assert wait_until(lambda: (run_dir / "config.yaml").exists())
     process.send_signal(signal.SIGTERM)
