@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.chaos.ground import Ground, OneRun
-from recover.chaos.invariants import Left, violations
+from recover.chaos.invariants import Left, leftovers, violations
 from recover.faults import Fault
 from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
 from recover.faults.locations import ANYTIME, IN_RECOVERY, JOIN_PHASES, OUTSIDE, REPAIR_PHASES
@@ -48,6 +48,7 @@ STARTS = (
 )
 PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
 TIMES = 10.0
+GUARDIAN = 30.0  # seconds for the guardian of a killed launcher
 
 
 class OneMachine:
@@ -303,12 +304,19 @@ def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
         try:
             process.wait(job.limit)
         except subprocess.TimeoutExpired:
-            process.kill()  # its guardian ends the ranks
+            process.kill()
             process.wait()
-            time.sleep(5)
+            _wait_for_guardian(Left(run_dir.absolute(), -9, process.pid))
         finally:
             if process.poll() is None:  # we are being interrupted
                 process.kill()
                 process.wait()
             processes.discard(process)
     return Left(run_dir.absolute(), process.returncode, process.pid)
+
+
+def _wait_for_guardian(run: Left) -> None:
+    """It ends the ranks of a launcher that was killed, and removes what they left. What stays is a violation."""
+    deadline = time.monotonic() + GUARDIAN
+    while list(leftovers(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -232,6 +232,13 @@ def test_a_cut_loses_what_is_sent_in_its_direction_and_nothing_else_until_it_is_
     boxes = {host.name: mailbox(host) for host in lab}
     process = struck.start(["sleep", "1000"])
 
+    # After some seconds a host asks again where another one is, and one that cannot answer is not sent anything.
+    for host in lab:
+        known = host.start(
+            ["sh", "-c", "echo 3600000 > /proc/sys/net/ipv4/neigh/eth0/base_reachable_time_ms"]
+        )
+        assert known.wait(PATIENCE) == 0
+
     def heard(sender: Host, receiver: Host, within: float = PATIENCE) -> bool:
         return posted(boxes[sender.name], boxes[receiver.name], 3, within) == 3
 

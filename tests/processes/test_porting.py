@@ -17,7 +17,6 @@ def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(
     outcome = run_world("constructs.py", tmp_path / "run", 3, ["constructs", {"1": 2, "0": 8}])
     assert outcome.code == 0, outcome.output
     assert outcome.survivors == [2], outcome.output
-    torch.set_num_threads(1)
     for number, (name, construct) in enumerate(CONSTRUCTS.items()):
         found = torch.load(tmp_path / "run" / f"{number}-2.pt")
         torch.testing.assert_close(
