@@ -25,6 +25,19 @@ def all_up(job: Job, ranks: int) -> bool:
     return wait_until(lambda: len(list(job.run_dir.glob("*.up"))) == ranks)
 
 
+def show_progress_until_all_are_up(job: Job, ranks: int) -> None:
+    """So that `--timeout` counts from there on: how long ranks take to start is no matter of the test's."""
+    sign = job.rank_file(".sign")
+
+    def up() -> bool:
+        if sign.parent.is_dir():
+            sign.touch()
+            sign.unlink()
+        return len(list(job.run_dir.glob("*.up"))) == ranks
+
+    assert wait_until(up)
+
+
 def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
     script = RANK + (
         "import atexit, threading; from recover.world import ending\n"
@@ -175,6 +188,7 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
         import os, signal, time, numpy, recover
         from recover.carriers import mpi
         world = recover.init(carrier="mpi")
+        open(os.environ["RECOVER_RUN_DIR"] + f"/{world.rank}.up", "w").close()
         for _ in range(30):
             assert world.cross.all_reduce(numpy.ones(4)).wait()
             time.sleep(0.1)
@@ -195,6 +209,7 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
             world.repair()
     """
     job = Job(tmp_path, script, "-n", "4", "--timeout", "2.5")
+    show_progress_until_all_are_up(job, 4)
     assert job.finish() == 1, job.stderr
     assert job.stdout.count("members (0, 3) [b'0', b'3']") == 2
     assert "no progress for 2.5 s (--timeout)" in job.stderr
@@ -205,12 +220,14 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
 
 def test_a_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
     script = ULFM + (
-        "def computing():\n    time.sleep(100)\n"
+        "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w').close()\n"
+        "def computing():\n    time.sleep(1000)\n"
         "def waiting():\n    world.recv(source=0)\n"
         "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
         "computing() if rank == 0 else waiting()\n"
     )
     job = Job(tmp_path, script, "-n", "3", "--timeout", "1.5")
+    show_progress_until_all_are_up(job, 3)
     assert job.finish() == 1
     assert "in computing" in job.stderr.partition("rank 0 (pid")[2].partition("rank 1 (pid")[0]
     assert "in waiting" in job.stderr.partition("rank 1 (pid")[2].partition("rank 2 (pid")[0]
