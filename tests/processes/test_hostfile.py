@@ -45,7 +45,7 @@ def test_a_rank_may_die_on_any_host_of_a_hostfile(tmp_path: Path) -> None:
             "--run-dir",
             str(tmp_path / "run"),
             "--timeout",
-            "60",
+            str(PATIENCE),
             "--kill",
             "2:3:vote",
             "--kill",

@@ -31,7 +31,7 @@ from recover.world.watchdog import (
 
 def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 4)
-    children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    children = [subprocess.Popen(["sleep", "100000"]) for _ in range(3)]
     try:
         for rank, pid in enumerate([os.getpid(), *(child.pid for child in children)]):
             board._table[rank, [PID, STARTED]] = pid, start_time(pid)

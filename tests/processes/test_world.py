@@ -74,14 +74,14 @@ def test_a_device_mesh_takes_ulfm_across_replicas_and_refuses_it_inside(tmp_path
     assert outcome.code == 0, outcome.output
 
 
-def _mpirun(*words: str, script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def _mpirun(*words: str, script: str) -> subprocess.CompletedProcess[str]:
     """A site's own mpirun: no launcher of ours, no bootstrap."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RECOVER_")}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     mpirun = Path(sys.executable).parent / "mpirun"
     command = [str(mpirun), "--oversubscribe", *words, sys.executable, "-c", script]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False
     )
 
 
