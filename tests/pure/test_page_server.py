@@ -252,7 +252,12 @@ def test_thousands_of_bad_requests_are_answered_or_dropped_and_survived(tmp_path
         assert get(port, "/log/0") == (200, "what rank 0 did\n")
 
 
-def test_readers_that_do_not_read_hold_nobody_up_and_too_many_are_turned_away(tmp_path: Path) -> None:
+def test_readers_that_do_not_read_hold_nobody_up_and_too_many_are_turned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "recover.monitor.server._Handler.timeout", 600.0
+    )  # nobody who was let in is sent away
     run = make_run(tmp_path / "run")
     with serving(run) as port:
         idle = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(READERS // 2)]
