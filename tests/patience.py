@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE = 180.0  # seconds; many times what anything takes on two cores with other load
+PATIENCE = 300.0  # seconds; many times what anything takes on two cores with other load
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> bool:
