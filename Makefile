@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+INTEGRATIONS := .venv-integrations
 
-.PHONY: help setup demo test test-fast check bench soak mutants dist clean
+.PHONY: help setup demo test test-fast test-integrations check bench soak mutants dist clean
 help:
 	@echo "make demo      train a small LLaMA twice, with and without deaths and returns, and draw both"
-	@echo "make test      all tests (minus the soaks)"
+	@echo "make test      the core suite (minus the soaks): 20 minutes on two cores; names its slowest tests"
 	@echo "make test-fast those that start no process: two minutes on two cores"
+	@echo "make test-integrations  tests with other trainers' packages, in an environment of their own"
 	@echo "make check     ruff (format, lint) and mypy"
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
@@ -18,23 +20,34 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# environment, constraints, extra
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ReCoVer needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet -c $(2) -e '.[$(3)]'
 	touch $@
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,$(VENV),constraints.txt,dev)
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt
+	$(call install,$(INTEGRATIONS),constraints-integrations.txt,integrations)
 
 demo: setup
 	$(BIN)/recover demo
 
 # Tests that start processes are alone on the machine, one after the other; all others share its cores.
 test: setup
-	$(BIN)/python -m pytest -m "pure or simulated" --numprocesses auto
-	$(BIN)/python -m pytest -m processes
+	$(BIN)/python -m pytest -m "pure or simulated" --numprocesses auto --durations=30
+	$(BIN)/python -m pytest -m processes --durations=30
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "(pure or simulated) and not slow" --numprocesses auto
+
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations --durations=10
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -55,4 +68,4 @@ dist: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist

@@ -1,21 +1,26 @@
-"""The folder of a test is its kind: `-m pure`, `-m simulated`, `-m processes`; only the last may start processes."""
+"""The folder of a test is its kind and its marker (`-m pure`, `-m simulated`, `-m processes`, `-m integrations`); only
+tests of the last two kinds may start processes, and a test that fails leaves none running."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from patience import wait_until
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN's in /tmp, as `recover` itself has it
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code's
 settings.load_profile("untimed")
 HERE = Path(__file__).parent
-KINDS = ("pure", "simulated", "processes")
+MAY_START_PROCESSES = ("processes", "integrations")
+KINDS = ("pure", "simulated", *MAY_START_PROCESSES)
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
 ASKS_FOR_FONTS = "fc-list"  # matplotlib does, once, in a home that has no list of them yet
 
@@ -53,8 +58,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    _starts.allowed = kind_of(item.path) == "processes"
+    _starts.allowed = kind_of(item.path) in MAY_START_PROCESSES
     try:
         return (yield)
     finally:
         _starts.allowed = True
+
+
+def children() -> set[int]:
+    """Of this process, those that run."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found |= {int(pid) for pid in path.read_text().split() if runs(pid)}
+    return found
+
+
+def runs(pid: str) -> bool:
+    try:
+        return "Z (zombie)" not in Path("/proc", pid, "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(autouse=True)
+def a_test_that_fails_leaves_no_job_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    if kind_of(request.path) not in MAY_START_PROCESSES:
+        yield
+        return
+    before = children()
+    yield
+    left = children() - before
+    for how in (signal.SIGTERM, signal.SIGKILL):  # a launcher that is asked to takes its ranks along
+        for pid in left & children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+        wait_until(lambda: not left & children(), 20)

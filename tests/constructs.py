@@ -1,6 +1,6 @@
 """Constructs of people's own training code, each as a plain loop has it: for runs under the launcher, and for one.
 
-What `docs/porting.md` says of a construct is shown with these.
+What `docs/porting.md` says of a construct is shown with these; `tests/huggingface.py` adds the models of transformers.
 """
 
 from __future__ import annotations
@@ -100,47 +100,6 @@ class Adapted(torch.nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def gpt2() -> torch.nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=16,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
-def qwen2(layers: int = 2) -> torch.nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16,
-        )
-    )
-
-
-def checkpointed_gpt2() -> torch.nn.Module:
-    model = gpt2()
-    model.gradient_checkpointing_enable()
-    return model.train()
-
-
 def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
@@ -210,17 +169,13 @@ CONSTRUCTS: dict[str, Construct] = {
     ),
     "ReduceLROnPlateau, called by the user": Construct(plateau=True),
     "tied weights": Construct(Tied, of_model, stream=Padded),
+    "mean over all tokens of padded batches": Construct(Tied, of_model, weight=targets_of, stream=Padded),
     "frozen base, adapters, unfrozen on the way": Construct(
         Adapted, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05), between=unfreeze
     ),
     "activation checkpointing": Construct(lambda: Net(recompute=True)),
     "torch.compile": Construct(wrap=lambda model: torch.compile(model, backend="eager")),
     "bf16 autocast": Construct(loss=in_bf16),
-    "GPT-2": Construct(gpt2, of_model, stream=Padded),
-    "GPT-2 with gradient_checkpointing_enable()": Construct(checkpointed_gpt2, of_model, stream=Padded),
-    "Qwen2, mean over all tokens of padded batches": Construct(
-        qwen2, of_model, weight=targets_of, stream=Padded
-    ),
     "channels_last, a fused optimizer": Construct(Pixels, optimizer=fused),
     "IterableDataset": Construct(stream=lambda: recover.stream(Endless(), batch_size=4, window=BATCH)),
 }

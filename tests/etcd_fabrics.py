@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from recover.etcd.etcd_client import EtcdClient, KeyValue
 from recover.etcd.etcd_entry import place
 from recover.etcd.etcd_fabric import EtcdFabric
@@ -136,7 +138,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads), "an agreement hangs"
     return results
 

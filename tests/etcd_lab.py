@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etcd_ranks import EtcdRanks
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.lab import namespaces

@@ -13,12 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from recover.etcd.etcd_agreement import Decision
 from recover.etcd.etcd_client import KeyValue
 from recover.etcd.etcd_host import GRACE, TTL
 
 PROGRAM = Path(__file__).parent / "programs" / "etcd_host.py"
-PATIENCE = 90.0  # seconds; far above what anything here takes
 
 
 class EtcdRanks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from joining_ranks import JoiningRanks
-from launching import wait_until
+from patience import wait_until
 
 from recover.faults.locations import JOIN_PHASES, LOCATIONS, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
 
@@ -22,7 +22,6 @@ STEP_PLACES = tuple(
 MEMBERS, EVERYBODY = ("first", "other"), ("newcomer", "first", "other")
 PENDING, ADMITTED, TRANSFER, FIRST_STEP = "pending", "being admitted", "in transfer", "in its first step"
 AT_WORK = 3  # members before each event
-PATIENCE = 150.0  # seconds; a rank that hangs is fenced after 60
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def play(ranks: JoiningRanks, event: Event) -> bool:
 
     came = ranks.start_another()
     assert came[0] == event.newcomer * size
-    if not wait_until(lambda: settled() or missed(), PATIENCE):
+    if not wait_until(lambda: settled() or missed()):
         ranks.write_stacks()
         raise AssertionError(f"{event}: {ranks.diary(event.left[0] * size)[-1:]}; see ranks/*.stack")
     return settled()

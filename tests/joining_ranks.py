@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.etcd.etcd_entry import place
@@ -116,7 +116,7 @@ class JoiningRanks:
 
     def wait_for(self, rank: int, commits: int) -> None:
         """Until it has committed so many steps."""
-        assert wait_until(lambda: len(self.diary(rank)) >= commits, 120), f"rank {rank}: {self.end(rank)}"
+        assert wait_until(lambda: len(self.diary(rank)) >= commits), f"rank {rank}: {self.end(rank)}"
 
     def finish(self, ranks: Iterable[int]) -> int:
         """End the run; the last step. These ranks must have come to its end."""
@@ -125,7 +125,7 @@ class JoiningRanks:
 
     def wait_for_ends(self, ranks: Iterable[int]) -> int:
         for rank in ranks:
-            wait_until(lambda rank=rank: self.end(rank) != "", 120)
+            wait_until(lambda rank=rank: self.end(rank) != "")
             assert self.end(rank) == "done", f"rank {rank}: {self.end(rank)}"
         (last,) = {self.diary(rank)[-1]["step"] for rank in ranks}
         return int(last)

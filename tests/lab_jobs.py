@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from recover.job.process import rank_of
 from recover.lab.hosts import Host, Lab
 
-PATIENCE = 60.0  # seconds; far above what anything here takes
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 ETCD = """

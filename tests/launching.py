@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-PATIENCE = 30.0
+from patience import PATIENCE
 
 ULFM = """
 import os, signal, sys, threading, time
@@ -57,7 +56,7 @@ class Job:
         script.write_text(textwrap.dedent(text))
         command = [sys.executable, "-P", "-m", "recover.cli", "run", "--run-dir", str(self.run_dir)]
         self.process = subprocess.Popen(
-            [*command, "--timeout", "60", *options, str(script), *args],
+            [*command, "--timeout", str(PATIENCE), *options, str(script), *args],
             env=os.environ | {"TMPDIR": str(self.tmp)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,7 +67,7 @@ class Job:
 
     def finish(self) -> int:
         """The exit code; everything that the job said is then in `stdout` and `stderr`."""
-        said, self.stderr = self.process.communicate(timeout=PATIENCE)
+        said, self.stderr = self.process.communicate(timeout=2 * PATIENCE)
         self.stdout = re.sub(
             r"^\[rank \d+\] ", "", said, flags=re.MULTILINE
         )  # whose line it is, few tests ask
@@ -96,15 +95,6 @@ class Job:
         """Processes, shared memory and temporary files of this job."""
         files = [*Path("/dev/shm").glob(f"recover-{self.process.pid}-*"), *self.tmp.iterdir()]
         return [*map(str, files), *self.processes().values()]
-
-
-def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def _processes() -> Iterator[tuple[int, str, bytes]]:

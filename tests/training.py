@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
+from recover.records.lines import read
+
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -122,7 +126,7 @@ def start(
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = 120) -> Trained:
+def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = PATIENCE) -> Trained:
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -136,9 +140,23 @@ def train(
     *words: str,
     kills: Sequence[str] = (),
     resume: Path | None = None,
-    limit: float = 120,
+    limit: float = PATIENCE,
 ) -> Trained:
     return finish(start(run_dir, *words, kills=kills, resume=resume), run_dir, limit)
+
+
+def losses(run_dir: Path) -> int:
+    """How many incidents of a run at work have lost replicas; `joins`: how many have let others in."""
+    return _incidents(run_dir).count("lost")
+
+
+def joins(run_dir: Path) -> int:
+    return _incidents(run_dir).count("joined")
+
+
+def _incidents(run_dir: Path) -> list[str]:
+    """Their kinds. They only become more, so no look at them comes too late."""
+    return [line.get("kind", "lost") for line in read(run_dir / "incidents.jsonl").whole]
 
 
 def check_lines(run: Trained, steps: int, batch: int | None) -> None:

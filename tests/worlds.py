@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 from recover.job.grid import Grid
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -43,12 +45,11 @@ def run_world(
     arguments: Sequence[object] = (),
     replica_size: int = 1,
     kills: Sequence[str] = (),
-    hang_after: float = 60,
     hang_limit: float | None = None,
 ) -> Outcome:
     """Start a program of `tests/programs`; a hang is ended by the launcher, which prints every rank's stack."""
     command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks)]
-    command += ["--replica-size", str(replica_size), "--run-dir", str(run_dir), "--timeout", str(hang_after)]
+    command += ["--replica-size", str(replica_size), "--run-dir", str(run_dir), "--timeout", str(PATIENCE)]
     command += ["--hang-limit", str(hang_limit)] if hang_limit else []
     words = [word if isinstance(word, str) else json.dumps(word) for word in arguments]
     result = subprocess.run(
@@ -57,7 +58,7 @@ def run_world(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=hang_after * 4,
+        timeout=2 * PATIENCE,
         check=False,
     )
     diaries: dict[int, list[dict[str, Any]]] = {}

@@ -5,6 +5,7 @@ Run number i draws its schedule from seed + i, so any of them can be had again b
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.chaos.ground import Ground, OneRun
-from recover.chaos.invariants import Left, violations
+from recover.chaos.invariants import Left, leftovers, violations
 from recover.faults import Fault
 from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
 from recover.faults.locations import (
@@ -49,8 +50,12 @@ SLOW_SAMPLE = 1.5  # the same, for a sample that takes so long on every replica
 TO_NEWCOMERS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
 NEWCOMERS = 12  # so many of those who come may be struck
 RETURN = ("--return", "--return-delay=0", "--forgive=0")
+STARTS = (
+    6.0  # times the start of a replica: a run with returns lasts so long, and is struck in its first third
+)
 PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
 TIMES = 10.0
+GUARDIAN = 30.0  # seconds for the guardian of a killed launcher
 
 
 class OneMachine:
@@ -63,7 +68,9 @@ class OneMachine:
         pass  # whatever `recover train` takes
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
-        return schedule_for(config, seed) + (strike_newcomers(config, seed) if self.returns else ())
+        if not self.returns:
+            return schedule_for(config, seed)
+        return schedule_for(config, seed, last_struck(config)) + strike_newcomers(config, seed)
 
     def run(self, job: OneRun) -> Left:
         return run_job(job, RETURN if self.returns else ())
@@ -94,7 +101,10 @@ def chaos(
     output: Path | None = None,
     ground: Ground | None = None,
 ) -> int:
-    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`."""
+    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
+
+    A campaign with returns in which no replica has joined shows nothing of joins, and returns 1, too.
+    """
     ground = ground or OneMachine()
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
@@ -116,7 +126,12 @@ def chaos(
             tally.calm_is_broken = True
             print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
             return 1
-        limit = max(PATIENCE, TIMES * (time.monotonic() - started))
+        lasts = time.monotonic() - started
+        if ground.returns:
+            pace = pace_for_joins(config, *calm.took)
+            lasts += pace * config.accum * config.steps
+            jobs = {count: [*theirs, f"pace={pace:.3f}"] for count, theirs in jobs.items()}
+        limit = max(PATIENCE, TIMES * lasts)
         while (runs is None or tally.runs < runs) and (
             minutes is None or time.monotonic() - started < minutes * 60
         ):
@@ -135,7 +150,37 @@ def chaos(
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
         flush=True,
     )
+    if ground.returns and not tally.joined:
+        print(
+            f"inconclusive: no replica joined in {tally.runs} runs, so nothing is known of joins; give more runs "
+            f"(--runs, --minutes) or a longer job (steps=, it has {config.steps})",
+            flush=True,
+        )
+        return 1
     return 1 if tally.bad_seeds else 0
+
+
+def last_struck(config: Config) -> int:
+    """The last step in which replicas are struck by step, where others are to join afterwards."""
+    return max(1, config.steps // 3)
+
+
+def pace_for_joins(config: Config, start_up: float, training: float) -> float:
+    """Seconds for a microbatch (`pace`), so that lost replicas have time to start and to join.
+
+    `start_up`, `training`: seconds of the run without faults before and after its first step. Raises ValueError where
+    a microbatch would come near the hang limit.
+    """
+    wanted, most = STARTS * start_up, (config.hang_limit or HANG_LIMIT) / 10
+    if training >= wanted:
+        return config.pace
+    pace = max(config.pace, wanted / (config.steps * config.accum))
+    if pace > max(config.pace, most):
+        raise ValueError(
+            f"steps={config.steps} is too short for --return: a replica takes {start_up:.0f} s to start here, and a "
+            f"microbatch may take {most:g} s; give steps={math.ceil(wanted / (most * config.accum))}"
+        )
+    return pace
 
 
 def _share_out(global_batch: int, replicas: int) -> list[str]:
@@ -177,8 +222,10 @@ def _one(
         shutil.rmtree(run_dir)
 
 
-def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
-    """What run number `seed` suffers. One in five by the clock, so that any instruction can be the last."""
+def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fault, ...]:
+    """What run number `seed` suffers, up to step `last`. One in five by the clock, so that any instruction can be the
+    last."""
+    last = last or config.steps
     rng = random.Random(f"schedule/{seed}")
     count = rng.randint(1, max(1, config.replicas - 1))
     if config.replicas > 1 and rng.random() < 0.2:
@@ -186,8 +233,8 @@ def schedule_for(config: Config, seed: int) -> tuple[Fault, ...]:
         return draw_by_clock(
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
-    faults = _draw(config, seed, count)
-    late = _hold_up(config, rng, faults)
+    faults = _draw(config, seed, count, last)
+    late = _hold_up(config, rng, faults, last)
     return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
 
 
@@ -216,9 +263,9 @@ def strike_newcomers(
     return tuple(found)
 
 
-def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> Iterator[Fault]:
+def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...], last: int) -> Iterator[Fault]:
     """In some runs: storage that stalls for all replicas but one, or a sample that takes long wherever it is read."""
-    what, step, number = rng.random(), rng.randint(1, config.steps), rng.randrange(config.replicas)
+    what, step, number = rng.random(), rng.randint(1, last), rng.randrange(config.replicas)
     limit = config.hang_limit or HANG_LIMIT
     drifts = any(fault.action == "corrupt:weights" for fault in faults)
     # A replica that comes to the stall later than the others is the last one left in it: one alone may be fenced.
@@ -231,14 +278,14 @@ def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...]) -> I
         yield Fault(step, number, "forward", action=f"sample:{SLOW_SAMPLE * limit:g}")
 
 
-def _draw(config: Config, seed: int, count: int) -> tuple[Fault, ...]:
+def _draw(config: Config, seed: int, count: int, last: int) -> tuple[Fault, ...]:
     locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
     return draw_schedule(
         config.replicas,
         config.replica_size,
         seed,
         count=count,
-        steps=(1, config.steps),
+        steps=(1, last),
         locations=locations,
         actions=ACTIONS,
     )
@@ -264,12 +311,19 @@ def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
         try:
             process.wait(job.limit)
         except subprocess.TimeoutExpired:
-            process.kill()  # its guardian ends the ranks
+            process.kill()
             process.wait()
-            time.sleep(5)
+            _wait_for_guardian(Left(run_dir.absolute(), -9, process.pid))
         finally:
             if process.poll() is None:  # we are being interrupted
                 process.kill()
                 process.wait()
             processes.discard(process)
     return Left(run_dir.absolute(), process.returncode, process.pid)
+
+
+def _wait_for_guardian(run: Left) -> None:
+    """It ends the ranks of a launcher that was killed, and removes what they left. What stays is a violation."""
+    deadline = time.monotonic() + GUARDIAN
+    while list(leftovers(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)

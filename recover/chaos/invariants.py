@@ -13,6 +13,7 @@ from typing import Any
 from recover.faults import Fault
 from recover.faults.locations import IN_RECOVERY
 from recover.launch.session import MEMORY
+from recover.records.job_log import job_lines
 from recover.records.lines import read
 from recover.train.config import Config
 
@@ -32,6 +33,13 @@ class Left:
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         return summary
+
+    @property
+    def took(self) -> tuple[float, float]:
+        """Seconds from the start to the first step, and from there to the last."""
+        steps = self.lines("steps.jsonl")
+        begun = job_lines(self.run_dir)[0]["at"]
+        return steps[0]["at"] - begun, steps[-1]["at"] - steps[0]["at"]
 
     @property
     def joined(self) -> set[int]:

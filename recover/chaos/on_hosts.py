@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from recover.chaos.campaign import RETURN, strike_newcomers
+from recover.chaos.campaign import RETURN, last_struck, strike_newcomers
 from recover.chaos.ground import OneRun
 from recover.chaos.host_agents import AgentLife, HostAgents, litter_on, show_stacks
 from recover.chaos.invariants import Left, violations
@@ -93,6 +93,11 @@ class LeftOnHosts:
         return self._began(host).struck
 
     @property
+    def took(self) -> tuple[float, float]:
+        """As its first host saw it."""
+        return self.first(next(iter(self.places))).took
+
+    @property
     def joined(self) -> set[int]:
         return set().union(*(self.first(host).joined for host in self.places))
 
@@ -141,7 +146,7 @@ class Hosts:
         rng, each = random.Random(f"hosts/{seed}"), self.ranks_on_each(config)
         locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
         count, quiet = rng.randint(1, len(self.names) - 1), rng.randint(0, 2)
-        last = max(1, config.steps // 2) if self.returns else config.steps  # those who come need time to
+        last = last_struck(config) if self.returns else config.steps
         draw = partial(draw_schedule, len(self.names), each, steps=(1, last), locations=locations)
         drawn: list[Fault] = []
         if rng.random() < 0.2:  # so that any instruction can be the last

@@ -72,7 +72,7 @@ def _lost_first(job: LabJob) -> None:
         (first,), (followed,) = of_host["first"], of_host["followed"]
         assert "host h1 was lost, with ranks 0, 1" in first["text"]
         assert "look at h1" in first["advice"]
-        assert abs(first["at"] - of_host["record"]["at"]) < 5, "by the clock, about when the others knew"
+        assert abs(first["at"] - of_host["record"]["at"]) < 60, "by the clock, about when the others knew"
         assert (followed["rank"], followed["because_of"]) == (1, 0)
 
 

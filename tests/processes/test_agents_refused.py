@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_jobs import PATIENCE, ROOT, LabJob, etcd_on
+from lab_jobs import ROOT, LabJob, etcd_on
+from patience import PATIENCE
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.lab import namespaces

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from etcd_fabrics import add_user
-from launching import Job, wait_until
+from launching import Job
+from patience import wait_until
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_server import find_binary, free_port

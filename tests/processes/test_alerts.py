@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from patience import wait_until
 from recorded import START, exit_line, incident_line, make_run
 
 from recover.monitor import alerts
@@ -19,18 +18,18 @@ def add(path: Path, line: dict[str, object]) -> None:
 
 
 def test_every_loss_is_told_once_with_its_cause_and_one_that_no_step_tells_of_at_the_end(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(alerts, "_KNOWN", 600.0)
     run, heard = make_run(tmp_path / "run"), tmp_path / "heard"
     said: list[str] = []
-    with alerts.Alerts(run, f"cat >> {heard}; exit 3", said.append):
+    with alerts.Alerts(run, f"cat >> {heard}; exit 3", said.append) as alert:
         add(run / "incidents.jsonl", incident_line(20, [2], epoch=3))
-        time.sleep(0.7)
+        assert wait_until(lambda: alert._seen)
         assert not heard.exists(), "its cause may still come"
         add(run / "job.jsonl", exit_line(2, START + 21, oom_kills=1, signal="SIGKILL"))
-        assert wait_until(heard.exists, 10)
+        assert wait_until(heard.exists)
         add(run / "job.jsonl", exit_line(3, START + 30, signal="SIGSEGV"))
-        time.sleep(0.7)
     told = [json.loads(line) for line in heard.read_text().splitlines()]
     assert [(one["step"], one["dead_ranks"], one["first"][0]["cause"]) for one in told] == [
         (20, [2], "oom"),  # and not that of step 5, which was there before
@@ -51,4 +50,4 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(
         add(run / "incidents.jsonl", incident_line(20, [2], epoch=3))
     assert len(said) == 1
     assert "was ended after" in said[0]
-    assert wait_until(lambda: not Path(f"/proc/{child.read_text().strip()}").exists(), 5)
+    assert wait_until(lambda: not Path(f"/proc/{child.read_text().strip()}").exists())

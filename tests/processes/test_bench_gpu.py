@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from recover.bench.gpu import bench_gpu
 from recover.bench.measure import BenchmarkError
@@ -152,7 +153,7 @@ def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
 )
 def test_without_a_gpu_or_with_wrong_words_it_is_refused(words: list[str], said: str, code: int) -> None:
     command = [sys.executable, "-m", "recover.cli", "bench", "gpu", "--carriers", "mpi", *words]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (answer.returncode, said in answer.stderr) == (code, True), answer.stderr
 
 

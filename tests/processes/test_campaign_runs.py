@@ -193,7 +193,7 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     told(back, "2 ranks have finished; 3 should have")
     (back.run_dir / "ranks" / "3.end").write_text('{"end": "done"}')
     assert list(violations(back, config, faults, calm)) == []
-    command = [sys.executable, "-c", "import time; time.sleep(30)"]
+    command = [sys.executable, "-c", "import time; time.sleep(100000)"]
     with subprocess.Popen(command, env={"RECOVER_RUN_DIR": str(good.run_dir)}) as straggler:
         told(good, f"process {straggler.pid} of the run is still there")
         straggler.kill()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def test_processes_agree_on_every_sample() -> None:
     runs = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    outputs = [run.communicate(timeout=60)[0] for run in runs]
+    outputs = [run.communicate(timeout=PATIENCE)[0] for run in runs]
     assert outputs[0] == outputs[1]
     assert outputs[0].startswith("the standard library of Python 3.")
 
@@ -33,7 +34,7 @@ def test_the_default_corpus_is_source_code_and_needs_no_torch() -> None:
         "import sys; from recover.data import *; check_corpus(None, 'bytes', 128, 4, 64);"
         "assert b'def ' in open_corpus(None, 'bytes').tokens[:10000].tobytes(); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
 def test_many_ranks_tokenise_once(tmp_path: Path, cache: Path) -> None:
@@ -47,6 +48,6 @@ def test_many_ranks_tokenise_once(tmp_path: Path, cache: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(tmp_path / "texts")]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4
     assert "".join(outputs) == "built\n"

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from recover.launch import doctor
 
 
 def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "recover.cli", "doctor"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "recover.cli", "doctor"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert re.search(r"3 processes, 1 killed │ ok +│ 2 went on after \d+ ms", answer.stdout)

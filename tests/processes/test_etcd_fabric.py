@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, agree, at_once
-from launching import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.etcd import etcd_host
 from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
@@ -38,10 +38,10 @@ def test_a_death_fails_agreements_on_all_alike_until_all_have_acknowledged_it(fa
     voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)))
     results: list[Any] = []
     voters.start()
-    time.sleep(0.05)
+    assert wait_until(lambda: {key_of("vote/", rank) for rank in range(3)} <= fabrics.store().keys())
     ranks[0].declare(4, "by decree")
     ranks[1].fence(3)
-    voters.join(30)
+    voters.join(PATIENCE)
     living = ranks[:3]
     assert results == [None] * 3
     assert [rank.failed() for rank in living] == [{3, 4}] * 3, "who was told None knows why"
@@ -246,18 +246,19 @@ def test_answers_that_are_lost_do_no_harm(fabrics: Fabrics) -> None:
 def test_one_that_is_waited_for_too_long_is_declared_dead_and_silence_of_etcd_is_no_reason(
     fabrics: Fabrics,
 ) -> None:
-    ranks, clients = fabrics.make(3, hang_limit=1.2)
+    limit = 3.0
+    ranks, clients = fabrics.make(3, hang_limit=limit)
     results: list[Any] = []
     voters = threading.Thread(target=lambda: results.extend(agree(ranks[:2], 1)))
     voters.start()
-    time.sleep(0.1)
+    assert wait_until(lambda: {key_of("vote/", rank) for rank in range(2)} <= fabrics.store().keys())
     os.kill(fabrics.server.pid, signal.SIGSTOP)
     last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)))
     last.start()
-    time.sleep(1.5)
+    time.sleep(1.1 * limit)  # a silence that would be too long, if it counted
     os.kill(fabrics.server.pid, signal.SIGCONT)
-    voters.join(30)
-    last.join(30)
+    voters.join(PATIENCE)
+    last.join(PATIENCE)
     assert results == [1] * 3, "who could not vote while etcd was silent was taken for dead"
     assert all(client.unanswered for client in clients)
     assert agree(ranks[:2], 1) == [None] * 2
@@ -361,10 +362,9 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     results: list[Any] = []
     voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)))
     voters.start()
-    time.sleep(0.5)
-    assert not [key for key in fabrics.store() if key.startswith("vote/")]
+    assert not wait_until(lambda: [key for key in fabrics.store() if key.startswith("vote/")], 0.5)
     lease._client = fabrics.etcd
-    voters.join(30)
+    voters.join(PATIENCE)
     assert results == [1] * 2
     etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)  # by one who has not heard that it is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
@@ -374,7 +374,7 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)
     assert [isinstance(end, DeclaredDeadError) for end in agree(ranks, 1)] == [True, True]
     fabrics.etcd.revoke(lease._lease)
-    assert lost.wait(30), "who was given up must not register anew"
+    assert lost.wait(PATIENCE), "who was given up must not register anew"
     lease.leave()
     assert not [key for key in fabrics.store() if key.startswith(("seen/host/", "seen/placed/"))]
 

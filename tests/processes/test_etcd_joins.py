@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, agree, at_once
-from launching import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.etcd.etcd_agreement import (
     ASKING,
@@ -48,7 +48,7 @@ class Asking(threading.Thread):
             self.told = error
 
     def answer(self) -> Any:
-        self.join(30)
+        self.join(PATIENCE)
         return self.told
 
 
@@ -228,7 +228,7 @@ class Schedule:
         assert wait_until(lambda: all(self.ends.get(rank, 0) is None for rank in survivors())), self.ends
         end_job(self.fabrics.etcd, "it is over")
         for thread in self.threads:
-            thread.join(30)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         self.check()
 

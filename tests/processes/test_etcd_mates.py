@@ -11,7 +11,7 @@ from multiprocessing.connection import Client
 
 import pytest
 from etcd_fabrics import Fabrics, agree, at_once
-from launching import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.etcd import etcd_mates
 from recover.etcd.etcd_agreement import declare, key_of
@@ -28,9 +28,10 @@ def test_etcd_sees_one_vote_per_replica_which_says_no_more_than_all_its_ranks(fa
     )
     early.start()
     assert wait_until(lambda: key_of("vote/", 3) in fabrics.store())
-    time.sleep(0.2)  # rank 0 has its own word, and that of one mate
-    votes = [key for key in fabrics.store() if key.startswith("vote/")]
-    assert votes == [key_of("vote/", 3)], "a replica has voted although one of it has not"
+    # Rank 0 has its own word, and that of one mate, or will have it soon.
+    assert not wait_until(lambda: key_of("vote/", 0) in fabrics.store(), 0.2), (
+        "a replica has voted although one of it has not"
+    )
     assert agree(ranks[2:3], 0b1110) == [0b0010]
     early.join()
     assert {rank.agreed.value for rank in ranks} == {ranks[0].agreed.value}
@@ -48,7 +49,7 @@ def test_a_mate_that_dies_after_its_word_was_counted_makes_its_replica_dead(fabr
     declare(fabrics.etcd, 3, "by decree, after its replica has voted")
     assert agree([*ranks[:2], *ranks[4:]], 1) == [None] * 4
     assert ranks[0].agreed.dead == {2, 3}
-    voting.join(30)
+    voting.join(PATIENCE)
     assert [type(end) for end in ends] == [DeclaredDeadError] * 2, "its mate must not go on"
     living = [*ranks[:2], *ranks[4:]]
     assert [rank.failed() for rank in living] == [{2, 3}] * 4, "all know, also those who hear it from a mate"
@@ -63,10 +64,8 @@ def test_one_that_has_lost_its_speaker_ends_and_decides_nothing(fabrics: Fabrics
     assert agree(ranks, 1) == [1] * 2
     ranks[0].close()
     declare(fabrics.etcd, 0, "by decree")
-    started = time.monotonic()
     ends = agree(ranks, 1)
     assert [type(end) for end in ends] == [DeclaredDeadError] * 2
-    assert time.monotonic() - started < 30
     assert fabrics.store()["seen/decision"].version == 1
 
 

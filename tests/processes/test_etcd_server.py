@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from etcd_fabrics import EtcdCluster, Fabrics, add_user, agree
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError
 from recover.etcd.etcd_fabric import EtcdFabric

@@ -76,12 +76,13 @@ def test_a_nan_is_skipped_by_all_and_a_wrong_gradient_is_seen_by_nobody(tmp_path
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_a_bit_that_flips_on_the_writer_reaches_neither_checkpoints_nor_the_digest(tmp_path: Path) -> None:
     """The vote on step 4 tells of the flip after step 3, whose checkpoint goes. After step 5 no vote follows."""
     words = [*small_world(tmp_path), "global_batch=6", "steps=5", "reduction=reproducible"]
     calm = run_training(tmp_path / "calm", *words, "replicas=1", "checkpoint.every=5")
     kills = ["3:0:advance=corrupt:weights", "5:1:advance=corrupt:weights"]
-    words += ["replicas=5", "checkpoint.every=1", "checkpoint.keep=3", "pace=0.25"]
+    words += ["replicas=5", "checkpoint.every=1", "checkpoint.keep=3"]
     rough = run_training(tmp_path / "rough", *words, kills=kills)
     assert (calm.code, rough.code) == (0, 0), calm.output + rough.output
     assert [i["dead_replicas"] for i in rough.incidents] == [[0], [1]]

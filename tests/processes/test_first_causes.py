@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from causes_told import first_causes, why
-from launching import ULFM, Job, wait_until
+from launching import ULFM, Job
 from left_out import leave_out
+from patience import PATIENCE, wait_until
 
 from recover.job.spec import JobSpec
 from recover.launch.witness import Witness, exit_status
@@ -33,7 +34,7 @@ from pathlib import Path
 run_dir = Path(os.environ["RECOVER_RUN_DIR"])
 if rank == 1:
     (run_dir / "pid").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(100000)
 while rank and not (run_dir / "killed").exists():
     time.sleep(0.01)
 if rank == 2:
@@ -87,7 +88,7 @@ def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_pat
 
 def test_how_a_rank_ended_is_known_although_its_parent_asks_for_it_later(tmp_path: Path) -> None:
     """Mpirun takes its time. (Where the kernel does not tell, nobody knows.)"""
-    rank = subprocess.Popen(["sleep", "60"])
+    rank = subprocess.Popen(["sleep", "100000"])
     descriptor = os.pidfd_open(rank.pid)
     idle = SimpleNamespace(step=3, doing="", slots=())
     board: Any = SimpleNamespace(here=lambda: [0], pid=lambda rank_: rank.pid, now=lambda rank_: idle)
@@ -120,7 +121,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
             reasons.append(str(error))
             continue
         yield group
-        assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 5)
+        assert wait_until(lambda group=group: not (group / "cgroup.procs").read_text())
         group.rmdir()
         return
     leave_out("memory", f"no control group with a limit can be made (by root alone): {'; '.join(reasons)}")
@@ -172,11 +173,14 @@ def test_a_full_disk_is_named_though_the_dead_could_not_write_its_last_words(tmp
     disk.mkdir()
     commands = f"""
         mount -t tmpfs -o size=2m tmpfs {disk} || exit 77
-        {sys.executable} -P -m recover.cli run -n 3 --timeout 60 --run-dir {disk}/run {script}
+        {sys.executable} -P -m recover.cli run -n 3 --timeout {PATIENCE} --run-dir {disk}/run {script}
         cp -r {disk}/run {tmp_path}/kept
     """
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)], capture_output=True, text=True, timeout=60
+        ["unshare", "-m", "sh", "-c", textwrap.dedent(commands)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
         leave_out("mounts", f"no file system can be mounted (by root alone): {done.stderr}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, at_once
-from launching import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.agent.free_slots import HostSlots
 from recover.agent.returns import ANEW, FREE, Newcomer, Returns
@@ -113,7 +113,7 @@ def test_standbys_are_not_let_in_before_somebody_is_lost(fabrics: Fabrics, tmp_p
     declare(fabrics.etcd, 1, "by decree")
     assert wait_until(lambda: ranks[0].asking() == {2}), "one for one"
     end_job(fabrics.etcd, "it is over")
-    asking.join(60)
+    asking.join(PATIENCE)
     assert [type(answer) for answer in answers] == [NotAdmittedError] * 2, (
         "whoever still asks is told of the end"
     )

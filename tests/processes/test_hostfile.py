@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_jobs import PATIENCE, PROGRAMS, ROOT, LabJob
+from lab_jobs import PROGRAMS, ROOT, LabJob
+from patience import PATIENCE
 
 from recover.lab.hosts import Lab
 from recover.launch.hostfile import check_hostfile
@@ -44,7 +45,7 @@ def test_a_rank_may_die_on_any_host_of_a_hostfile(tmp_path: Path) -> None:
             "--run-dir",
             str(tmp_path / "run"),
             "--timeout",
-            "60",
+            str(PATIENCE),
             "--kill",
             "2:3:vote",
             "--kill",

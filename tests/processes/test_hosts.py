@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from launching import PATIENCE, wait_until
+from patience import PATIENCE, LeavesNothing, wait_until
 
 from recover.lab import namespaces
 from recover.lab.hosts import Host, Lab
@@ -232,6 +232,13 @@ def test_a_cut_loses_what_is_sent_in_its_direction_and_nothing_else_until_it_is_
     boxes = {host.name: mailbox(host) for host in lab}
     process = struck.start(["sleep", "1000"])
 
+    # After some seconds a host asks again where another one is, and one that cannot answer is not sent anything.
+    for host in lab:
+        known = host.start(
+            ["sh", "-c", "echo 3600000 > /proc/sys/net/ipv4/neigh/eth0/base_reachable_time_ms"]
+        )
+        assert known.wait(PATIENCE) == 0
+
     def heard(sender: Host, receiver: Host, within: float = PATIENCE) -> bool:
         return posted(boxes[sender.name], boxes[receiver.name], 3, within) == 3
 
@@ -282,7 +289,8 @@ def test_a_bad_cable_delays_loses_and_limits_as_much_as_it_was_told(lab: Lab) ->
     assert min(round_trip() for _ in range(4)) >= 0.12
     struck.shape(delay_ms=300, direction="in")
     struck.shape(direction="out")
-    assert 0.3 <= min(round_trip() for _ in range(3)) < 0.6, "late on one way, not on both"
+    # Late on one way, not on both: on a busy machine a round may take longer, but not each.
+    assert wait_until(lambda: 0.3 <= round_trip() < 0.6)
 
     struck.shape(rate_mbit=8)
     load = bytes(500_000)
@@ -308,8 +316,7 @@ def test_a_bad_cable_delays_loses_and_limits_as_much_as_it_was_told(lab: Lab) ->
 
 
 def test_two_labs_at_once_do_not_meet_and_this_process_keeps_nothing_of_them() -> None:
-    files, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
-    with Lab(hosts=2) as one, Lab(hosts=2) as other:
+    with LeavesNothing(), Lab(hosts=2) as one, Lab(hosts=2) as other:
         doors = [listener(lab["h2"]) for lab in (one, other)]
         lines = [connected(lab["h1"], lab["h2"]) for lab in (one, other)]
         for number, door in enumerate(doors):
@@ -322,8 +329,6 @@ def test_two_labs_at_once_do_not_meet_and_this_process_keeps_nothing_of_them() -
         one["h1"].power_cut()
         assert run(other["h1"], "print(1)") == 1
     assert not any(host.up for lab in (one, other) for host in lab)
-    assert set(os.listdir("/proc/self/fd")) == files
-    assert threading.active_count() == threads
 
 
 SUM = """

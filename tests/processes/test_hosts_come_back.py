@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics, at_once
+from patience import PATIENCE, wait_until
 from training import small_world
 
 from recover.agent import meeting as meetings
@@ -23,13 +26,14 @@ from recover.launch.preflight import Refusal
 from recover.train import supervision
 from recover.train.preparation import PreparedRun
 
+LONG = 600.0  # seconds of leases that nothing but the test ends
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 @pytest.fixture
 def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Meeting]:
     """An agent's end of the meeting, of a job of two hosts to which hosts may come back."""
-    monkeypatch.setattr(meetings, "LEASE", 2.0)
+    monkeypatch.setattr(meetings, "LEASE", LONG)  # runs out when the test says so
     monkeypatch.setattr(meetings, "KEEP", 0.2)
     monkeypatch.setattr(meetings, "SETTLE", 0.5)
     prefix = f"meeting-{secrets.token_hex(4)}/"
@@ -44,24 +48,43 @@ def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], M
 
 def begin(one: Meeting) -> HostPlan:
     one.enter(lambda: False)
-    return one.wait_for_plan(10.0, lambda: False)
+    return one.wait_for_plan(PATIENCE, lambda: False)
+
+
+def lose_power(meeting: Meeting, lease: HostLease) -> None:
+    """Its agent says goodbye to nobody, and keeps nothing alive any more."""
+    for part, threads in ((meeting, [meeting._keeper]), (lease, lease._threads)):
+        part._left.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_and_its_markers_stay(
-    meet: Callable[[str], Meeting], tmp_path: Path
+    meet: Callable[[str], Meeting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = meet("h1"), meet("h2")
     at_once(lambda: begin(first), lambda: begin(second))
     assert (first.late, second.late) == (False, False)
-    second_lease = HostLease(second._client, "h2", (), 2.0)
+    second_lease = HostLease(second._client, "h2", (), LONG)
     second_lease.start()
-    second._left.set()  # it has lost its power: nobody says goodbye
-    second_lease._left.set()
+    lose_power(second, second_lease)
     with pytest.raises(ValueError, match="a host 'h2' is in this job already"):
-        HostLease(first._client, "h2", (), 2.0).start()
-    back = meet("h2")
-    plan = begin(back)
-    lease = HostLease(back._client, "h2", (), 2.0)
+        HostLease(first._client, "h2", (), LONG).start()
+    back, looks = meet("h2"), [0]
+
+    def look() -> Any:
+        looks[0] += 1
+        return Meeting._look(back)
+
+    monkeypatch.setattr(back, "_look", look)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(begin, back)
+        assert wait_until(lambda: looks[0] > 3)
+        assert not coming.done(), "its agent's lease has not run out"
+        first._client.revoke(second._lease)
+        plan = coming.result(PATIENCE)
+    first._client.revoke(second_lease._lease)
+    lease = HostLease(back._client, "h2", (), LONG)
     lease.start()  # it had no ranks, so nobody has given it up
     lease.leave()
     assert back.late

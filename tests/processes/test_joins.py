@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from joining_ranks import JoiningRanks
-from launching import wait_until
+from patience import wait_until
 
 from recover.etcd.etcd_server import EtcdServer
 
@@ -76,12 +76,12 @@ def test_one_that_dies_over_a_join_is_an_ordinary_death(
     with JoiningRanks(server.endpoint, prefix, tmp_path, 2, faults=faults) as ranks:
         came = ranks.start_another_after(1, 1)
         left = [1, came] if victim == 0 else [0, 1]
-        assert wait_until(lambda: bool(ranks.diary(victim, "started")), 60)
+        assert wait_until(lambda: bool(ranks.diary(victim, "started")))
         if victim == 0:
             ranks.wait_for(came, 2)
         else:
             assert wait_until(
-                lambda: any(i["kind"] == "lost" for line in ranks.diary(1) for i in line["incidents"]), 60
+                lambda: any(i["kind"] == "lost" for line in ranks.diary(1) for i in line["incidents"])
             )
         ranks.finish(left)
         assert {line["weight"] for rank in left for line in ranks.diary(rank)} == {6.0}
@@ -109,7 +109,7 @@ def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_other
 ) -> None:
     with JoiningRanks(server.endpoint, prefix, tmp_path, 3, hang_limit=3.0, stuck=True) as ranks:
         came = ranks.start_another_after(0, 3)
-        assert wait_until(lambda: ranks.end(came) == "fenced", 60), ranks.end(came)
+        assert wait_until(lambda: ranks.end(came) == "fenced"), ranks.end(came)
         ranks.wait_for(0, len(ranks.diary(0)) + 3)
         ranks.finish(range(3))
         assert not ranks.diary(came)
@@ -119,9 +119,9 @@ def test_one_that_came_later_and_counts_its_steps_itself_does_not_keep_the_other
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """`for _ in range(steps)`: when the others are through, it wants more, and is left behind."""
-    with JoiningRanks(server.endpoint, prefix, tmp_path, 2, steps=60, own_count=True) as ranks:
+    with JoiningRanks(server.endpoint, prefix, tmp_path, 2, steps=8, own_count=True) as ranks:
         came = ranks.start_another_after(1, 1)
         ranks.wait_for(came, 1)
-        assert ranks.wait_for_ends([0, 1]) == 60
+        last = ranks.wait_for_ends([0, 1])
         assert wait_until(lambda: ranks.end(came) == "excluded"), ranks.end(came)
-        assert ranks.diary(came)[-1]["step"] == 60
+        assert ranks.diary(came)[-1]["step"] == last

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE, wait_until
+from patience import PATIENCE, LeavesNothing, wait_until
 
 from recover.lab.hosts import Lab, unavailable
 
@@ -90,7 +90,7 @@ def test_labs_side_by_side_leave_nothing_behind_however_their_owners_end() -> No
             assert owner.wait(PATIENCE) == ENDS[end]
             if end in ("leave", "raise"):
                 assert not rooms[end] & inhabited().keys(), "`with` has ended before they were gone"
-        assert wait_until(lambda: not left & inhabited().keys(), seconds=10)
+        assert wait_until(lambda: not left & inhabited().keys())
         assert machine() == before
     finally:  # a lab that is broken is to leave nothing behind, either
         for owner in owners.values():
@@ -111,13 +111,12 @@ def test_a_lab_that_cannot_be_made_is_refused_and_what_was_made_of_it_is_gone(
     for hosts in (0, 255):
         with pytest.raises(ValueError, match="1 to 254 hosts"):
             Lab(hosts=hosts)
-    files = set(os.listdir("/proc/self/fd"))
-    refused = Lab(hosts=2)
-    refused["h2"].address = "not-an-address"
-    with pytest.raises(RuntimeError, match="not-an-address"):
-        refused.__enter__()
-    assert not any(host.up for host in refused)
-    assert set(os.listdir("/proc/self/fd")) == files
+    with LeavesNothing():
+        refused = Lab(hosts=2)
+        refused["h2"].address = "not-an-address"
+        with pytest.raises(RuntimeError, match="not-an-address"):
+            refused.__enter__()
+        assert not any(host.up for host in refused)
     monkeypatch.setenv("PATH", "/nowhere")
     assert unavailable() == "hosts need the program `ip` (package iproute2)"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

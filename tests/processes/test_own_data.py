@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import wait_until
+from patience import wait_until
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import recover
@@ -253,7 +253,7 @@ def test_no_worker_outlives_its_rank_however_it_ends(tmp_path: Path) -> None:
     rank.kill()
     rank.wait()
     rank.stdin.close(), rank.stdout.close()
-    gone = wait_until(lambda: not any(path.exists() for path in workers), 5)
+    gone = wait_until(lambda: not any(path.exists() for path in workers))
     for path in workers:
         if path.exists():
             os.kill(int(path.name), signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from etcd_fabrics import EtcdCluster
-from launching import wait_until
+from patience import wait_until
 
 from recover.agent.own_etcd import OwnEtcd
 from recover.job.spec import EtcdAccess

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launching import PATIENCE, Job
+from launching import Job
+from patience import PATIENCE
 from worlds import run_world
 
 from recover.report import build

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from constructs import Construct, Padded, of_model, plain, qwen2, targets_of
 from own_loop import digest, make_stream, reference
 from worlds import Outcome, run_world
 
@@ -61,33 +59,3 @@ def check_batches(outcome: Outcome, steps: range) -> None:
                     seen |= {int(index): value for index, value in entry["samples"].items()}
         expected = {index: digest(stream[index]) for index in range(10 * step - 10, 10 * step)}
         assert seen == expected, f"step {step}\n{outcome.output}"
-
-
-@pytest.mark.soak
-def test_sharded_replicas_save_and_others_go_on_from_it(tmp_path: Path) -> None:
-    """A Qwen2, whose blocks lie deep, on two replicas of two ranks with recomputation, one of which dies; then on plain
-    replicas. Weights and their average, an extra, are those of one process, over all tokens of padded batches."""
-    place = str(tmp_path / "place")
-    first = run_world(
-        "sharded_saving.py", tmp_path / "first", 4, [place, "2"], replica_size=2, kills=["2:0.1:vote"]
-    )
-    assert first.code == 0, first.output
-    assert first.survivors == [2, 3], first.output
-    assert "Qwen2ForCausalLM is sharded over 2 rank(s) in 4 unit(s)" in first.output
-    second = run_world("sharded_saving.py", tmp_path / "second", 2, [place, "3"])
-    assert second.code == 0, second.output
-    torch.set_num_threads(1)
-    averages: list[torch.Tensor] = []
-
-    def remember(model: torch.nn.Module, number: int) -> None:
-        for mine, parameter in zip(averages, model.parameters(), strict=True):
-            mine.lerp_(parameter.detach(), 0.5)
-
-    def make() -> torch.nn.Module:
-        model = qwen2(layers=3)
-        averages[:] = [p.detach().clone() for p in model.parameters()]
-        return model
-
-    expected = plain(Construct(make, of_model, weight=targets_of, stream=Padded, between=remember))
-    for found, theirs in zip(torch.load(tmp_path / "second" / "0.pt"), (expected, averages), strict=True):
-        torch.testing.assert_close(list(found.values()), theirs, rtol=0, atol=1e-5)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import wait_until
 from left_out import leave_out
+from patience import PATIENCE, wait_until
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from training import small_world
 
@@ -56,7 +56,7 @@ class Seen:
     def text(self, selector: str) -> str:
         return str(self.page.inner_text(selector))
 
-    def until(self, condition: str, seconds: float = 20) -> None:
+    def until(self, condition: str, seconds: float = PATIENCE) -> None:
         """The page's own rules forbid what playwright has for this: it evaluates text inside of the page."""
         for _ in range(int(20 * seconds)):
             if self.page.evaluate(condition):
@@ -106,7 +106,7 @@ def watching(tmp_path: Path) -> Iterator[Any]:
     yield watch
     for process in started:
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
         process.stdout.close()
 
 
@@ -114,7 +114,7 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
     browser: Any, tmp_path: Path, watching: Any, starting: Any
 ) -> None:
     run_dir, alert = tmp_path / "run", tmp_path / "alert.json"
-    words = [*small_world(tmp_path), "replicas=4", "accum=2", "steps=70", "pace=0.05"]
+    words = [*small_world(tmp_path), "replicas=4", "accum=2", "steps=100000", "pace=0.05"]
     options = ["--page", "0", "--on-incident", f"cat >> {alert}"]
     command = [sys.executable, "-m", "recover.cli", "train", *words, "--run-dir", str(run_dir), *options]
     job = starting(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -124,7 +124,7 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
     assert not _server_of(job.pid), "nobody has asked yet"
     seen = Seen(browser, url)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", url)
-    seen.until("+document.querySelector('#now-step').textContent.split(' ')[0] >= 5", 60)
+    seen.until("+document.querySelector('#now-step').textContent.split(' ')[0] >= 5")
     seen.until("document.querySelectorAll('#grid [data-doing=computing]').length > 0")
     assert seen.text("#incidents") == "Nobody was lost."
     good = seen.text("#now-goodput")
@@ -147,7 +147,7 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
     seen.until("document.querySelector('#link').textContent == ''")
     assert _server_of(job.pid) not in ([], [server])
     if PICTURES:
-        seen.until("+document.querySelector('#now-step').textContent.split(' ')[0] >= 60", 60)
+        seen.until("+document.querySelector('#now-step').textContent.split(' ')[0] >= 60")
         seen.page.click("#incident-1 summary")
         seen.page.screenshot(path=f"{PICTURES}/page-1600.png", full_page=True)
         small = Seen(browser, url, width=390, scheme="dark")
@@ -155,7 +155,8 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
         small.page.screenshot(path=f"{PICTURES}/page-390.png", full_page=True)
         small.close()
 
-    output, _ = job.communicate(timeout=120)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     assert not (run_dir / "page.url").exists()
     assert {url.split("/")[2] for url in seen.asked} == {url.split("/")[2]}, "a request left the machine"
@@ -254,7 +255,7 @@ def _server_of(launcher: int) -> list[int]:
 
 def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path, starting: Any) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text("import signal; signal.pause()")
     run_dir = tmp_path / "run"
     command = [
         sys.executable,
@@ -277,4 +278,4 @@ def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path, starting: 
     job.kill()
     job.wait()
     job.stderr.close()
-    assert wait_until(lambda: not Path(f"/proc/{server}").exists(), 5)
+    assert wait_until(lambda: not Path(f"/proc/{server}").exists())

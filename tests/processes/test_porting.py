@@ -14,10 +14,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 
 def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
     """Three replicas, two of which die on the way: final parameters to 1e-5."""
-    outcome = run_world("constructs.py", tmp_path / "run", 3, [{"1": 2, "0": 8}])
+    outcome = run_world("constructs.py", tmp_path / "run", 3, ["constructs", {"1": 2, "0": 8}])
     assert outcome.code == 0, outcome.output
     assert outcome.survivors == [2], outcome.output
-    torch.set_num_threads(1)
     for number, (name, construct) in enumerate(CONSTRUCTS.items()):
         found = torch.load(tmp_path / "run" / f"{number}-2.pt")
         torch.testing.assert_close(

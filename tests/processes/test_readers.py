@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE
+
 
 def test_workers_leave_no_directory_behind(tmp_path: Path) -> None:
     script, scratch = tmp_path / "script.py", tmp_path / "scratch"
@@ -19,7 +21,12 @@ def test_workers_leave_no_directory_behind(tmp_path: Path) -> None:
     scratch.mkdir()
     environment = {**os.environ, "TMPDIR": str(scratch)}
     said = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     assert said.stdout == "0.0 1.0 2.0 3.0\n"
     assert not list(scratch.iterdir())

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.job.environment import leave_changes
 from recover.launch.guardian import clean
@@ -44,7 +44,7 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
         started = ready.take(given | {"RANK_OF_MINE": "7"})
         assert started is not None
         assert ready.take(given) is None
-        out, err = started.communicate(timeout=120)
+        out, err = started.communicate(timeout=PATIENCE)
         assert started.returncode == 0, err.decode()
         environment = {"OMP_NUM_THREADS": "2", "RANK_OF_MINE": "7", "AWAY": "1"}
         assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 1, environment]
@@ -61,7 +61,7 @@ def test_what_a_rank_has_started_ends_with_the_job_also_of_one_that_came_later(
     child = subprocess.Popen(["sleep", "600"], env={"RECOVER_JOB": f"{session}/{told}"})
     try:
         clean(session, [session])
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(PATIENCE) == -signal.SIGKILL
     finally:
         child.kill()
 

@@ -13,7 +13,7 @@ def test_rounds_have_the_trajectory_of_one_process_through_deaths(tmp_path: Path
     """In odd steps by one backward pass, in even ones by a pass for each microbatch, as a pipeline has it; both kinds
     have to run an extra round."""
     kills = ["2:1:in-reduce", "5:0:forward"]
-    outcome = run_world("rounds.py", tmp_path / "run", 4, kills=kills, hang_after=60)
+    outcome = run_world("rounds.py", tmp_path / "run", 4, kills=kills)
     assert outcome.code == 0, outcome.output
     assert outcome.survivors == [2, 3], outcome.output
     found, other = (outcome.notes(rank, "run")[0] for rank in (2, 3))

@@ -192,6 +192,7 @@ def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path:
     assert [death["because_of"] for death in story["followed"]] == [first] * 2
 
 
+@pytest.mark.soak  # test_return.py has the bits of a calm run on gloo, test_deaths.py deaths in its reductions
 def test_the_gloo_carrier_commits_the_same(tmp_path: Path) -> None:
     outcome = train(tmp_path, 4, ["2:1:in-reduce", "4:3:vote"], carrier="gloo")
     check(outcome, {1, 3}, batch=8)

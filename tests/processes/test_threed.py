@@ -11,17 +11,13 @@ from toy_llama import Tokens
 from toy_threed import reference
 from worlds import Outcome, run_world
 
-PATIENCE = 150  # seconds without progress: eight ranks on two cores start slowly
-
 
 def section(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> dict[str, Any]:
     return {"tp": tp, "pp": pp, "ep": ep, "batch": 4, "steps": 3, **more}
 
 
 def train(place: Path, replicas: int, size: int, sections: list[dict[str, Any]], kills: list[str]) -> Outcome:
-    return run_world(
-        "threed.py", place, replicas * size, [sections], replica_size=size, kills=kills, hang_after=PATIENCE
-    )
+    return run_world("threed.py", place, replicas * size, [sections], replica_size=size, kills=kills)
 
 
 def check(outcome: Outcome, place: Path, sections: list[dict[str, Any]], lost: set[int]) -> None:

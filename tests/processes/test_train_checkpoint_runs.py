@@ -19,11 +19,12 @@ def names(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_named_and_goes_on(
     tmp_path: Path,
 ) -> None:
     """Two replicas; the writer's weights are damaged before it saves them. Its checkpoint is not offered."""
-    words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=4", "pace=0.25"]
+    words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=4"]
     words += ["checkpoint.every=1", "checkpoint.keep=1"]
     rough = train(tmp_path / "run", *words, kills=["3:0:advance=corrupt:weights"])
     assert rough.code == 1, rough.output
@@ -50,9 +51,10 @@ def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_
     assert "there is no older one" in refused.output
 
 
+@pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_damaged_moments_of_the_writer_reach_no_checkpoint_either(tmp_path: Path) -> None:
     """Nor do the parameters show it in time: the vote after a checkpoint compares the optimizers, too."""
-    words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=5", "pace=0.25"]
+    words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=5"]
     config = parse(read_words([*words, "checkpoint.every=1", "checkpoint.keep=1"]))
     program = PROGRAMS / "damaged_moments.py"
     code = launch(2, program, [config.model_dump_json(), ""], run_dir=tmp_path / "run")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import OWN_STEP, Job, wait_until
+from launching import OWN_STEP, Job
+from patience import wait_until
 
 from recover.records.lines import read
 
@@ -32,7 +33,7 @@ def test_a_job_goes_on_through_deaths_though_nobody_reads_what_it_says(
 ) -> None:
     job = Job(tmp_path, SCRIPT, *options)
     steps = job.run_dir / "steps.jsonl"
-    assert wait_until(lambda: steps.exists() and len(read(steps).whole) == STEPS, 120)
+    assert wait_until(lambda: steps.exists() and len(read(steps).whole) == STEPS)
     assert job.finish() == 0, job.stderr
     assert {line["microbatches"] for line in read(steps).whole} == {6}
     assert job.stdout.count("x" * 20_000) >= STEPS + 8, (

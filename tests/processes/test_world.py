@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from causes_told import why
+from patience import PATIENCE
 from worlds import CARRIERS, PROGRAMS, run_world
 
 from recover.job.grid import Grid
@@ -32,8 +33,6 @@ def test_an_orphan_blocked_in_gloo_does_not_hold_the_others_up(tmp_path: Path) -
     outcome = run_world("orphan.py", tmp_path / "run", 6, replica_size=3)
     assert outcome.survivors == [0, 1, 2], outcome.output
     assert (outcome.ends[3], outcome.ends[4]) == ("orphan", "orphan"), outcome.output
-    killed = float((tmp_path / "run" / "killed-at").read_text())
-    assert max(outcome.notes(rank, "times")[0]["repaired"] for rank in (0, 1, 2)) - killed < 1.0
     (story,) = why(tmp_path / "run")
     assert [(death["rank"], death["cause"]) for death in story["first"]] == [(5, "killed")]
     followed = {death["rank"]: (death["cause"], death["because_of"]) for death in story["followed"]}
@@ -75,14 +74,14 @@ def test_a_device_mesh_takes_ulfm_across_replicas_and_refuses_it_inside(tmp_path
     assert outcome.code == 0, outcome.output
 
 
-def _mpirun(*words: str, script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def _mpirun(*words: str, script: str) -> subprocess.CompletedProcess[str]:
     """A site's own mpirun: no launcher of ours, no bootstrap."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RECOVER_")}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     mpirun = Path(sys.executable).parent / "mpirun"
     command = [str(mpirun), "--oversubscribe", *words, sys.executable, "-c", script]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=timeout, check=False
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE, check=False
     )
 
 
@@ -225,7 +224,7 @@ def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> Non
 def test_whoever_waits_for_the_rest_of_a_message_is_freed_when_it_will_not_come() -> None:
     program = Path(__file__).parent.parent / "programs" / "half_a_message.py"
     found = subprocess.run(
-        [sys.executable, "-P", program], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-P", program], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     ends = dict(line.rsplit(": ", 1) for line in found.stdout.splitlines())
     assert len(ends) == 12, found.stdout + found.stderr  # every operation, with every end

@@ -1,10 +1,12 @@
-"""Every construct of `tests/constructs.py`, one after the other in the same world; survivors note what came of each.
+"""Every construct of a table, one after the other in the same world; survivors save the parameters of each.
 
-Argument: a JSON object, rank to the number of the construct in whose second step it kills itself.
+Arguments: the module under `tests` that has the table (`constructs`, `huggingface`), and a JSON object: rank to the
+number of the construct in whose second step it kills itself.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -16,13 +18,14 @@ import torch
 import recover
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from constructs import CONSTRUCTS, ours
+from constructs import ours
 
-deaths = json.loads(sys.argv[1])
+table = importlib.import_module(sys.argv[1]).CONSTRUCTS
+deaths = json.loads(sys.argv[2])
 torch.set_num_threads(1)
 world = recover.init()
 run_dir = os.environ["RECOVER_RUN_DIR"]
-for number, construct in enumerate(CONSTRUCTS.values()):
+for number, construct in enumerate(table.values()):
 
     def perhaps_die(steps: int, number: int = number) -> None:
         if steps == 1 and deaths.get(str(world.rank)) == number:

@@ -3,7 +3,8 @@
 Argument: a JSON object with `endpoint`, `prefix`, `directory`, `size`, `replica_size`, `kind` (plain, partitioned,
 hsdp, pipeline, or grid: tp 2 x pp 2), `steps`, `batch`, `pace` (seconds that a microbatch takes, at least), `policy`,
 `faults` (of all), and perhaps `hang_limit`, `stuck` (newcomers are, as they load what they were given) and `own_count`
-(each counts the steps that it has taken itself). Each line of its input is a JSON list of ranks to start; those from
+(each counts the steps that it has taken itself, the first ones those since another has joined, which takes MORE than
+they do). Each line of its input is a JSON list of ranks to start; those from
 `size` on join. A rank that ends otherwise than well is declared dead. Every rank writes down what it committed. A file
 `stop` in the directory ends the run.
 """
@@ -52,6 +53,7 @@ scenario = json.loads(sys.argv[1])
 DIRECTORY, SIZE, KIND = Path(scenario["directory"]), scenario["size"], scenario["kind"]
 HEAVY = recover.Step, recover.hsdp, recover.threed  # imported once, for all that are forked
 CAPACITY = 1024  # of the board
+MORE = 5  # steps
 torch.set_num_threads(1)
 
 
@@ -167,11 +169,13 @@ def run_rank(rank: int) -> NoReturn:
             buffers=toy.MEMORY if KIND in ("plain", "partitioned") else (),
             extra={"average": average},
         )
-        taken = 0
+        taken = 0 if rank < SIZE else -MORE
         while (taken if scenario.get("own_count") else step.index) < scenario[
             "steps"
         ] and not step.stop_agreed:
-            taken += 1
+            taken += rank >= SIZE or any(
+                replica * scenario["replica_size"] >= SIZE for replica in world.replicas
+            )
             if (DIRECTORY / "stop").exists():
                 step.request_stop()
             run_step(step, model, world)

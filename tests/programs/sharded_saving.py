@@ -16,7 +16,8 @@ import recover
 from recover.replica import rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from constructs import BATCH, Padded, adamw, qwen2, targets_of
+from constructs import BATCH, Padded, adamw, targets_of
+from huggingface import qwen2
 
 place, steps = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

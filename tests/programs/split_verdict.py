@@ -39,5 +39,7 @@ with open(f"{os.environ['RECOVER_RUN_DIR']}/diary-{world.rank}.jsonl", "w") as d
 if sys.argv[1] == "world":
     world.repair()
 else:
-    time.sleep(1)  # a rank that leaves would be taken for a dead mate
+    diaries = [f"{os.environ['RECOVER_RUN_DIR']}/diary-{rank}.jsonl" for rank in (0, 1, 3)]
+    while not all(map(os.path.exists, diaries)):
+        time.sleep(0.01)  # a rank that leaves would be taken for a dead mate
     os._exit(0)

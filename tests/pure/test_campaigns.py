@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training import small_world
 
-from recover.chaos.campaign import schedule_for, strike_newcomers
+from recover.chaos.campaign import OneMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
+from recover.chaos.ground import OneRun
 from recover.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from recover.faults import LOCATIONS, parse_fault
 from recover.faults.locations import JOIN_PHASES, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
@@ -79,6 +83,69 @@ def test_those_who_come_back_are_struck_at_every_place_that_there_is_for_them() 
         everything = (*schedule_for(config, seed), *schedule)
         assert list(impossible(everything, 4, 1, 300, later=1000)) == []
         assert tuple(map(parse_fault, map(str, schedule))) == schedule
+
+
+@dataclass
+class Run:
+    """What a run of `FakeGround` left: nothing but what a campaign asks of it."""
+
+    run_dir: Path
+    joined: set[int]
+    code: int = 0
+    took: tuple[float, float] = (4.0, 1.0)
+
+
+class FakeGround(OneMachine):
+    """Runs nothing; in run number i the replicas `joins[i]` have joined. The first run is the one without faults."""
+
+    def __init__(self, returns: bool, joins: Sequence[set[int]] = ()) -> None:
+        super().__init__(returns)
+        self.joins, self.jobs = [set(), *joins], list[OneRun]()
+
+    def run(self, job: OneRun) -> Any:
+        job.run_dir.mkdir(parents=True)
+        self.jobs.append(job)
+        return Run(job.run_dir, self.joins[len(self.jobs) - 1])
+
+    def violations(self, *_: Any) -> Iterator[str]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("returns", "joins", "code", "said"),
+    [
+        (True, [{4}, {4, 5}], 0, "2 runs, {} faults, 3 replicas joined, 0 with a violation"),
+        (True, [set(), set()], 1, "inconclusive: no replica joined in 2 runs"),
+        (False, [set(), set()], 0, "2 runs, {} faults, 0 with a violation"),
+    ],
+)
+def test_a_campaign_with_returns_in_which_nobody_joined_is_inconclusive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], returns: bool, joins: Any, code: int, said: str
+) -> None:
+    ground = FakeGround(returns, joins)
+    words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
+    assert chaos(words, 7, None, 2, output=tmp_path / "kept", ground=ground) == code
+    faults = sum(len(job.faults) for job in ground.jobs)
+    assert said.format(faults) in capsys.readouterr().out
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_runs_with_returns_last_until_lost_replicas_can_have_joined(tmp_path: Path) -> None:
+    """Struck in the first third, and so slow that six of them could start one after the other."""
+    ground = FakeGround(True, [{4}] * 40)
+    words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
+    assert chaos(words, 0, None, 40, output=tmp_path / "kept", ground=ground) == 0
+    (calm, *struck) = ground.jobs
+    assert not any(word.startswith("pace=") for word in calm.words)
+    assert {word for job in struck for word in job.words if word.startswith("pace=")} == {"pace=0.200"}
+    by_step = [fault.step for job in struck for fault in job.faults if fault.step]
+    assert 15 < max(by_step) <= 20
+    config = parse({"replicas": "4", "accum": "2", "steps": "60", "pace": "0.1"})
+    assert pace_for_joins(config, 4.0, 24.0) == 0.1, "long enough by itself"
+    with pytest.raises(
+        ValueError, match=r"steps=60 is too short for --return: .* 200 s to start .* give steps="
+    ):
+        pace_for_joins(config, 200.0, 12.0)
 
 
 def test_a_matrix_is_run_in_slices_that_make_the_whole() -> None:

@@ -315,16 +315,30 @@ def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_lim
 
 def test_who_is_freed_by_the_first_one_that_is_late_has_only_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Open MPI's revoking and gloo's sockets do it: a moment before its own time."""
-    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 1.0)
+    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 100.0)
+    now = [0.0]
+    monkeypatch.setattr("recover.carriers.base.time.monotonic", lambda: now[0])
     carrier = NcclCarrier(Worker(), (0, 1), 0, Rank(Groups(), {}), LateDevice().stream(), [], [])
 
-    def fail_after(seconds: float) -> None:
-        time.sleep(seconds)
-        raise CarrierError("revoked")
+    def after(seconds: float, fails: bool) -> bool:
+        """Whether it counts as waiting, if the communication thread fails, or ends, so late."""
+        waits, now[0] = threading.Event(), 0.0
 
-    assert carrier.await_or_free(carrier._worker.post(lambda: fail_after(0.9)), lambda: False)
-    assert not carrier.await_or_free(carrier._worker.post(lambda: fail_after(0.0)), lambda: False)
-    assert not carrier.await_or_free(carrier._worker.post(lambda: time.sleep(0.9)), lambda: False)
+        def end() -> None:
+            waits.wait(30)
+            now[0] = seconds
+            if fails:
+                raise CarrierError("revoked")
+
+        def begun() -> bool:
+            waits.set()
+            return False
+
+        return carrier.await_or_free(carrier._worker.post(end), begun)
+
+    assert after(90.0, fails=True)
+    assert not after(1.0, fails=True)
+    assert not after(90.0, fails=False)
 
 
 def test_an_address_that_nobody_has_used_is_offered_again() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from constructs import Net, Padded, Tied, gpt2, qwen2
+from constructs import Net, Tied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
@@ -39,8 +39,6 @@ class Deep(torch.nn.Module):
 
 def test_blocks_are_found_at_any_depth() -> None:
     assert (deep := Deep()).blocks + list(deep.more) == blocks_of(deep)
-    assert blocks_of(model := qwen2(layers=3)) == list(model.model.layers)
-    assert blocks_of(model := gpt2()) == list(model.transformer.h)
     assert blocks_of(Tied()) == []
 
 
@@ -81,19 +79,7 @@ def test_recomputation_that_cannot_be_placed_is_refused() -> None:
             ValueError, match=r"activations of 1 block\(s\) \(\w+, ...\) cannot be recomputed: they are no"
         ):
             recompute_blocks(model if len(foreign) > 1 else Net(), foreign)
-    assert len(recompute_blocks(qwen2(layers=3))) == 3
-
-
-def test_a_recomputed_hugging_face_model_has_the_gradients_of_the_plain_one() -> None:
-    """Its cache of keys and values must not grow when a block is computed again."""
-    torch.manual_seed(0)
-    model, batch = qwen2(), Padded()[0]
-    model(**batch).loss.backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    recompute_blocks(model)
-    model(**batch).loss.backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    assert len(recompute_blocks(Net())) == 2
 
 
 def test_optimizers_and_schedulers_that_step_cannot_call_are_refused() -> None:

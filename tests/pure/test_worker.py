@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from launching import wait_until
+from patience import wait_until
 
 from recover.carriers.worker import Rest, Work, Worker
 from recover.sums.buckets import Bucket
