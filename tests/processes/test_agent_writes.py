@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import Fabrics
-from launching import wait_until
+from patience import wait_until
 
 from recover.agent import meeting as meetings
 from recover.agent.agent_clerk import Clerk, Order

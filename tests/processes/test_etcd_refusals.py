@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import add_user, agree
-from launching import wait_until
+from patience import wait_until
 from training import small_world
 
 from recover.etcd.etcd_client import EtcdClient, EtcdError, LoginError, UnansweredError
