@@ -152,8 +152,9 @@ class Clerk:
         # Nobody is done before all have come to the end.
         self._finished |= any(marker and json.loads(marker)["end"] == End.DONE for marker in new.values())
         lost = {rank_of(found): found.value.decode() for found in dead}
-        if decision:  # whose deaths all know of may be forgotten by now
-            participants = Decision.of(decision[0]).participants
+        # Those whose deaths all know of may be forgotten by now.
+        if decision and (decided := Decision.in_place(decision[0])) is not None:
+            participants = decided.participants
             lost = dict.fromkeys(self.counted - participants, "") | lost
             self.counted |= participants
         self.counted |= self.ends.keys()

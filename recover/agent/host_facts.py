@@ -31,9 +31,6 @@ def facts_of(
         "the version of torch": version_of("torch"),
         "the version of recover": f"{version_of('recover')} ({_digest(_sources())})",
         f"the script {script.name}": "a module" if module else _digest([script.read_bytes()]),
-        "the token in --token-file": _digest([b"recover token", part.token.encode()])
-        if part.token
-        else "not given",
         **more,
     }
 

@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
 
 def choose(
-    name: str, fabric: Fabric, grid: Grid, worker: Worker, mpi: bool = True, address: str | None = None
+    name: str,
+    fabric: Fabric,
+    grid: Grid,
+    worker: Worker,
+    mpi: bool = True,
+    address: str | None = None,
+    token: str = "",
 ) -> DataCarriers:
     """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for.
 
-    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it.
+    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `token`: the job's.
     """
     if name == "auto":
         on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
@@ -47,14 +53,14 @@ def choose(
     if name == "gloo":
         from recover.carriers.gloo import GlooCarriers
 
-        return GlooCarriers(fabric, grid, worker, address)
+        return GlooCarriers(fabric, grid, worker, address, token)
     if name == "nccl":
         from recover.carriers.nccl import NcclCarriers
         from recover.carriers.two_wires import TwoWireCarriers
 
         return TwoWireCarriers(
             NcclCarriers(fabric, grid, worker),
-            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address),
+            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, token),
             worker,
         )
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")

@@ -33,17 +33,20 @@ MOST = 1 << 16  # bytes of what a mate says
 class Said:
     """What a mate votes in an agreement, and the host whose lease its vote needs."""
 
-    number: int
     vote: Vote
     host: str | None
 
+    @property
+    def number(self) -> int:
+        return self.vote.number
+
     def to_bytes(self) -> bytes:
-        return json.dumps([self.number, self.vote.to_bytes().decode(), self.host]).encode()
+        return json.dumps([self.vote.to_bytes().decode(), self.host]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Said:
-        number, vote, host = json.loads(data)
-        return cls(number, Vote.from_bytes(vote.encode()), host)
+        vote, host = json.loads(data)
+        return cls(Vote.from_bytes(vote.encode()), host)
 
 
 class Speaker:

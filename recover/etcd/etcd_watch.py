@@ -82,7 +82,7 @@ class EtcdWatch:
                 result = json.loads(told).get("result")
                 if result is None or result.get("canceled"):
                     return  # what comes next was compacted away, say
-                self._tell([self._client.decoded(event["kv"]) for event in result.get("events", [])])
+                self._tell(self._client.authentic(event["kv"] for event in result.get("events", [])))
         finally:
             line.close()
 

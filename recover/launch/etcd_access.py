@@ -18,5 +18,11 @@ def client_of(access: EtcdAccess) -> EtcdClient:
         if access.certificate is not None:
             tls.load_cert_chain(access.certificate, access.key)
     return EtcdClient(
-        access.endpoints, access.prefix, access.user, access.password, tls, patience=access.patience
+        access.endpoints,
+        access.prefix,
+        access.user,
+        access.password,
+        tls,
+        patience=access.patience,
+        token=access.token,
     )
