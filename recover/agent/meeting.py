@@ -247,8 +247,9 @@ class Meeting:
         )
 
     def _refusal_of_token(self, others: list[str]) -> str:
+        hosts = ", ".join(others)
         return (
-            f"--rdzv-id {self._part.job}: a job of that name, with another token, runs already, on {', '.join(others)}; "
+            f"--rdzv-id {self._part.job}: a job of that name runs already, on {hosts}, with another token; "
             "give all hosts of a job the same --token-file, and this job a name of its own if it is another one"
         )
 

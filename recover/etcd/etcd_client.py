@@ -152,7 +152,7 @@ def after(prefix: str) -> str:
 
 
 class EtcdClient:
-    """Of one or several endpoints of one cluster: `host:port`, or `unix:/path`. Each thread has a connection of its own.
+    """Of one or several endpoints (`host:port`, `unix:/path`) of one cluster. Each thread has a connection of its own.
 
     All keys are those under `prefix`. `patience`: seconds that a request is repeated while nobody answers.
     `token`: the job's; values are signed and checked with it. None: they are written and read as they are.

@@ -8,6 +8,9 @@ kind, rank and, where there is one, the epoch. Whatever else must not be exchang
 from __future__ import annotations
 
 import hmac
+import os
+import secrets
+from pathlib import Path
 
 MAC_BYTES = 32
 
@@ -30,3 +33,14 @@ class Authenticator:
         """The data, or None if they were not signed for this place with the job's token."""
         mac, data = signed[:MAC_BYTES], signed[MAC_BYTES:]
         return data if hmac.compare_digest(mac, self.mac(place, data)) else None
+
+
+def make_token_file(path: Path) -> Path:
+    """A file with a new token, for this user's eyes only, for `--token-file`. One that is there already is kept."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return path

@@ -10,12 +10,14 @@ import torch
 
 from recover.handover.parcel import Parcel, Stateful, buffers_like
 from recover.handover.stripes import Stripes
+from recover.job.authentication import Authenticator
 from recover.liveness.board import age
 from recover.step.admission import enter, take_in
 from recover.step.incident import Incident
 from recover.step.position import Position
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
+from recover.world import ending
 from recover.world.world import World
 
 
@@ -35,6 +37,7 @@ class Newcomers:
     ) -> None:
         self._world, self._transaction, self._take_over = world, transaction, take_over
         self._position, self._state = position, state
+        self._authenticator = Authenticator(world.token, "state")
 
     def take_in(self) -> list[Incident]:
         """For members, when somebody has asked. What has happened over it."""
@@ -49,13 +52,18 @@ class Newcomers:
         self._take_over()
         board, rank = self._world.board, self._world.rank
         head, parts = Parcel(*self._state).pack(self._position.give() | {"votes": board.votes(rank)})
+        head = self._authenticator.sign(self._place(givers), head)
         stripes = self._stripes(givers, takers, parts)
         return _size(parts) if stripes.send_head(head) and stripes.give(parts) else None
 
     def _take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         parcel = Parcel(*self._state)
-        head = self._stripes(givers, takers, []).receive_head()
-        if head is None:
+        signed = self._stripes(givers, takers, []).receive_head()
+        if signed is None:
+            return None
+        head = self._authenticator.opened(self._place(givers), signed)
+        if head is None:  # before anything of it is looked at
+            ending.log("the state that was offered was not signed with this job's token, and is not taken")
             return None
         parts = parcel.open(head)
         # From here on it is where the others are: if it does nothing for too long, it is fenced as any of them.
@@ -67,6 +75,11 @@ class Newcomers:
         self._position.take(parcel.install())
         self._transaction.index = self._position.index + 1
         return _size(parts)
+
+    def _place(self, givers: tuple[int, ...]) -> str:
+        """Where the head of the state comes from: it is of no use from another rank, or in another epoch."""
+        giver = next(rank for rank in givers if rank in self._world.cross.peers)
+        return f"epoch {self._world.epoch} from rank {giver}"
 
     def _stripes(
         self, givers: tuple[int, ...], takers: tuple[int, ...], parts: list[torch.Tensor]
