@@ -7,7 +7,8 @@ import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from recover.agent import own_etcd
 from recover.agent.host_options import one_host, read_options
+from recover.carriers import choose
 from recover.carriers.gloo import GlooCarrier
+from recover.carriers.worker import Worker
 from recover.etcd import etcd_client as etcd
 from recover.etcd.etcd_agreement import (
     CLAIM,
@@ -34,9 +37,11 @@ from recover.etcd.etcd_mail import mail_key, told_key
 from recover.etcd.etcd_news import News
 from recover.etcd.etcd_watch import EtcdWatch
 from recover.job.authentication import MAC_BYTES, Authenticator, make_token_file
+from recover.job.grid import Grid
 from recover.job.hosts_asked import HostOptions
 from recover.job.spec import EtcdAccess
 from recover.launch.preflight import Refusal
+from recover.step import newcomers
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,15 +207,85 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
 
 
 def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
+    grid, worker = Grid(1, 1), Worker()
+
     def proof(token: str, epoch: str, sender: int = 0, receiver: int = 1) -> bytes:
-        carrier = object.__new__(GlooCarrier)
-        carrier._authenticator = Authenticator(token, "gloo")
+        carriers = choose("gloo", SimpleNamespace(rank=0), grid, worker, False, "127.0.0.1", token)  # type: ignore[arg-type]
+        carrier = carriers.make((0,))
+        assert isinstance(carrier, GlooCarrier)
         return bytes(carrier._proof(epoch, sender, receiver))
 
     mine = proof("token", "nonces")
     assert mine == proof("token", "nonces")
-    others = [proof("", "nonces"), proof("token", "others"), proof("token", "nonces", 1, 0)]
-    assert mine not in others
+    assert mine not in [proof("", "nonces"), proof("token", "others"), proof("token", "nonces", 1, 0)]
+
+
+class Wire:
+    """Between a giver and a taker, where somebody may put in another head."""
+
+    def __init__(self) -> None:
+        self.head: bytes | None = None
+
+    def send_head(self, head: bytes) -> bool:
+        self.head = head
+        return True
+
+    def receive_head(self) -> bytes | None:
+        return self.head
+
+    def give(self, parts: object) -> bool:
+        return True
+
+    take = give
+
+
+class FakeParcel:
+    opened: ClassVar[list[bytes]] = []
+    position: ClassVar[dict[str, Any]] = {"votes": 1, "step": {"index": 1}}
+
+    def __init__(self, *_: object) -> None: ...
+
+    def pack(self, position: object) -> tuple[bytes, list[Any]]:
+        return b"head", []
+
+    def open(self, head: bytes) -> list[Any]:
+        self.opened.append(head)
+        return []
+
+    def install(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not signed so is not even looked into."""
+    monkeypatch.setattr(newcomers, "Parcel", FakeParcel)
+    wire = Wire()
+
+    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> newcomers.Newcomers:
+        board = SimpleNamespace(votes=lambda rank: 1, catch_up=lambda *_: None)
+        world = SimpleNamespace(
+            token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2
+        )
+        position = SimpleNamespace(give=dict, take=lambda state: None, index=1)
+        made = newcomers.Newcomers(world, SimpleNamespace(), position, (None, None, None, {}), lambda: None)  # type: ignore[arg-type]
+        monkeypatch.setattr(made, "_stripes", lambda *_: wire)
+        return made
+
+    def taken(token: str, epoch: int, givers: tuple[int, ...] = (0, 1)) -> bool:
+        FakeParcel.opened.clear()
+        done = end(token, epoch)._take(givers, (2,)) is not None
+        assert FakeParcel.opened == [b"head"] * done
+        return done
+
+    assert end("token", 5)._give((0, 1), (2,)) == 0
+    sent = wire.head
+    assert taken("token", 5)
+    assert not taken("token", 6)
+    assert not taken("token", 5, givers=(1,))
+    assert not taken("another", 5)
+    for other in (b"", b"head", sent[:-1] if sent else b"", b"x" * MAC_BYTES + b"head"):
+        wire.head = other
+        assert not taken("token", 5)
 
 
 def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
