@@ -5,9 +5,9 @@ job pauses when one is lost. They grow while nobody answers in time, and shrink 
 without an answer may have been carried out all the same. So whatever is written goes into a transaction that does no
 harm when it is carried out twice, or late, and is asked for again.
 
-A client that is given the job's token signs every value that it writes or compares, for its key, and checks every value
+A client that is given the job's token seals every value that it writes or compares, for its key, and checks every value
 that it reads: one that was not written with the token, for this very key, is left out and named in the log. Guards on
-values still work, since the same value under the same key has the same signature.
+values still work, since the same value under the same key is sealed to the same bytes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class EtcdClient:
     """Of one or several endpoints (`host:port`, `unix:/path`) of one cluster. Each thread has a connection of its own.
 
     All keys are those under `prefix`. `patience`: seconds that a request is repeated while nobody answers.
-    `token`: the job's; values are signed and checked with it. None: they are written and read as they are.
+    `token`: the job's; values are sealed and checked with it. None: they are written and read as they are.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class EtcdClient:
         return {"Authorization": self._token}
 
     def _encoded(self, part: Any) -> Any:
-        """As the gateway wants it: keys under the prefix, values signed for their keys, both in base64."""
+        """As the gateway wants it: keys under the prefix, values sealed for their keys, both in base64."""
         if isinstance(part, list):
             return [self._encoded(one) for one in part]
         if not isinstance(part, Mapping):
@@ -375,14 +375,14 @@ class EtcdClient:
         return {
             name: to_base64(self.prefix + value)
             if name in ("key", "range_end")
-            else to_base64(self._signed(part["key"], value))
+            else to_base64(self._sealed(part["key"], value))
             if name == "value"
             else self._encoded(value)
             for name, value in part.items()
         }
 
-    def _signed(self, key: str, value: bytes) -> bytes:
-        return self._authenticator.sign(self.prefix + key, value) if self._authenticator else value
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return self._authenticator.seal(self.prefix + key, value) if self._authenticator else value
 
     def authentic(
         self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
@@ -392,7 +392,7 @@ class EtcdClient:
         for one in map(self._decoded, found):
             value: bytes | None = one.value
             if self._authenticator is not None and one.version:
-                value = self._authenticator.opened(self.prefix + one.key, one.value)
+                value = self._authenticator.unsealed(self.prefix + one.key, one.value)
             if value is not None:
                 kept.append(replace(one, value=value))
                 continue

@@ -21,7 +21,7 @@ from recover.etcd.etcd_entry import place
 from recover.etcd.etcd_fabric import EtcdFabric
 from recover.etcd.etcd_server import EtcdServer, free_port
 from recover.fabrics.base import NotAdmittedError
-from recover.job.authentication import MAC_BYTES, make_token_file
+from recover.job.authentication import Authenticator, make_token_file
 from recover.liveness.board import Board
 from recover.records.lines import read
 
@@ -29,16 +29,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 class Forger(EtcdClient):
-    """The job's own client, changed by somebody who has not its token: it believes all that it reads, and signs with a
-    guess. So all of the way into a job can be tried."""
+    """The job's own client, changed by somebody who writes with a guess of the token. It believes all that it reads,
+    and can read all, as if what members write could be guessed: so all of the way into a job can be tried."""
 
-    def __init__(self, endpoint: str, prefix: str) -> None:
+    def __init__(self, endpoint: str, prefix: str, token: str = TOKEN) -> None:
         super().__init__(endpoint, prefix, token="a guess")
+        self._both = Authenticator(token, "etcd"), Authenticator("a guess", "etcd")
 
     def authentic(
         self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
     ) -> tuple[KeyValue, ...]:
-        return tuple(replace(one, value=one.value[MAC_BYTES:]) for one in map(self._decoded, found))
+        return tuple(
+            replace(one, value=value)
+            for one in map(self._decoded, found)
+            for value in [each.unsealed(self.prefix + one.key, one.value) for each in self._both]
+            if value is not None
+        )
 
 
 class Copier(EtcdClient):
@@ -96,7 +102,7 @@ def test_a_vote_that_a_stranger_casts_does_not_count(fabrics: Fabrics, kind: str
     first.start()
     assert wait_until(lambda: copier.get(key_of(VOTE, 0)) is not None)
     if kind == "forged":
-        forger.put(mine, copier.value(key_of(VOTE, 0))[MAC_BYTES:])
+        forger.put(mine, forger.get(key_of(VOTE, 0)).value)  # type: ignore[union-attr]
     else:
         copier.copy(earlier if kind == "of an earlier agreement" else copier.value(key_of(VOTE, 0)), mine)
     ranks[0]._glance()
@@ -149,7 +155,7 @@ def test_a_decision_that_a_stranger_writes_is_none_and_members_end_with_what_the
     ranks, _ = fabrics.make(2)
     assert agree(ranks, 7) == [7] * 2
     if kind == "forged":
-        forger.put(DECISION, copier.value(DECISION)[MAC_BYTES:].replace(b'"0-1"', b'"0-2"'))
+        forger.put(DECISION, fabrics.store()[DECISION].value.replace(b'"0-1"', b'"0-2"'))
     else:
         copier.copy(copier.value(DECISION), DECISION)
     told = agree(ranks, 5)
@@ -222,7 +228,7 @@ def test_a_stranger_in_the_etcd_of_a_job_gets_nothing_and_the_job_ends_well(tmp_
             secret in found.value or base64.b64encode(secret) in found.value for found in keys.values()
         )
         (prefix,) = {"/" + key.removesuffix("job") for key in keys if key.endswith("/job")}
-        forger, copier = Forger(endpoint, prefix), Copier(endpoint, prefix)
+        forger, copier = Forger(endpoint, prefix, secret.decode()), Copier(endpoint, prefix)
         (rank,) = place(forger)
         stranger = EtcdFabric(forger, rank, 2, Board(tmp_path / "theirs", 3), "a guess", admits=True)
         threading.Thread(target=lambda: at_once(stranger.ask), daemon=True).start()

@@ -107,6 +107,28 @@ def test_a_message_is_authentic_for_its_own_place_and_bytes_alone(
             assert ours.opened(place, signed[:length]) is None
 
 
+@given(st.text(max_size=20), st.binary(min_size=8, max_size=200), st.text(max_size=20))
+def test_what_is_sealed_cannot_be_read_and_is_the_same_every_time(
+    place: str, data: bytes, other_place: str
+) -> None:
+    ours = Authenticator("token", "purpose")
+    sealed = ours.seal(place, data)
+    assert sealed == Authenticator("token", "purpose").seal(place, data)
+    assert len(sealed) == MAC_BYTES + len(data)
+    assert sealed[MAC_BYTES:] != data
+    assert ours.unsealed(place, sealed) == data
+    assert Authenticator("another", "purpose").unsealed(place, sealed) is None
+    assert ours.unsealed(place, ours.sign(place, data)) is None
+    for length in range(len(sealed)):
+        assert ours.unsealed(place, sealed[:length]) is None
+    if other_place != place:
+        assert ours.unsealed(other_place, sealed) is None
+        assert ours.seal(other_place, data) != sealed
+    changed = bytearray(sealed)
+    changed[-1] ^= 1
+    assert ours.unsealed(place, bytes(changed)) is None
+
+
 def test_place_and_data_cannot_be_cut_at_another_point() -> None:
     ours = Authenticator("token", "purpose")
     assert ours.mac("ab", b"c") != ours.mac("a", b"bc")
