@@ -6,6 +6,8 @@ import ast
 import base64
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -34,6 +36,7 @@ from recover.etcd.etcd_agreement import (
 )
 from recover.etcd.etcd_client import Answer, EtcdClient, KeyValue
 from recover.etcd.etcd_mail import mail_key, told_key
+from recover.etcd.etcd_mates import Channel
 from recover.etcd.etcd_news import News
 from recover.etcd.etcd_watch import EtcdWatch
 from recover.job.authentication import MAC_BYTES, Authenticator, make_token_file
@@ -240,6 +243,73 @@ def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
     mine = proof("token", "nonces")
     assert mine == proof("token", "nonces")
     assert mine not in [proof("", "nonces"), proof("token", "others"), proof("token", "nonces", 1, 0)]
+
+
+class End:
+    """Of a connection whose messages lie in lists, where somebody may change them."""
+
+    def __init__(self, sent: list[bytes], received: list[bytes]) -> None:
+        self._sent, self._received = sent, received
+
+    def send_bytes(self, data: bytes) -> None:
+        self._sent.append(data)
+
+    def recv_bytes(self, most: int | None = None) -> bytes:
+        return self._received.pop(0)
+
+
+def mates(of_speaker: str = "token", of_mate: str = "token") -> tuple[Channel, Channel, list[bytes]]:
+    """Both ends after their first words, and what lies on the wire to the speaker."""
+    up, down = list[bytes](), list[bytes]()
+    nonce = "ab" * 16
+    ends = [End(down, up), End(up, down)]
+    mate = Channel(ends[1], Authenticator(of_mate, "mates"), False, nonce)  # type: ignore[arg-type]
+    speaker = Channel(ends[0], Authenticator(of_speaker, "mates"), True, nonce)  # type: ignore[arg-type]
+    return speaker, mate, up
+
+
+def test_messages_between_mates_are_heard_once_in_order_and_from_who_signed_them() -> None:
+    speaker, mate, up = mates()
+    mate.send(b"one")
+    mate.send(b"two")
+    kept = list(up)
+    assert [speaker.receive(), speaker.receive()] == [b"one", b"two"]
+    for wrong in (
+        [kept[0]],  # again
+        [kept[0][:-1]],
+        [speaker._authenticator.sign("another session mate 2", b"three")],
+        [speaker._authenticator.sign(f"{speaker.session} speaker 2", b"three")],  # its own words
+        [Authenticator("a guess", "mates").sign(f"{speaker.session} mate 2", b"three")],
+        [b""],
+    ):
+        speaker._received = 2
+        up[:] = wrong
+        with pytest.raises(AuthenticationError, match="not signed with the job's token"):
+            speaker.receive()
+    speaker, mate, up = mates()
+    mate.send(b"one")
+    mate.send(b"two")
+    up.reverse()
+    with pytest.raises(AuthenticationError):
+        speaker.receive()
+
+
+def test_mates_without_the_same_token_do_not_meet() -> None:
+    for theirs, met in (("token", True), ("a guess", False)):
+        here, there = Pipe()
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(Channel.of_mate, there, Authenticator(theirs, "mates"), 3)
+            if not met:
+                with pytest.raises(AuthenticationError):
+                    Channel.of_speaker(here, Authenticator("token", "mates"))
+                here.close()
+                assert isinstance(told.exception(), EOFError | OSError)
+                continue
+            channel, rank = Channel.of_speaker(here, Authenticator("token", "mates"))
+            channel.send(b"[]")
+            assert (rank, told.result().session) == (3, channel.session)
+        here.close()
+        there.close()
 
 
 class Wire:
