@@ -144,7 +144,10 @@ class Clerk:
 
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
-        ends, dead, order, decision = self._client.read(*asked).found
+        answer = self._client.read(*asked)
+        # A forged order would keep a real one from being given, and a forged death a rank from voting.
+        self._client.remove_forged(found for found in answer.forged if found.key != DECISION)
+        ends, dead, order, decision = answer.found
         plan, there = self._meeting.present(self._plan)
         self.hosts = plan.hosts
         new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self.ends}
