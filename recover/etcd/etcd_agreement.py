@@ -40,6 +40,7 @@ FORGOTTEN, JOINED = (
     15,
 )  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
 COMPARED = 64  # votes that the last voter's transaction may compare with its own
+OPERATIONS = 120  # that may be in a vote's transaction and the one inside of it together, by etcd's count
 
 
 def key_of(kind: str, rank: int) -> str:
@@ -181,7 +182,8 @@ def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int)
     value = vote.to_bytes()
     write = [put(key_of(VOTE, rank), value)]
     others = sorted(speakers(participants, replica_size) - {rank})
-    if vote.admit or len(others) > COMPARED:
+    # A vote is guarded by the lives of its replica's ranks, and by the leases of their hosts.
+    if vote.admit or len(others) > min(COMPARED, OPERATIONS - 2 * replica_size):
         return write
     last = [none_under(DEAD), *(value_is(key_of(VOTE, other), value) for other in others)]
     alike = _content(vote.number, vote.word, frozenset(), frozenset(), participants, rank)

@@ -32,6 +32,7 @@ from recover.etcd.etcd_agreement import (
     Decision,
     Look,
     Vote,
+    cast,
     key_of,
 )
 from recover.etcd.etcd_client import Answer, EtcdClient, KeyValue
@@ -229,6 +230,20 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
     news = News(0, Decision.before_all(2), takes_part=True)
     news.hear([put_back])
     assert news.decision.number == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 40, 65, 66, 200])
+@pytest.mark.parametrize("size", [1, 8, 30, 60, 110])
+def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int, size: int) -> None:
+    """128 operations: those of a transaction and of the one inside of it together."""
+    (written,) = cast(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size)
+    inner = written.get("request_txn", {"compare": []})
+    guards = 2 + size + size  # its own, and one for each rank and for each host, at the most
+    if inner["compare"]:
+        assert guards + len(inner["compare"]) <= 128
+        assert len(inner["compare"]) == replicas, "all others, and that nobody is dead"
+    else:
+        assert replicas > 40 or size > 30
 
 
 def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
