@@ -39,8 +39,8 @@ FORGOTTEN, JOINED = (
     20,
     15,
 )  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
-COMPARED = 64  # votes that the last voter's transaction may compare with its own
-OPERATIONS = 120  # that may be in a vote's transaction and the one inside of it together, by etcd's count
+OPERATIONS = 120  # that may be in a transaction and the one inside of it together, by etcd's count
+COMPARED = 16  # others whose votes are compared by every vote: with more of them, by the one that finds that it is last
 
 
 def key_of(kind: str, rank: int) -> str:
@@ -179,15 +179,23 @@ def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int)
     For a writer whose vote was not there before, and whose agreement is not decided. That the others say the same is
     compared in etcd, with what each of them would have signed: so no forged vote can take part in it.
     """
-    value = vote.to_bytes()
-    write = [put(key_of(VOTE, rank), value)]
-    others = sorted(speakers(participants, replica_size) - {rank})
+    write = [put(key_of(VOTE, rank), vote.to_bytes())]
     # A vote is guarded by the lives of its replica's ranks, and by the leases of their hosts.
-    if vote.admit or len(others) > min(COMPARED, OPERATIONS - 2 * replica_size):
-        return write
-    last = [none_under(DEAD), *(value_is(key_of(VOTE, other), value) for other in others)]
+    decision = unanimous(rank, vote, participants, replica_size, min(COMPARED, OPERATIONS - 2 * replica_size))
+    return write if decision is None else [either(*decision, write)]
+
+
+def unanimous(
+    rank: int, vote: Vote, participants: frozenset[int], replica_size: int, most: int
+) -> tuple[list[Operation], list[Operation]] | None:
+    """Guards that all others say what this one does, and the decision that follows. None where more than `most` others
+    would have to be compared, or somebody is let in."""
+    others = sorted(speakers(participants, replica_size) - {rank})
+    if vote.admit or len(others) > most:
+        return None
+    last = [none_under(DEAD), *(value_is(key_of(VOTE, other), vote.to_bytes()) for other in others)]
     alike = _content(vote.number, vote.word, frozenset(), frozenset(), participants, rank)
-    return [either(last, [put(DECISION, alike), *THROUGH], write)]
+    return last, [put(DECISION, alike), *THROUGH]
 
 
 def check_kept(glance: Glance, through: int) -> None:

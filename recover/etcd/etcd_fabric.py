@@ -48,6 +48,7 @@ from recover.etcd.etcd_agreement import (
     DECISION,
     GLANCE,
     LOOK,
+    OPERATIONS,
     VOTE,
     Decision,
     Glance,
@@ -62,6 +63,7 @@ from recover.etcd.etcd_agreement import (
     key_of,
     mates,
     speakers,
+    unanimous,
     whole,
 )
 from recover.etcd.etcd_client import (
@@ -75,6 +77,7 @@ from recover.etcd.etcd_client import (
     present,
     put,
     unchanged_since,
+    value_is,
     version_is,
 )
 from recover.etcd.etcd_host import GRACE, HOST, HostsSeen
@@ -174,7 +177,8 @@ class EtcdFabric:
             if self._spoken is not None:
                 self._leave_it_to_the_speaker(said, self._spoken)
             elif all_said := self._gathered(said):
-                self._see_through(number, self._vote(number, all_said))
+                vote = Vote.of_all([one.vote for one in all_said])
+                self._see_through(number, self._decide_if_unanimous(self._vote(number, all_said), vote))
             # Once: if they take this rank for dead, the others may go on any time.
             decision = self._news.decision
             if decision.number > number:
@@ -322,6 +326,17 @@ class EtcdFabric:
                     continue
                 self._leave(f"another process has voted as rank {self.rank}")
             time.sleep(LEASE_PAUSE)  # a lease is gone: its holder gets a new one, or the others declare us
+
+    def _decide_if_unanimous(self, glance: Glance, vote: Vote) -> Glance:
+        """Where too many vote for each to compare all: the last one does, and need not read them."""
+        voters = speakers(self.participants, self.replica_size)
+        if self._is_decided(vote.number) or glance.dead or glance.cast < len(voters):
+            return glance
+        decision = unanimous(self.rank, vote, self.participants, self.replica_size, OPERATIONS)
+        if decision is None:
+            return glance
+        guards = [version_is(DECISION, vote.number - 1), value_is(key_of(VOTE, self.rank), vote.to_bytes())]
+        return self._learn(self._client.txn([*guards, *decision[0]], [*decision[1], *GLANCE], GLANCE))
 
     def _see_through(self, number: int, glance: Glance) -> None:
         """Wait for the decision, or write it."""

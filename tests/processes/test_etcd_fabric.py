@@ -15,7 +15,7 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from launching import wait_until
 
-from recover.etcd import etcd_host
+from recover.etcd import etcd_agreement, etcd_host
 from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue, UnansweredError, delete
 from recover.etcd.etcd_entry import OtherJobError
@@ -109,6 +109,22 @@ def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabr
         assert agree(ranks, 7) == [7] * 4
         assert [len(client.asked) for client in clients] == [1] * 4, number
     assert fabrics.store().keys().isdisjoint(key_of("vote/", rank) for rank in range(4))
+
+
+def test_of_many_votes_the_last_voter_compares_all_without_reading_them(
+    fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_agreement, "COMPARED", 1)
+    ranks, clients = fabrics.make(4, Recording)
+    for number in range(1, 4):
+        assert agree(ranks, 7) == [7] * 4
+        assert fabrics.store()["seen/decision"].version == number
+    asked = [body for client in clients for _, body in client.asked if "compare" in body]
+    compared = [[one for one in body["compare"] if one["target"] == "VALUE"] for body in asked]
+    assert max(map(len, compared)) == 4, "its own vote, and those of all others"
+    assert agree(ranks, 7, 7, 3, 7) == [3] * 4
+    ranks[0].declare(3, "by decree")
+    assert agree(ranks[:3], 7) == [None] * 3
 
 
 @pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all", "earlier"])

@@ -28,12 +28,14 @@ from recover.etcd.etcd_agreement import (
     DECISION,
     GLANCE,
     LOOK,
+    OPERATIONS,
     VOTE,
     Decision,
     Look,
     Vote,
     cast,
     key_of,
+    unanimous,
 )
 from recover.etcd.etcd_client import Answer, EtcdClient, KeyValue
 from recover.etcd.etcd_mail import mail_key, told_key
@@ -232,7 +234,7 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
     assert news.decision.number == 0
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 40, 65, 66, 200])
+@pytest.mark.parametrize("replicas", [1, 2, 17, 18, 120, 200])
 @pytest.mark.parametrize("size", [1, 8, 30, 60, 110])
 def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int, size: int) -> None:
     """128 operations: those of a transaction and of the one inside of it together."""
@@ -243,7 +245,10 @@ def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int,
         assert guards + len(inner["compare"]) <= 128
         assert len(inner["compare"]) == replicas, "all others, and that nobody is dead"
     else:
-        assert replicas > 40 or size > 30
+        assert replicas > 17 or size > 30
+    last = unanimous(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size, OPERATIONS)
+    assert (last is None) == (replicas > OPERATIONS + 1)
+    assert last is None or 2 + len(last[0]) <= 128
 
 
 def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
