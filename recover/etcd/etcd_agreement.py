@@ -40,7 +40,7 @@ FORGOTTEN, JOINED = (
     15,
 )  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
 OPERATIONS = 120  # that may be in a transaction and the one inside of it together, by etcd's count
-COMPARED = 16  # others whose votes are compared by every vote: with more of them, by the one that finds that it is last
+COMPARED = 8  # others whose votes are compared by every vote: with more of them, by the one that finds that it is last
 
 
 def key_of(kind: str, rank: int) -> str:
@@ -193,7 +193,8 @@ def unanimous(
     others = sorted(speakers(participants, replica_size) - {rank})
     if vote.admit or len(others) > most:
         return None
-    last = [none_under(DEAD), *(value_is(key_of(VOTE, other), vote.to_bytes()) for other in others)]
+    value = vote.to_bytes()
+    last = [none_under(DEAD), *(value_is(key_of(VOTE, other), value) for other in others)]
     alike = _content(vote.number, vote.word, frozenset(), frozenset(), participants, rank)
     return last, [put(DECISION, alike), *THROUGH]
 

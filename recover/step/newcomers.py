@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ class Newcomers:
     ) -> None:
         self._world, self._transaction, self._take_over = world, transaction, take_over
         self._position, self._state = position, state
-        self._authenticator = Authenticator(world.token, "state")
 
     def take_in(self) -> list[Incident]:
         """For members, when somebody has asked. What has happened over it."""
@@ -75,6 +75,10 @@ class Newcomers:
         self._position.take(parcel.install())
         self._transaction.index = self._position.index + 1
         return _size(parts)
+
+    @cached_property
+    def _authenticator(self) -> Authenticator:
+        return Authenticator(self._world.token, "state")
 
     def _place(self, givers: tuple[int, ...]) -> str:
         """Where the head of the state comes from: it is of no use from another rank, or in another epoch."""
