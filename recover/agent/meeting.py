@@ -238,7 +238,10 @@ class Meeting:
         )
 
     def _with_another_token(self, answer: Answer) -> list[str]:
-        """Hosts that came before this one, and whose words were not signed with this one's token."""
+        """Hosts that came before this one, and whose words were not written with this one's token. None where another
+        host has the same token: then these are strangers, whom nobody heeds."""
+        if any(_host_of(found) != self.me.host for found in answer.found[0]):
+            return []
         mine = [found.modified for found in answer.found[0] if _host_of(found) == self.me.host]
         return sorted(
             _host_of(found)
