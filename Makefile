@@ -12,7 +12,7 @@ help:
 	@echo "make check     ruff (format, lint) and mypy"
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
-	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices"
+	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices; SHARD=2/4: a quarter of it"
 	@echo "make dist      a wheel and an sdist, in dist/"
 	@echo "make setup     only the virtual environment"
 
@@ -48,7 +48,7 @@ soak: setup
 	$(BIN)/python -m pytest -m soak
 
 mutants: setup
-	$(BIN)/python tests/mutate.py
+	$(BIN)/python tests/mutate.py $(if $(SHARD),--shard $(SHARD))
 
 dist: setup
 	rm -rf dist

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from recover.replica.hsdp import hsdp
     from recover.replica.threed import threed
     from recover.saving.own_loop import resume, save
+    from recover.step.errors import StateDivergedError
     from recover.step.step import Step
     from recover.world.world import World
 
@@ -28,10 +29,18 @@ _HOMES = {
 __version__ = "0.1.0"
 
 
+def _save_states(step: Step, error: StateDivergedError) -> None:
+    """`Step` itself knows nothing of files, and no script pays for importing this before it is needed."""
+    importlib.import_module("recover.saving.own_loop").save_states(step, error)
+
+
 def __getattr__(name: str) -> Any:
     """Names are fetched when first used: the command line must not pay for MPI and torch."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        if name == "Step":
+            found.save_states = _save_states
+        return found
     if name == "dropin":
         return importlib.import_module("recover.dropin")
     raise AttributeError(f"module 'recover' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from itertools import product
 from joining_ranks import JoiningRanks
 from launching import wait_until
 
-from recover.faults.locations import JOIN_PHASES, LOCATIONS, OUTSIDE, REPAIR_PHASES
+from recover.faults.locations import JOIN_PHASES, LOCATIONS, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
 
 STEP_PLACES = tuple(
     place for place in LOCATIONS if place not in ("repair", "extra", "checkpoint", *OUTSIDE)
@@ -36,10 +36,15 @@ def all_cells() -> list[Cell]:
     cells = [
         *(Cell(ADMITTED, f"repair:{phase}", who) for phase, who in product(REPAIR_PHASES, EVERYBODY)),
         *(Cell(TRANSFER, f"repair:{phase}", who) for phase, who in product(JOIN_PHASES, EVERYBODY)),
-        *(Cell(FIRST_STEP, place, who) for place, who in product(STEP_PLACES, EVERYBODY)),
+        # A newcomer computes no microbatch in its first step.
+        *(
+            Cell(FIRST_STEP, place, who)
+            for place, who in product(STEP_PLACES, EVERYBODY)
+            if who != "newcomer" or place not in OF_MICROBATCHES
+        ),
         # Inside the repair of another loss in that step, and in the work that it calls for.
         *(Cell(FIRST_STEP, f"repair:{phase}", "newcomer") for phase in REPAIR_PHASES),
-        *(Cell(FIRST_STEP, "extra", who) for who in ("newcomer", "first")),
+        Cell(FIRST_STEP, "extra", "first"),
         *(Cell(PENDING, place, "newcomer") for place in OUTSIDE),
         *(Cell(PENDING, place, who) for place, who in product(STEP_PLACES, MEMBERS)),
     ]

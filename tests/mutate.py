@@ -6,6 +6,7 @@ then fail. Each is applied to a copy of the tree, so nothing here changes and se
     python tests/mutate.py                 all of them
     python tests/mutate.py evict ledger    those whose name holds one of the words
     python tests/mutate.py --jobs 8        so many at a time
+    python tests/mutate.py --shard 2/4     the second quarter of them
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,29 @@ def mutants() -> Iterator[Mutant]:
         for entry in tomllib.loads(path.read_text()).get("mutant", []):
             pieces = {key: entry.pop(key).strip("\n") for key in ("before", "after")}
             yield Mutant(**entry | pieces | {"caught_by": tuple(entry["caught_by"])})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `number` of `count` parts of the list of mutants, counted from 1.
+
+    Mutants are dealt in turn, so that the slow ones of a file do not all fall into one part.
+    """
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise argparse.ArgumentTypeError(
+                f"shard {text!r} is not i/n with 1 <= i <= n; give 2/4 for the second of four parts"
+            )
+        return cls(int(number), int(count))
+
+    def of(self, all_mutants: Sequence[Mutant]) -> list[Mutant]:
+        return list(all_mutants[self.number - 1 :: self.count])
 
 
 def noticed(mutant: Mutant) -> dict[str, str]:
@@ -83,10 +107,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only mutants whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--shard", type=Shard.parse, default=Shard(), metavar="I/N", help="only part I of N")
     options = parser.parse_args()
-    chosen = [m for m in mutants() if not options.words or any(word in m.name for word in options.words)]
-    if not chosen:
+    named = [m for m in mutants() if not options.words or any(word in m.name for word in options.words)]
+    if not named:
         parser.error(f"no mutant's name holds any of {options.words}")
+    chosen = options.shard.of(named)
     survivors = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutant, outcome in zip(chosen, pool.map(noticed, chosen), strict=True):

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulated_run import DRIFTED, Diary, Rank, has_drifted
+from simulated_run import DRIFTED, LARGE, Diary, Rank, has_drifted
 from simulated_schedules import BATCH, Schedule, without_one_fault
 
 from recover.fabrics.simulated import HangError, Simulation
 from recover.step.admission import TRIES
+from recover.sums.exponents import Exponents, code_of
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -44,6 +45,9 @@ class Played:
         yield from set(self.simulation.finished.values())
         if self.simulation.stopped:
             yield "stopped"
+        large = self.schedule.too_large
+        if large and any(large[0] in self.diaries[rank].commits for rank in self.survivors):
+            yield "reran"
         for epoch, (_, lost, joined) in self.censuses().items():
             if epoch > 1 and joined:
                 yield "joined and lost in one repair" if lost else "joined"
@@ -110,7 +114,7 @@ def _check_ends(played: Played) -> None:
             if why in ("excluded", "seen off") and rank >= grid.ranks
         }
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
-    if outcome and outcome.keys() <= schedule.drifts.keys():
+    if outcome and set(grid.replicas_of(outcome)) <= set(grid.replicas_of(schedule.drifts)):
         # The only one left has given its state away and changed since. Nobody can tell that from a parcel that was
         # spoiled on its way, so it is the newcomers who go: they never bring state in.
         struck |= {r for r, why in simulation.dead.items() if why == "excluded" and r >= grid.ranks}
@@ -137,7 +141,6 @@ def _check_ends(played: Played) -> None:
         allowed |= {"nobody holds the state"}
     allowed |= {"diverged"} if schedule.drifts else set()
     allowed |= {"poisoned"} if schedule.poison else set()
-    allowed |= {"out of range"} if schedule.too_large else set()
     assert ends <= allowed, f"{ends} without a cause"
 
 
@@ -168,16 +171,31 @@ def _check_commit(
     samples: tuple[int, ...],
     result: Any,
     weight: float,
+    exponents: tuple[int, ...],
 ) -> None:
-    """B microbatches, each once, of this step; nothing that a drifted replica computed, unless it is the last one."""
+    """B microbatches, each once, of this step; nothing that a drifted replica computed, unless it is the last one; and
+    the exponents of a run without failures, also where a value was too large and its owner has died."""
     assert weight == BATCH, f"step {number} was taken on {weight} microbatches"
     if schedule.policy == "balanced":
         assert samples == tuple(range((number - 1) * BATCH, number * BATCH)), f"step {number}: {samples}"
+        assert exponents == calm_exponents(schedule, number), f"step {number}: {exponents}"
     if rank < schedule.grid.ranks:  # who came later has what it was given
         assert flaw == DRIFTED * has_drifted(schedule, schedule.grid.replica(rank), number)
     for sums in result:
         counted = [value for value in sums if value]
         assert counted == [number + flaw] * BATCH, f"step {number} has the sum {sums} on rank {rank}"
+
+
+def calm_exponents(schedule: Schedule, number: int) -> tuple[int, ...]:
+    """Those with which a run without failures commits this step."""
+    exponents = Exponents(BATCH)
+    for step in range(1, number + 1):
+        exponents.begin(step)
+        is_large = schedule.too_large is not None and schedule.too_large[0] == step
+        maxima = code_of([LARGE if is_large else float(step)]), code_of([1.0])
+        exponents.rerun(maxima)
+        exponents.commit(maxima)
+    return exponents.current
 
 
 def _check_incidents(schedule: Schedule, diary: Diary) -> None:

@@ -21,12 +21,13 @@ from recover.job.spec import JobSpec
 from recover.journal.journal import Journal
 from recover.policy import Layout, SlotSet, get_policy
 from recover.step.admission import NobodyHoldsTheStateError, enter, take_in
-from recover.step.errors import OutOfRangeError, StateDivergedError
+from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident
 from recover.step.poison import PoisonedSampleError
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
 from recover.sums.buckets import Bucket
+from recover.sums.exponents import GRADIENTS, Exponents
 from recover.world.despite import do_despite_losses
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
@@ -37,12 +38,12 @@ from recover.world.world import World
 HANG_LIMIT = 2.0
 BUCKETS = 2
 SHARE = 43  # bytes of state
+LARGE = 2.0**90  # a value that no exponent of the steps before covers
 DRIFTED = 0.5  # what a replica whose state has drifted adds to its marks
 ENDS = {
     NoCarrierError: "no carrier",
     StateDivergedError: "diverged",
     PoisonedSampleError: "poisoned",
-    OutOfRangeError: "out of range",
     NobodyHoldsTheStateError: "nobody holds the state",
 }
 
@@ -50,11 +51,12 @@ ENDS = {
 class Sums:
     """A microbatch leaves a mark in the place of its slot: a missing, doubled or stale one shows in the sum."""
 
-    unit = loss_unit = 1.0
+    exact = True
     unread = ()  # plain numbers are known at once
 
     def __init__(self, slots: int) -> None:
-        self.sum, self.parameters, self.usage, self.in_range = self, [0], [1.0], True
+        self.sum, self.parameters, self.usage, self.largest = self, [0], [1.0], 0.0
+        self.exponents = Exponents(BATCH)
         self.buckets = [Bucket(np.zeros(slots)) for _ in range(BUCKETS)]
 
     def begin(self) -> None:
@@ -62,8 +64,12 @@ class Sums:
         for bucket in self.buckets:
             bucket.forget()
 
+    @property
+    def unit(self) -> float:
+        return self.exponents.grid(GRADIENTS)
+
     def clear(self) -> None:
-        self.in_range = True
+        self.largest = 0.0
         for bucket in self.buckets:
             bucket.local[:] = 0.0
             bucket.held = SlotSet()
@@ -71,7 +77,7 @@ class Sums:
     def run(self, slots: Sequence[int], mark: float) -> None:
         for bucket in self.buckets:
             for slot in slots:
-                bucket.local[slot] += mark
+                bucket.local[slot] += mark / self.unit
                 bucket.held = bucket.held | SlotSet.span(slot, slot + 1)
 
     def post_all(self, post: Callable[[int, Bucket], None]) -> None:
@@ -85,20 +91,14 @@ class Sums:
     def squared_norm(self) -> float:
         if not all(bucket.is_coming() for bucket in self.buckets):
             return 0.0
-        return float(sum((bucket.result**2).sum() for bucket in self.buckets))
+        return float(sum((bucket.result**2).sum() for bucket in self.buckets)) * self.unit**2
 
     def loss(self, value: float) -> float:
         return value
 
-    def covers(self, value: float) -> bool:
-        return True
-
-    def explain(self, step: int) -> str:
-        return f"step {step} cannot be summed"
-
 
 class NoBuffers:
-    size, changes, in_range, unread = 0, np.zeros(0), True, ()
+    size, changes, largest, unread = 0, np.zeros(0), (), ()
 
     def begin(self) -> None:
         pass
@@ -116,12 +116,21 @@ class Mates:
         self._simulation, self._fabric, self._calls = simulation, fabric, 0
 
     def combine_numbers(self, values: list[float]) -> list[float]:
+        total: list[float] = np.sum(self._exchange(values), axis=0).tolist()
+        return total
+
+    def combine_max(self, values: list[int]) -> list[int]:
+        if self.size == 1:
+            return values
+        largest: list[int] = np.max(self._exchange(values), axis=0).tolist()
+        return largest
+
+    def _exchange(self, values: Sequence[float]) -> list[Sequence[float]]:
         self._calls += 1
         parts = self._simulation.reductions.setdefault(("mates", self._replica, self._calls), {})
         parts[self._fabric.rank] = values
         self._fabric.wait("meeting its mates", lambda: parts.keys() >= self._mates)
-        total: list[float] = np.sum([parts[rank] for rank in sorted(parts)], axis=0).tolist()
-        return total
+        return [parts[rank] for rank in sorted(parts)]
 
 
 class LeftEarly(Exception):
@@ -253,6 +262,7 @@ class Rank:
         self.number, self.flaw, self.journal_so_far = told["number"], told["flaw"], told["journal"]
         # Whatever is not as it was given spoils the state.
         self.state = int(held[0]) + 256 * int(held[1]) if (held[2:] == 7).all() else -1
+        self.sums.exponents.load_state_dict(told["exponents"])
         self.transaction.index = self.number + 1
         self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
         return SHARE
@@ -268,6 +278,7 @@ class Rank:
             "flaw": self.flaw,
             "votes": self.world.board.votes(self.rank),
             "journal": self.journal.state_dict(),
+            "exponents": self.sums.exponents.state_dict(),
         }
         held = np.full(SHARE, 7, np.uint8)
         held[:2] = self.state % 256, self.state // 256
@@ -317,8 +328,8 @@ class Rank:
                 self.diary.raised.add("poison")
                 self.world.notes.leave(number, samples, "it raised")
                 self.world._own.die("raised", "this sample cannot be read")
-            if self.schedule.too_large == (number, slot):
-                self.sums.in_range = False
+            large = self.schedule.too_large == (number, slot)
+            self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
             self.transaction.finish_slot(slot, sample, 1.0, 1.0)
         self.sums.run(slots, number + self.flaw)
         self.world.board.touch(self.rank)
@@ -328,8 +339,14 @@ class Rank:
         """As `Step` and the trainer have it; and everywhere on the way it may be the last that this rank does."""
         totals, incidents = self.transaction.totals, self.transaction.incidents
         self.come_to("update")
-        result = tuple(tuple(bucket.result.tolist()) for bucket in self.sums.buckets)
-        self.diary.commits[number] = (tuple(totals.samples), result, totals.weight)
+        result = tuple(tuple((bucket.result * self.sums.unit).tolist()) for bucket in self.sums.buckets)
+        self.diary.commits[number] = (
+            tuple(totals.samples),
+            result,
+            totals.weight,
+            self.sums.exponents.current,
+        )
+        self.transaction.maxima.commit()
         self.diary.flaws[number] = self.flaw
         self.diary.incidents.append((self.transaction.layout, list(incidents)))
         self.state = hash((self.state, result)) % 997

@@ -45,7 +45,9 @@ class Schedule:
     drifts: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)  # rank: the step that it leaves early, once
     poison: tuple[int, int] | None = None  # (step, slot): whoever computes it raises
-    too_large: tuple[int, int] | None = None  # (step, slot): its gradient cannot be summed exactly
+    too_large: tuple[int, int] | None = (
+        None  # (step, slot): its gradient is too large for the exponents of that step
+    )
     asks_to_stop: tuple[int, int] | None = None  # (rank, step)
     # From here on only where decisions are kept.
     joins: dict[int, int] = field(default_factory=dict)  # replica: asks after so many calls
@@ -97,7 +99,7 @@ def random_schedule(seed: int) -> Schedule:
         drifts=sometimes(0.15, lambda: {rng.choice(ranks): rng.randint(2, STEPS)}, {}),
         leaves=sometimes(0.15, lambda: dict.fromkeys(rng.sample(ranks, 2), rng.randint(1, STEPS)), {}),
         poison=sometimes(0.08, place, None),
-        too_large=sometimes(0.05, place, None),
+        too_large=sometimes(0.15, place, None),
         asks_to_stop=sometimes(0.15, lambda: (rng.choice(ranks), rng.randint(1, STEPS)), None),
     )
 

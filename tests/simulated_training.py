@@ -20,6 +20,7 @@ from recover.fabrics.simulated import SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.step.admission import NobodyHoldsTheStateError
+from recover.step.errors import StateDivergedError
 from recover.sums.state_hash import optimizer_tensors
 from recover.world.simulated_parts import simulated_parts
 from recover.world.world import World
@@ -99,6 +100,10 @@ class Training:
     steps: int = STEPS
     commits: dict[int, dict[int, COMMITTED]] = field(default_factory=dict)
     joined: dict[int, Any] = field(default_factory=dict)
+    between: Callable[[int, recover.Step], object] = lambda rank, step: None  # after each step, on each rank
+    run_dir: str | None = None
+    last_words: dict[int, str] = field(default_factory=dict)
+    incidents: list[Any] = field(default_factory=list)  # as the first rank has them
 
     def run(self) -> Simulation:
         joiners = max(self.joins, default=self.replicas - 1) + 1 - self.replicas
@@ -113,7 +118,14 @@ class Training:
         carriers = SimulatedCarriers(self.simulation, fabric, worker)
         parts = replace(simulated_parts(self.simulation, fabric), worker=worker, carriers=carriers)
         joining = fabric.rank >= self.replicas
-        job = JobSpec(self.replicas, token="simulated", joining=joining)
+        job = JobSpec(self.replicas, token="simulated", joining=joining, run_dir=self.run_dir, records=False)
+        die = parts.own.die
+
+        def die_with_last_words(how: Any, text: str, *more: Any, **options: Any) -> Any:
+            self.last_words[fabric.rank] = text
+            return die(how, text, *more, **options)
+
+        parts.own.die = die_with_last_words  # type: ignore[method-assign]
         world = World(job, self.simulation.grid, parts)
         torch.manual_seed(fabric.rank if joining else 3)
         model = toy.Model(dropout=0.1)
@@ -153,8 +165,12 @@ class Training:
                 for incident in step.incidents:
                     if incident.joined_ranks:
                         self.joined[step.index] = incident
+                self.incidents += step.incidents if fabric.rank == 0 else []
+                self.between(fabric.rank, step)
         except NobodyHoldsTheStateError:
             return "nobody holds the state"
+        except StateDivergedError as error:
+            return str(error)
         parts.own.succeed()  # type: ignore[attr-defined]
         return "done"
 

@@ -21,6 +21,11 @@ class Stream:
         return inputs, target * float("nan") if index == self._nan else target, index
 
 
+def spiked(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same loss with a gradient that is so many times as large."""
+    return loss.detach() + factor * (loss - loss.detach())
+
+
 class Model(torch.nn.Module):
     """Some microbatches use all parameters and some do not. It counts them, and remembers what they were like."""
 

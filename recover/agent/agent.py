@@ -63,6 +63,7 @@ def launch_host(
     run_dir: str | Path | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     hang_limit: float | None = None,
+    link_timeout: float | None = None,
     carrier: str = "auto",
     faults: Sequence[str] | None = None,
     facts: Mapping[str, str] | None = None,
@@ -88,6 +89,7 @@ def launch_host(
             replica_size,
             preflight.check_carrier_between_hosts(carrier),
             preflight.check_hang_limit(hang_limit, timeout),
+            link_timeout=preflight.check_link_timeout(link_timeout, timeout),
             host=part.host,
             etcd=access,
             records=own,
@@ -298,7 +300,7 @@ class Agent:
         if order is not None and order.signal:
             return self._ended_by(order)
         ranks.take_over(clerk.ends)
-        silent = "" if clerk.over else self._silence(self._access)
+        silent = "" if clerk.over else clerk.refusal or self._silence(self._access)
         there = f" (on {order.host})" if order is not None and order.host != self._part.host else ""
         return ranks.judge(f"{order.why}{there}" if order is not None else failure or silent)
 

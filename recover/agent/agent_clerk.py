@@ -19,7 +19,7 @@ from typing import Any
 from recover.agent.meeting import HostPlan, Meeting
 from recover.agent.returns import Newcomer, Returns
 from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, declare, rank_of
-from recover.etcd.etcd_client import EtcdClient, EtcdError, absent, get, get_all, put
+from recover.etcd.etcd_client import EtcdClient, EtcdError, UnansweredError, absent, get, get_all, put
 from recover.etcd.etcd_entry import end_job
 from recover.job.outlet import say
 from recover.launch.verdict import name_ranks
@@ -65,6 +65,7 @@ class Clerk:
         self.order: Order | None = None
         self.over = False  # every rank has ended, as far as anybody can still tell
         self.silent_since: float | None = None  # nobody answers
+        self.refusal = ""  # what etcd says meanwhile, if anything
         self.ends: dict[int, str] = {}  # what the agents say
         self._finished = False
         self._outbox: dict[
@@ -120,8 +121,15 @@ class Clerk:
                 for look in (self._read, self._look_for_hung_ranks, self._look_for_returns):
                     self._write()  # the others wait to hear of a death: not for all that is looked at here
                     look()
-                self.silent_since = None
-            except EtcdError:
+                self.silent_since, self.refusal = None, ""
+            except EtcdError as error:
+                # A silence explains itself. What etcd says (an alarm, a missing permission) must be read by somebody.
+                says = not isinstance(error, UnansweredError) or bool(error.remedy)
+                if says and not self.refusal:
+                    say(
+                        f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}"
+                    )
+                self.refusal = str(error) if says else ""
                 if self.silent_since is None:
                     self.silent_since = time.monotonic()
 

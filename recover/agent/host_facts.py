@@ -23,6 +23,7 @@ def facts_of(
         "--replica-size": str(spec.replica_size),
         "--carrier": spec.carrier,
         "--hang-limit": str(spec.hang_limit),
+        "--link-timeout": f"{spec.link_timeout:g}",
         "--kill": " ".join(spec.faults) or "none",
         "--lease": f"{lease:g}",
         "--return": "yes" if part.returns else "no",

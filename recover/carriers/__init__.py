@@ -19,7 +19,7 @@ from recover.carriers.worker import Worker
 from recover.job.gpus import own_gpu_each
 from recover.job.grid import Grid
 from recover.job.process import ranks_on_host
-from recover.job.spec import CARRIERS
+from recover.job.spec import CARRIERS, LINK_TIMEOUT
 
 if TYPE_CHECKING:
     from recover.fabrics.base import Fabric
@@ -32,11 +32,13 @@ def choose(
     worker: Worker,
     mpi: bool = True,
     address: str | None = None,
+    link_timeout: float = LINK_TIMEOUT,
     token: str = "",
 ) -> DataCarriers:
     """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for.
 
-    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `token`: the job's.
+    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `link_timeout`: seconds
+    after which a silent connection is lost. `token`: the job's.
     """
     if name == "auto":
         on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
@@ -53,14 +55,14 @@ def choose(
     if name == "gloo":
         from recover.carriers.gloo import GlooCarriers
 
-        return GlooCarriers(fabric, grid, worker, address, token)
+        return GlooCarriers(fabric, grid, worker, address, link_timeout, token)
     if name == "nccl":
         from recover.carriers.nccl import NcclCarriers
         from recover.carriers.two_wires import TwoWireCarriers
 
         return TwoWireCarriers(
             NcclCarriers(fabric, grid, worker),
-            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, token),
+            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, link_timeout, token),
             worker,
         )
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")

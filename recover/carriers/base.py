@@ -33,6 +33,11 @@ class Ready:
             torch.cuda.current_stream(device).record_event(event)
             self.events.append(event)
 
+    @property
+    def is_past(self) -> bool:
+        """Whether it has come."""
+        return all(event.query() for event in self.events)
+
     def wait(self) -> None:
         """The host waits for it."""
         for event in self.events:
@@ -59,6 +64,11 @@ class DataCarrier(ABC):
     def size(self) -> int:
         return len(self.peers)
 
+    @property
+    def carried(self) -> int:
+        """A count that grows while an operation is under way and its data travel, as far as this can be seen."""
+        return 0
+
     @abstractmethod
     def offer(self) -> bytes: ...
 
@@ -80,6 +90,10 @@ class DataCarrier(ABC):
     @abstractmethod
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
         """Sum over the group; `out` may be `source`, otherwise the source stays as it was."""
+
+    @abstractmethod
+    def all_max(self, data: Data) -> Rest | None:
+        """The maximum over the group, element by element, in place; int32 only."""
 
     @abstractmethod
     def broadcast(self, data: Data, root: int) -> Rest | None: ...

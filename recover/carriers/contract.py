@@ -10,6 +10,15 @@ class CarrierError(Exception):
     """A carrier could not be built, or an operation on it failed or was freed."""
 
 
+class UnreachedError(CarrierError):
+    """Other members did not answer this one: `ranks`, by how it tried to reach them."""
+
+    def __init__(self, text: str, ranks: Mapping[int, str]) -> None:
+        named = ", ".join(f"rank {rank} at {where}" for rank, where in sorted(ranks.items()))
+        super().__init__(f"{text}: no answer from {named}")
+        self.ranks = tuple(sorted(ranks))
+
+
 class TookTooLongError(CarrierError):
     """It was waited for others, who did not come: the fault is not this member's."""
 

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -30,13 +31,15 @@ import torch
 import torch.distributed as dist
 
 from recover.carriers.base import Array, DataCarriers
-from recover.carriers.contract import CarrierError
+from recover.carriers.contract import CarrierError, TookTooLongError, UnreachedError
 from recover.carriers.host import AllLanes, HostCarrier, Wait
 from recover.carriers.worker import Worker
 from recover.fabrics.base import Fabric
 from recover.job.authentication import Authenticator
 from recover.job.grid import Grid
 from recover.job.process import on_one_host
+from recover.job.sockets import notice_loss
+from recover.job.spec import LINK_TIMEOUT
 
 PATIENCE = 10.0  # seconds; all members make the group at the same moment, and if one is late they try again
 # A slow replica is not a dead one: whoever waits is freed by the watcher, not by gloo's clock.
@@ -46,16 +49,24 @@ LOOK = 0.05  # seconds between two looks at the connections of a group in which 
 # process that was stopped for a while has not waited.
 LOOKS = 10
 CONNECTED = 1  # TCP's own number for a connection that neither side has closed
+CALL = 2.0  # seconds that a member's listener may take to answer a call, when a group could not be made
+TRAVELLED = struct.Struct("=120x2Q")  # of the kernel's TCP_INFO: bytes that were acknowledged, and received
 
 
 class GlooCarriers(DataCarriers):
     settle = 0.0  # nothing here minds a death while it is built
 
     def __init__(
-        self, fabric: Fabric, grid: Grid, worker: Worker, address: str | None = None, token: str = ""
+        self,
+        fabric: Fabric,
+        grid: Grid,
+        worker: Worker,
+        address: str | None = None,
+        link_timeout: float = LINK_TIMEOUT,
+        token: str = "",
     ) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
-        self._address, self._token = address, token
+        self._address, self._link_timeout, self._token = address, link_timeout, token
         self._lanes = AllLanes()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
@@ -67,6 +78,7 @@ class GlooCarriers(DataCarriers):
             members,
             self._lanes,
             self._address,
+            self._link_timeout,
             self._token,
         )
 
@@ -80,13 +92,13 @@ class GlooCarrier(HostCarrier):
         members: tuple[int, ...],
         lanes: AllLanes,
         address: str | None = None,
+        link_timeout: float = LINK_TIMEOUT,
         token: str = "",
     ) -> None:
         super().__init__(worker, grid.peers(rank, members), rank, lanes)
         self._before = _sockets()
-        self._device = dist.ProcessGroupGloo.create_device(
-            hostname=address or _own_address(), lazy_init=False
-        )
+        self._address, self._link_timeout = address or _own_address(), link_timeout
+        self._device = dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
         self._listener = _listening_port(self._before)
         self._authenticator = Authenticator(token, "gloo")
         self._nonce = secrets.token_hex(16)  # makes the proofs of this epoch those of no other
@@ -105,18 +117,20 @@ class GlooCarrier(HostCarrier):
         words = self._meeting.own_words(self._maker)
         if words is None:
             raise CarrierError(f"gloo: {self._error}")
-        return json.dumps([self._listener, self._nonce, words]).encode()
+        return json.dumps([self._listener, self._nonce, words, self._address]).encode()
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
         try:
-            listeners, nonces, words = zip(*(json.loads(offers[rank]) for rank in self.peers), strict=True)
+            told = zip(*(json.loads(offers[rank]) for rank in self.peers), strict=True)
+            listeners, nonces, words, addresses = told
         except ValueError:
             self.free()
             raise CarrierError("a member could not offer a carrier") from None
+        doors = dict(zip(self.peers, zip(addresses, listeners, strict=True), strict=True))
         self._meeting.open(words)
-        self._await(alarmed, listeners)
+        self._await(alarmed, doors)
         self._collect(set(listeners))
         if len(self._lines) < self.size - 1:  # there may be more: of strangers, who find no peer to talk to
             found = len(self._lines)
@@ -129,21 +143,33 @@ class GlooCarrier(HostCarrier):
             target=self._introduce, args=[epoch], name="recover-gloo-introduce", daemon=True
         )
         self._maker.start()
-        self._await(alarmed, listeners)
+        self._await(alarmed, doors)
 
-    def _await(self, alarmed: Callable[[], bool], listeners: Sequence[int]) -> None:
-        """Until the thread has done its part. Raises CarrierError if it could not, or somebody has died."""
+    def _await(self, alarmed: Callable[[], bool], doors: Mapping[int, tuple[str, int]]) -> None:
+        """Until the thread has done its part. Raises CarrierError if it could not, or somebody has died.
+
+        `doors`: the listeners of all members. If it takes too long, those who do not answer there are named.
+        """
+        others = {rank: door for rank, door in doors.items() if rank != self.peers[self.index]}
         deadline = time.monotonic() + PATIENCE
         while self._maker.is_alive():
             self._maker.join(0.001)
             late = time.monotonic() > deadline
             if self._maker.is_alive() and (late or alarmed()):
-                self._collect(set(listeners))
+                self._collect({port for _, port in doors.values()})
+                # Before the group is freed: that hits peers who only wait, and would take it for a fault of theirs.
+                unreached = _unreached(others, CALL) if late else {}
                 self.free()
-                why = f"it took longer than {PATIENCE:g} s" if late else "a member died while it was made"
-                raise CarrierError(f"gloo: the group was given up, {why}")
+                if not late:
+                    raise CarrierError("gloo: the group was given up, a member died while it was made")
+                why = f"gloo: the group was given up, it took longer than {PATIENCE:g} s"
+                if unreached:
+                    raise UnreachedError(why, unreached)
+                raise TookTooLongError(f"{why}, although all members answer: they wait for others")
         if self._error:
             self.free()
+            if unreached := _unreached(others, CALL):
+                raise UnreachedError(f"gloo: {self._error}", unreached)
             raise CarrierError(f"gloo: {self._error}")
 
     def _make(self) -> None:
@@ -196,6 +222,7 @@ class GlooCarrier(HostCarrier):
                 line.close()
                 continue
             if mine == self._listener or theirs in ports:
+                notice_loss(line, self._link_timeout)
                 lines.append(line)
             else:
                 line.close()
@@ -216,6 +243,11 @@ class GlooCarrier(HostCarrier):
                 line.close()
             self._lines = []
 
+    @property
+    def carried(self) -> int:
+        with self._lock:
+            return sum(map(_travelled, self._lines))
+
     def sum(self, source: Array, out: Array) -> None:
         if source is not out:
             out[...] = source
@@ -224,6 +256,11 @@ class GlooCarrier(HostCarrier):
     def begin_sum(self, piece: Array) -> Wait:
         tensor = torch.from_numpy(piece)
         return self._begin(lambda: self._group.allreduce([tensor]))
+
+    def maximum(self, data: Array) -> None:
+        tensor, options = torch.from_numpy(data), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._begin(lambda: self._group.allreduce([tensor], options))()
 
     def copy_from(self, data: Array, root: int) -> None:
         tensor = torch.from_numpy(data)
@@ -327,6 +364,36 @@ def _let_go_of_ended() -> None:
 
 def _is_connected(line: socket.socket) -> bool:
     return line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CONNECTED
+
+
+def _travelled(line: socket.socket) -> int:
+    """Bytes that the other end has acknowledged, and that have come from there."""
+    told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TRAVELLED.size)
+    # Of an old kernel nothing is known.
+    return sum(TRAVELLED.unpack(told)) if len(told) == TRAVELLED.size else 0
+
+
+def _unreached(doors: Mapping[int, tuple[str, int]], seconds: float) -> dict[int, str]:
+    """Those who do not take a call at their listener, by number, with the place and the reason. All are called at once.
+
+    A door that is closed by now is answered by the kernel behind it: the way there is good.
+    """
+    found: dict[int, str] = {}
+
+    def call(rank: int, address: str, port: int) -> None:
+        try:
+            socket.create_connection((address, port), seconds).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            found[rank] = f"{address}:{port} ({error})"
+
+    callers = [threading.Thread(target=call, args=[rank, *door], daemon=True) for rank, door in doors.items()]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    return dict(found)
 
 
 class _Meeting(dist.Store):

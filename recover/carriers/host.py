@@ -52,6 +52,10 @@ class HostCarrier(DataCarrier):
         return None
 
     @abstractmethod
+    def maximum(self, data: Array) -> None:
+        """In place."""
+
+    @abstractmethod
     def copy_from(self, data: Array, root: int) -> None: ...
 
     @abstractmethod
@@ -73,6 +77,14 @@ class HostCarrier(DataCarrier):
         self.arrive()
         self.sum(send.array, receive.array)
         receive.store()
+        return None
+
+    def all_max(self, data: Data) -> Rest | None:
+        staged = _HostView(data)
+        staged.load()
+        self.arrive()
+        self.maximum(staged.array)
+        staged.store()
         return None
 
     def broadcast(self, data: Data, root: int) -> Rest | None:

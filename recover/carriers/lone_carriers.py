@@ -36,6 +36,9 @@ class LoneCarrier(DataCarrier):
         if out is not source:
             _copy(source, out)
 
+    def all_max(self, data: Data) -> None:
+        """The maximum over one is what that one has."""
+
     def broadcast(self, data: Data, root: int) -> None:
         """The one who has it is the one who gets it."""
 

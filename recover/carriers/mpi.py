@@ -54,6 +54,11 @@ class MpiCarrier(HostCarrier):
         self._lock = threading.Lock()
         self._freed = False
         self._operation = first_operation
+        self._pieces = 0
+
+    @property
+    def carried(self) -> int:
+        return self._pieces
 
     @property
     def _comm(self) -> MPI.Comm:
@@ -104,6 +109,10 @@ class MpiCarrier(HostCarrier):
             piece = slice(start, start + PIECE // out.itemsize)
             send = MPI.IN_PLACE if in_place else source[piece]
             self._call(partial(self._comm.Allreduce, send, out[piece], op=MPI.SUM))
+            self._pieces += 1
+
+    def maximum(self, data: Array) -> None:
+        self._call(partial(self._comm.Allreduce, MPI.IN_PLACE, data, op=MPI.MAX))
 
     def copy_from(self, data: Array, root: int) -> None:
         self._call(partial(self._comm.Bcast, data, root=root))

@@ -23,7 +23,7 @@ import torch
 from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
 from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.carriers.device_streams import CudaStream
-from recover.carriers.nccl_library import ID_BYTES, Nccl
+from recover.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
 from recover.carriers.worker import Rest, Worker
 from recover.fabrics.base import Fabric
 from recover.job.grid import Grid
@@ -139,8 +139,17 @@ class NcclCarrier(DataCarrier):
         kind = wire_type(source)
         send = self._on_wire(source, kind)
         receive = send if out is source else self._room_for(out, send.shape, kind)
-        operation = partial(self._library.all_reduce, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
+        operation = partial(
+            self._library.all_reduce, send.data_ptr(), receive.data_ptr(), send.numel(), kind, SUM
+        )
         return self._run(operation, send, [(receive, out)])
+
+    def all_max(self, data: Data) -> Rest | None:
+        wire = self._on_wire(data, "int32")
+        operation = partial(
+            self._library.all_reduce, wire.data_ptr(), wire.data_ptr(), wire.numel(), "int32", MAX
+        )
+        return self._run(operation, wire, [(wire, data)])
 
     def broadcast(self, data: Data, root: int) -> Rest | None:
         kind = wire_type(data)

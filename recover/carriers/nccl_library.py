@@ -15,7 +15,7 @@ from recover.carriers.contract import CarrierError
 
 ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
-SUM = 0
+SUM, MAX = 0, 2
 TYPES = {"int32": 2, "int64": 4, "float32": 7, "float64": 8}
 _MAGIC, _VERSION = (
     0xCAFEBEEF,
@@ -85,8 +85,10 @@ class Nccl:
         assert made.value is not None
         return made.value
 
-    def all_reduce(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
-        code = self._library.ncclAllReduce(source, out, count, TYPES[kind], SUM, comm, stream)
+    def all_reduce(
+        self, source: int, out: int, count: int, kind: str, operation: int, comm: int, stream: int
+    ) -> None:
+        code = self._library.ncclAllReduce(source, out, count, TYPES[kind], operation, comm, stream)
         self._check(code, comm, in_progress_too=True)
 
     def broadcast(self, root: int, data: int, count: int, kind: str, comm: int, stream: int) -> None:

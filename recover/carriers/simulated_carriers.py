@@ -75,6 +75,9 @@ class SimulatedCarrier(DataCarrier):
     def all_reduce(self, source: Data, out: Data) -> None:
         _array(out)[...] = np.sum(self._exchange(_array(source)), axis=0)
 
+    def all_max(self, data: Data) -> None:
+        _array(data)[...] = np.max(self._exchange(_array(data)), axis=0)
+
     def broadcast(self, data: Data, root: int) -> None:
         _array(data)[...] = self._exchange(_array(data))[root]
 

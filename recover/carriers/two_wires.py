@@ -50,6 +50,10 @@ class TwoWires(DataCarrier):
         super().__init__(worker, device.peers, device.peers[device.index])
         self._device, self._host = device, host
 
+    @property
+    def carried(self) -> int:
+        return self._device.carried + self._host.carried
+
     def offer(self) -> bytes:
         of_device = self._device.offer()
         return _MARK + _LENGTH.pack(len(of_device)) + of_device + self._host.offer()
@@ -79,6 +83,9 @@ class TwoWires(DataCarrier):
 
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
         return self._wire(source, out).all_reduce(source, out)
+
+    def all_max(self, data: Data) -> Rest | None:
+        return self._wire(data).all_max(data)
 
     def broadcast(self, data: Data, root: int) -> Rest | None:
         return self._wire(data).broadcast(data, root)

@@ -22,8 +22,9 @@ class Rest:
 class Work:
     """One operation handed to the communication thread. Errors are kept here and never raised elsewhere."""
 
-    def __init__(self, task: Callable[[], object]) -> None:
+    def __init__(self, task: Callable[[], object], is_ready: Callable[[], bool] = lambda: True) -> None:
         self._task: Callable[[], object] | None = task
+        self.is_ready = is_ready  # whether its data are there: on a device they come in the device's own time
         self._finished = threading.Event()
         self._handed_on = threading.Event()
         self._passed: Any = None
@@ -102,11 +103,12 @@ class Worker:
         # The library may still write to the buffers of an operation that failed.
         self._failed: list[Work] = []
         self._open: deque[Work] = deque()  # posted, and perhaps not ended
+        self._ended = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._loop, name="recover-communication", daemon=True).start()
 
-    def post(self, task: Callable[[], object]) -> Work:
-        work = Work(task)
+    def post(self, task: Callable[[], object], is_ready: Callable[[], bool] = lambda: True) -> Work:
+        work = Work(task, is_ready)
         with self._lock:
             self._forget_ended()
             self._open.append(work)
@@ -132,9 +134,25 @@ class Worker:
             self._forget_ended()
             return bool(self._open)
 
+    @property
+    def ended(self) -> int:
+        """How many of those that were posted have ended, one after the other."""
+        with self._lock:
+            self._forget_ended()
+            return self._ended
+
+    @property
+    def is_at_wire(self) -> bool:
+        """Whether an operation is under way that has its data, so that only others can hold it up."""
+        with self._lock:
+            self._forget_ended()
+            first = self._open[0] if self._open else None
+        return first is not None and first.is_ready()
+
     def _forget_ended(self) -> None:
         while self._open and self._open[0].done:
             self._open.popleft()
+            self._ended += 1
 
     def _loop(self) -> None:
         while True:

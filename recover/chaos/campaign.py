@@ -21,7 +21,14 @@ from recover.chaos.ground import Ground, OneRun
 from recover.chaos.invariants import Left, violations
 from recover.faults import Fault
 from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
-from recover.faults.locations import ANYTIME, IN_RECOVERY, JOIN_PHASES, OUTSIDE, REPAIR_PHASES
+from recover.faults.locations import (
+    ANYTIME,
+    IN_RECOVERY,
+    JOIN_PHASES,
+    OF_MICROBATCHES,
+    OUTSIDE,
+    REPAIR_PHASES,
+)
 from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
@@ -201,7 +208,7 @@ def strike_newcomers(
             phase = rng.choice((*REPAIR_PHASES, *JOIN_PHASES))
             found.append(Fault(0, replica, "repair", local, phase, action, asks=replica))
         elif what < 0.7:
-            place = rng.choice([place for place in EVEN if place not in IN_RECOVERY])
+            place = rng.choice([each for each in EVEN if each not in (*IN_RECOVERY, *OF_MICROBATCHES)])
             found.append(Fault(0, replica, place, local, action=action, joined=replica))
         elif what < 0.85:
             after = round(rng.expovariate(1.0) + MOMENT, 2)

@@ -45,6 +45,14 @@ def run(
             "does not run, 60 or ten steps if it does]",
         ),
     ] = None,
+    link_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="A reduction that all ranks wait in, and that moves nothing for so long, is given up: a link is "
+            "broken.  [default: 60]",
+        ),
+    ] = None,
     carrier: Annotated[
         str, typer.Option(help="What moves the data between replicas: auto, mpi, gloo or nccl.")
     ] = "auto",
@@ -100,6 +108,7 @@ def run(
         "run_dir": run_dir,
         "timeout": timeout,
         "hang_limit": hang_limit,
+        "link_timeout": link_timeout,
         "carrier": carrier,
         "faults": kill,
         "module": module,

@@ -91,7 +91,7 @@ class DDPGradients:
                 "number, so that they would be mistaken for one another; leave static_graph out"
             )
         self.sum: Sum = FastSum()
-        self.in_range = True
+        self.largest = 0.0
         self.unread: tuple[Later[Any], ...] = ()
         self._model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]

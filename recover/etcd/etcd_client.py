@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recover.etcd.etcd_errors import PERMISSION_DENIED, Kind, classify, read_error
 from recover.etcd.etcd_line import Line
 from recover.fabrics.base import WorldLostError
 from recover.job.authentication import Authenticator
@@ -32,25 +33,33 @@ TIMEOUT = 0.5  # seconds for one request at one endpoint ...
 SLOWEST = 8  # ... and up to so many times as long where the network is slow
 PATIENCE = 30.0  # seconds that a request is repeated while no endpoint answers
 BREATH = 0.02  # seconds between two tries
-# gRPC's codes for "somebody else may be able to, or this one later": cancelled, too late, overloaded, unavailable.
-PASSING = {1, 4, 8, 14}
 UNIX = "unix:"  # before the path of a socket of this host
 MOST_NAMED = 1000  # forged values that are remembered, so that each is named once
-NO_SPACE, UNAUTHENTICATED = "space exceeded", 16
+LOGIN = "/v3/auth/authenticate"
+LOGIN_PAUSE = 0.5  # seconds between two logins for one request: each costs etcd a tenth of a second of a core
 
 Operation = Mapping[str, Any]
 
 
-class EtcdError(Exception):
-    """Etcd has refused a request: to ask again would not help."""
+class EtcdError(WorldLostError):
+    """Etcd has refused a request: to ask again would not help. A rank that meets it can take part in no agreement."""
 
 
-class LostDataError(EtcdError, WorldLostError):
+class LostDataError(EtcdError):
     """What was agreed on is not there any more."""
 
 
-class UnansweredError(EtcdError, WorldLostError):
-    """No endpoint has answered. What was asked for may have been done, or not, or may be done later."""
+class UnansweredError(EtcdError):
+    """No endpoint has answered, or none that could. What was asked for may have been done, or not, or may be done
+    later. `remedy`: what helps, where an endpoint has said why it cannot."""
+
+    def __init__(self, text: str, remedy: str = "") -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
+class LoginError(UnansweredError):
+    """The token is not valid any more; the next request logs in again."""
 
 
 @dataclass(frozen=True)
@@ -252,24 +261,29 @@ class EtcdClient:
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask one endpoint after the other until one answers. Raises UnansweredError when patience is at its end."""
-        deadline = time.monotonic() + self.patience
+        deadline, logins = time.monotonic() + self.patience, 0
         while True:
             try:
                 return self.call(path, body)
             except UnansweredError as error:
                 self.unanswered += 1
+                logins += isinstance(error, LoginError)
                 if self._has_given_up or time.monotonic() > deadline:
-                    raise UnansweredError(
-                        f"{error}; nobody has answered for {self.patience:g} s: is etcd running at "
-                        f"{', '.join(map(_name, self.endpoints))}, and does a majority of it?"
-                    ) from None
-                time.sleep(BREATH)
+                    raise UnansweredError(f"{error}; {self._silence(error)}", error.remedy) from None
+                time.sleep(BREATH if logins < 2 else LOGIN_PAUSE)
+
+    def _silence(self, error: UnansweredError) -> str:
+        """For how long, where, and what helps."""
+        names = ", ".join(map(_name, self.endpoints))
+        if error.remedy:
+            return f"so for {self.patience:g} s, at {names}: {error.remedy}"
+        return f"nobody has answered for {self.patience:g} s: is etcd running at {names}, and does a majority of it?"
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
         where, limit, started = _name(self.endpoint()), self._limit, time.monotonic()
+        headers = self._headers(path)
         try:
-            headers = self._headers(path)
             status, data = self._connection().ask(path, json.dumps(body).encode(), headers)
         except ssl.SSLCertVerificationError as error:
             raise EtcdError(
@@ -291,31 +305,32 @@ class EtcdClient:
             out = {"error": data[:200].decode(errors="replace")}
         if isinstance(out, dict) and status == 200 and "error" not in out:
             return out
-        raise self._refusal(where, path, status, out)
+        raise self._refusal(where, path, status, out, headers)
 
-    def _refusal(self, where: str, path: str, status: int, out: Any) -> EtcdError:
-        said, code = str(out), 0
-        if isinstance(out, dict):
-            inner = out["error"] if isinstance(out.get("error"), dict) else out
-            said, code = str(inner.get("message") or inner.get("error")), int(inner.get("code") or 0)
-        if code == UNAUTHENTICATED and self._user is not None and path != "/v3/auth/authenticate":
-            self._token = None  # it has expired: log in again
-            return UnansweredError(f"etcd at {where} wants a new login: {said}")
-        if (code in PASSING or status >= 502) and NO_SPACE not in said:
+    def _refusal(self, where: str, path: str, status: int, out: Any, headers: Mapping[str, str]) -> EtcdError:
+        code, said = read_error(out)
+        kind, remedy = classify(code, status, said)
+        if kind is Kind.LOGIN and self._user is not None and path != LOGIN:
+            self.forget_login(headers)
+            may = f"may user {self._user!r} still log in?"
+            return LoginError(f"etcd at {where} wants a new login: {said}", may)
+        if kind is Kind.RETRY:
             self.go_on()
-            return UnansweredError(f"etcd at {where} cannot answer {path} now: {said}")
-        mend = "is this etcd 3.4 or later, with its JSON gateway on?" if status == 404 else ""
-        if "CommonName" in said:
-            mend = "where it has users and asks for certificates, show one whose subject has no CN, as /O=recover"
-        if NO_SPACE in said:
-            mend = "compact and defragment it, or raise --quota-backend-bytes, and disarm its alarm"
-        elif code in (7, UNAUTHENTICATED) or "auth" in said or "user name" in said:
-            mend = (
-                f"may user {self._user!r} read and write under {self.prefix}?"
+            return UnansweredError(f"etcd at {where} cannot answer {path} now: {said}", remedy)
+        if not remedy and (kind is Kind.LOGIN or code == PERMISSION_DENIED or "auth" in said):
+            remedy = (
+                f"may user {self._user!r} read and write under {self.prefix}, and is the password right?"
                 if self._user
-                else "give a user"
+                else "it has users: give a user and a password (--etcd-user, --etcd-password-file)"
             )
-        return EtcdError(f"etcd at {where} refuses {path}: {said} (status {status})" + (mend and f"; {mend}"))
+        return EtcdError(
+            f"etcd at {where} refuses {path}: {said} (status {status})" + (remedy and f"; {remedy}")
+        )
+
+    def forget_login(self, headers: Mapping[str, str] | None = None) -> None:
+        """Log in again for the next request; unless another thread has, since a request was sent with `headers`."""
+        if headers is None or headers.get("Authorization", "") == self._token:
+            self._token = None
 
     @property
     def _limit(self) -> float:
@@ -359,12 +374,23 @@ class EtcdClient:
         return Line(*self.endpoint(), timeout, self._tls)
 
     def _headers(self, path: str) -> dict[str, str]:
-        if self._user is None or path == "/v3/auth/authenticate":
+        if self._user is None or path == LOGIN:
             return {}
-        if self._token is None:
-            body = {"name": self._user, "password": self._password}
-            self._token = str(self.call("/v3/auth/authenticate", body)["token"])
-        return {"Authorization": self._token}
+        token = self._token
+        if token is None:
+            self._token = token = self._log_in()
+        return {"Authorization": token} if token else {}
+
+    def _log_in(self) -> str:
+        """A token; "" where authentication is turned off, so that none is needed."""
+        try:
+            return str(self.call(LOGIN, {"name": self._user, "password": self._password})["token"])
+        except UnansweredError:
+            raise
+        except EtcdError as error:
+            if "authentication is not enabled" in str(error):
+                return ""
+            raise
 
     def _encoded(self, part: Any) -> Any:
         """As the gateway wants it: keys under the prefix, values sealed for their keys, both in base64."""

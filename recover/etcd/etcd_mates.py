@@ -25,10 +25,14 @@ from recover.etcd.etcd_agreement import CLAIM, Vote, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue
 from recover.etcd.etcd_watch import EtcdWatch
 from recover.job.authentication import Authenticator
+from recover.job.sockets import notice_loss
 
 CONNECT, SEND = 2, 1  # seconds; who does not take what it is sent is left, and may come again
 AGAIN = 0.02  # seconds between two tries to reach the speaker
 MOST = 1 << 16  # bytes of what a mate says
+LOST = (
+    10.0  # seconds without an answer of the other's kernel: a mate then connects again, and nothing is lost
+)
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def _made_ready(opened: socket.socket) -> Connection:
     """Prompt, and not to be blocked for long by one who says nothing at first, or does not read later."""
     opened.settimeout(None)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    notice_loss(opened, LOST)
     connection = Connection(opened.detach())
     _limit(connection, socket.SO_RCVTIMEO, CONNECT)
     _limit(connection, socket.SO_SNDTIMEO, SEND)

@@ -12,6 +12,7 @@ from recover.etcd.etcd_line import Line
 
 QUIET = 1.0  # seconds without news after which it is asked whether there is really none: a member may be lost
 AGAIN = 0.05  # seconds between two tries
+CANCELED = 0.25  # seconds after etcd has canceled the watch: a login costs it a tenth of a second of a core
 
 
 class EtcdWatch:
@@ -81,7 +82,11 @@ class EtcdWatch:
             while not self._stopped and (told := line.readline()):
                 result = json.loads(told).get("result")
                 if result is None or result.get("canceled"):
-                    return  # what comes next was compacted away, say
+                    # What comes next was compacted away, or the token is not valid any more: etcd calls both a
+                    # wrong token and a missing permission "permission denied" here. To read the whole again tells.
+                    self._client.forget_login()
+                    time.sleep(CANCELED)
+                    return
                 self._tell(self._client.authentic(event["kv"] for event in result.get("events", [])))
         finally:
             line.close()

@@ -26,5 +26,6 @@ REPAIR_PHASES = ("members", "census", "carrier", "closing")
 JOIN_PHASES = ("state", "in-state", "arrived")  # of a repair in which a replica joins
 OUTSIDE = ("warm-up", "ask")  # reached only by one that is to join
 NUMBERED = ("bucket", "in-reduce")
+OF_MICROBATCHES = ("forward", "backward", "extra")  # reached only by a replica that computes some
 IN_RECOVERY = ("repair", "extra")  # reached only in a step in which somebody else is lost
 AFTER_VERDICT = ("update", "after-update", "advance", "checkpoint")  # missed in the next step

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from recover.faults.fault import Fault, parse_fault
-from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS
+from recover.faults.locations import AFTER_VERDICT, IN_RECOVERY, LOCATIONS, OF_MICROBATCHES
 
 MOMENTS = ("step", "after", "asks", "joined")
 KEYS = (*MOMENTS, "replica", "local", "location", "action")
@@ -117,6 +117,11 @@ def impossible(
             )
         elif replicas is not None and fault.replica >= replicas + later:
             yield f"fault {fault}: there are replicas 0 to {replicas + later - 1}, and no {fault.replica}"
+        elif fault.joined == fault.replica and fault.location in OF_MICROBATCHES:
+            yield (
+                f"fault {fault}: replica {fault.replica} runs no microbatch in its first step; choose another place, "
+                "or another replica"
+            )
         elif replica_size is not None and fault.local >= replica_size:
             number = "one process" if replica_size == 1 else f"{replica_size} ranks, numbered from 0"
             yield f"fault {fault}: a replica is {number}; there is no {fault.replica}.{fault.local}"

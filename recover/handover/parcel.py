@@ -1,60 +1,39 @@
-"""What a rank holds of the state of a run, taken apart: tensors, which travel as they are, and all the rest.
+"""The state of one rank, taken apart: tensors, which travel as they are, and a head of JSON that describes the rest.
 
 A rank gives its own part to the rank of the same place in a replica that joins, so nothing is gathered: of a tensor
-that is sharded over the replica, its local part travels. The rest (numbers, settings, what a user has added) is
-pickled, with a place for each tensor: an optimizer that has not run yet has none, and gets those of the others.
+that is sharded over the replica, its local part travels. Everything else (numbers, settings, what a user has added) is
+JSON, with a reference for each tensor: an optimizer that has not run yet has none, and gets those of the others.
+Nothing that was received is unpickled.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from recover.handover.extra import Extra, restore, state_of
+from recover.handover.packing import NotPackableError, pack, unpack
 from recover.sums.parts import in_order_of, local_part
 
-
-class Stateful(Protocol):
-    """What a user may add to the state, by name."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+Place = dict[str, Any]  # the reference of a tensor: its number among the parts, and how it is laid out
 
 
 class OtherStateError(ValueError):
-    """This process was started to join others that hold another kind of state."""
+    """This process was started to join others that hold another kind of state, or that admit nobody."""
 
 
-@dataclass(frozen=True)
-class _Sharded:
-    """How a tensor is spread over the ranks of a replica."""
-
-    mesh: tuple[Any, ...]  # tells the meshes of one model apart
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor was taken out of the rest."""
-
-    number: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    on_device: bool  # where the model is; otherwise on the host
-    sharded: _Sharded | None
+def refusal(why: str) -> bytes:
+    """The head that is sent to a replica which must not join."""
+    return json.dumps({"refused": why}).encode()
 
 
 class Parcel:
     """The state of a rank that gives it, or of one that takes it. `parts`: the bytes of its tensors."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Stateful]):
+    def __init__(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Extra]):
         self._model, self._optimizer, self._scheduler, self._extra = model, optimizer, scheduler, extra
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._device = local_part(self._named[0][1]).device
@@ -65,26 +44,46 @@ class Parcel:
         self._rest: dict[str, Any] = {}
 
     def pack(self, position: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-        """The head, which says what the parts are, and the parts. `position`: where the run stands."""
-        rest = {
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "extra": {name: each.state_dict() for name, each in self._extra.items()},
-            "position": dict(position),
-        }
+        """The head, which says what the parts are, and the parts. `position`: where the run stands.
+
+        Raises NotPackableError with the name of an entry that cannot be sent.
+        """
         found: list[torch.Tensor] = []
-        rest = _rebuilt(rest, lambda tensor: self._take_out(tensor, found))
+        rest = self._packed({"position": dict(position)}, found)
+        head = {
+            "kinds": self._kinds,
+            "trained": [p.requires_grad for p in self._model.parameters()],
+            "training": {name: module.training for name, module in self._model.named_modules()},
+            "rest": rest,
+        }
         parts = [_bytes(tensor.contiguous()) for tensor in (*self._tensors, *found)]
-        return pickle.dumps((self._kinds, [p.requires_grad for p in self._model.parameters()], rest)), parts
+        return json.dumps(head).encode(), parts
+
+    def obstacle(self) -> str | None:
+        """The entry that could not be sent to a joining replica, and why; None if all can be."""
+        try:
+            self._packed({}, [])
+        except NotPackableError as error:
+            return str(error)
+        return None
 
     def open(self, head: bytes) -> list[torch.Tensor]:
         """The parts of the same shape here, to be filled. Raises OtherStateError where the others hold another one."""
-        kinds, trained, self._rest = pickle.loads(head)
-        self._compare(kinds)
-        for parameter, is_trained in zip(self._model.parameters(), trained, strict=True):
+        found = json.loads(head)
+        if "refused" in found:
+            raise OtherStateError(f"this replica cannot join: {found['refused']}")
+        self._compare(found["kinds"])
+        self._rest = found["rest"]
+        for parameter, is_trained in zip(self._model.parameters(), found["trained"], strict=True):
             parameter.requires_grad_(is_trained)
+        for name, module in self._model.named_modules():
+            module.training = found["training"].get(name, module.training)
         room: dict[int, torch.Tensor] = {}
-        _rebuilt(self._rest, lambda place: room.setdefault(place.number, self._room_for(place)), _Place)
+
+        def make_room(place: Place) -> torch.Tensor:
+            return room.setdefault(place["number"], self._room_for(place))
+
+        unpack(self._rest, make_room)
         self._found = [room[number] for number in sorted(room)]
         rows = [
             tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
@@ -96,21 +95,52 @@ class Parcel:
     @property
     def position(self) -> dict[str, Any]:
         """Where the run stands, as soon as it is open; what of it are tensors comes with the parts."""
-        position: dict[str, Any] = self._rest["position"]
+        position: dict[str, Any] = unpack(self._rest["position"], self._put_back)
         return position
 
     def install(self) -> dict[str, Any]:
         """All parts are filled: make it this rank's state. Returns the position."""
         for mine, row in self._late:
             mine.copy_(row)
-        rest = _rebuilt(self._rest, self._put_back, _Place)
+        rest = unpack(self._rest, self._put_back)
+        for name, module in self._with_extra_state().items():
+            module.set_extra_state(rest["modules"][name])
         self._fill_optimizer(rest["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(rest["scheduler"])
         for name, each in self._extra.items():
-            each.load_state_dict(rest["extra"][name])
+            restore(each, rest["extra"][name])
         position: dict[str, Any] = rest["position"]
         return position
+
+    def _packed(self, more: Mapping[str, Any], found: list[torch.Tensor]) -> dict[str, Any]:
+        """All that is no parameter and no buffer, each under the name that a refusal shows to the user."""
+
+        def keep(name: str, tensor: torch.Tensor) -> Place:
+            return self._take_out(name, tensor, found)
+
+        modules, scheduler = self._with_extra_state(), self._scheduler
+        packed = {
+            "modules": {
+                name: pack(module.get_extra_state(), f"the extra state of module {name!r}", keep)
+                for name, module in modules.items()
+            },
+            "optimizer": pack(self._optimizer.state_dict(), "optimizer", keep),
+            "scheduler": None if scheduler is None else pack(scheduler.state_dict(), "scheduler", keep),
+            "extra": {
+                name: pack(state_of(each), f"extra[{name!r}]", keep) for name, each in self._extra.items()
+            },
+        }
+        return packed | {name: pack(value, name, keep) for name, value in more.items()}
+
+    def _with_extra_state(self) -> dict[str, torch.nn.Module]:
+        """The modules that have state beside their parameters and buffers."""
+        plain = torch.nn.Module.get_extra_state
+        return {
+            name: module
+            for name, module in self._model.named_modules()
+            if type(module).get_extra_state is not plain
+        }
 
     @property
     def _kinds(self) -> dict[str, Any]:
@@ -123,11 +153,12 @@ class Parcel:
             ],
             "parameters in each group of the optimizer": groups,
             "kind of scheduler": type(self._scheduler).__name__,
+            "modules with extra state": sorted(self._with_extra_state()),
             "names in extra=": sorted(self._extra),
         }
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
-        for what, here in self._kinds.items():
+        for what, here in json.loads(json.dumps(self._kinds)).items():
             if theirs[what] == here:
                 continue
             if isinstance(here, list) and len(here) == len(theirs[what]):
@@ -141,37 +172,52 @@ class Parcel:
                 "it with the script and the settings that they run"
             )
 
-    def _take_out(self, tensor: torch.Tensor, found: list[torch.Tensor]) -> _Place:
+    def _take_out(self, name: str, tensor: torch.Tensor, found: list[torch.Tensor]) -> Place:
         part = local_part(tensor.detach())
         found.append(part)
-        sharded = None
+        place = {
+            "number": len(found) - 1,
+            "dtype": str(part.dtype).removeprefix("torch."),
+            "shape": list(part.shape),
+            "stride": list(part.stride()),
+            "on_device": part.device == self._device,  # where the model is; otherwise on the host
+        }
         if part is not tensor and hasattr(tensor, "device_mesh"):
             its: Any = tensor
-            sharded = _Sharded(_mesh_key(its.device_mesh), tuple(its.placements), its.shape, its.stride())
-        here = part.device == self._device
-        return _Place(len(found) - 1, part.dtype, part.shape, part.stride(), here, sharded)
+            place["sharded"] = {
+                "mesh": _mesh_key(its.device_mesh),
+                "placements": [_placement_as_json(name, each) for each in its.placements],
+                "shape": list(its.shape),
+                "stride": list(its.stride()),
+            }
+        return place
 
-    def _room_for(self, place: _Place) -> torch.Tensor:
-        device = self._device if place.on_device else torch.device("cpu")
-        return torch.empty(place.shape, dtype=place.dtype, device=device)
+    def _room_for(self, place: Place) -> torch.Tensor:
+        device = self._device if place["on_device"] else torch.device("cpu")
+        return torch.empty(place["shape"], dtype=getattr(torch, place["dtype"]), device=device)
 
-    def _put_back(self, place: _Place) -> torch.Tensor:
-        theirs = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
-        tensor = in_order_of(theirs, self._found[place.number])  # all travel by rows
-        if place.sharded is None:
+    def _put_back(self, place: Place) -> torch.Tensor:
+        theirs = torch.empty_strided(
+            place["shape"], place["stride"], dtype=getattr(torch, place["dtype"]), device="meta"
+        )
+        tensor = in_order_of(theirs, self._found[place["number"]])  # all travel by rows
+        if "sharded" not in place:
             return tensor
         from torch.distributed.tensor import DTensor
 
+        sharded = place["sharded"]
         meshes = {
-            _mesh_key(p.device_mesh): p.device_mesh for _, p in self._named if hasattr(p, "device_mesh")
+            json.dumps(_mesh_key(p.device_mesh)): p.device_mesh
+            for _, p in self._named
+            if hasattr(p, "device_mesh")
         }
         return DTensor.from_local(
             tensor,
-            meshes[place.sharded.mesh],
-            place.sharded.placements,
+            meshes[json.dumps(sharded["mesh"])],
+            [_placement(each) for each in sharded["placements"]],
             run_check=False,
-            shape=place.sharded.shape,
-            stride=place.sharded.stride,
+            shape=torch.Size(sharded["shape"]),
+            stride=tuple(sharded["stride"]),
         )
 
     def _fill_optimizer(self, state: Mapping[str, Any]) -> None:
@@ -185,34 +231,40 @@ class Parcel:
             self._optimizer.state[held.get(key, key)] = value
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """The same nest of dictionaries, lists and tuples, with everything of this kind changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        made = {key: _rebuilt(each, change, kind) for key, each in value.items()}
-        return made if type(value) is dict else _like(value, made)
-    if isinstance(value, list):
-        return [_rebuilt(each, change, kind) for each in value]
-    if isinstance(value, tuple):
-        made_of = [_rebuilt(each, change, kind) for each in value]
-        return type(value)(*made_of) if hasattr(value, "_fields") else tuple(made_of)
-    return value
-
-
-def _like(value: dict[Any, Any], made: dict[Any, Any]) -> dict[Any, Any]:
-    """Of the kind of `value`: an OrderedDict, say, with attributes of its own."""
-    copy = value.copy()
-    copy.update(made)
-    return copy
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _mesh_key(mesh: Any) -> tuple[Any, ...]:
-    return mesh.mesh_dim_names, tuple(mesh.shape)
+def _mesh_key(mesh: Any) -> list[Any]:
+    """Tells the meshes of one model apart."""
+    return [list(mesh.mesh_dim_names or ()), list(mesh.shape)]
+
+
+def _placement_as_json(name: str, placement: Any) -> list[Any]:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return [kind]
+    if kind == "Shard":
+        return [kind, placement.dim]
+    if kind == "_StridedShard":
+        return [kind, placement.dim, placement.split_factor]
+    if kind == "Partial":
+        return [kind, placement.reduce_op]
+    raise NotPackableError(f"{name} is sharded as {placement}, which a joining replica cannot be told")
+
+
+def _placement(told: list[Any]) -> Any:
+    from torch.distributed.tensor import placement_types
+
+    kind, *arguments = told
+    if kind == "_StridedShard":
+        return placement_types._StridedShard(arguments[0], split_factor=arguments[1])
+    kinds: dict[str, Any] = {
+        "Replicate": placement_types.Replicate,
+        "Shard": placement_types.Shard,
+        "Partial": placement_types.Partial,
+    }
+    return kinds[kind](*arguments)
 
 
 def _short(value: object) -> str:

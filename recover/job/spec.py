@@ -7,6 +7,7 @@ site's own mpirun can be told the same:
     RECOVER_REPLICA_SIZE   ranks per replica
     RECOVER_CARRIER        what moves the data between replicas
     RECOVER_HANG_LIMIT     seconds after which a hung rank that others wait for is taken for dead
+    RECOVER_LINK_TIMEOUT   seconds without progress after which a reduction that all take part in is given up
     RECOVER_KILL           faults on schedule
 """
 
@@ -28,6 +29,8 @@ CARRIERS = ("auto", "mpi", "gloo", "nccl")
 LEAST_HANG_LIMIT = (
     1.0  # seconds; on a busy machine a healthy process may well wait for a core for a good part of one
 )
+LINK_TIMEOUT = 60.0  # seconds
+LEAST_LINK_TIMEOUT = 2.0  # seconds; what is known of ranks on other hosts is up to one second old
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class JobSpec:
     room: int = 0  # ids beyond the first ones, for those who join
     limit: int | None = None  # ranks at work at once, at the most; who asks beyond that waits for a loss
     admits: bool = False  # whether ranks may join after the start; otherwise members hear nobody who asks
+    link_timeout: float = LINK_TIMEOUT  # seconds without progress in a reduction that all members wait in
 
     @property
     def is_alone(self) -> bool:
@@ -124,6 +128,7 @@ class JobSpec:
             replica_size=int(size),
             carrier=environment.get("RECOVER_CARRIER", "auto"),
             hang_limit=read_hang_limit(environment.get("RECOVER_HANG_LIMIT")),
+            link_timeout=read_link_timeout(environment.get("RECOVER_LINK_TIMEOUT")),
             faults=tuple(environment.get("RECOVER_KILL", "").split()),
             run_dir=environment.get("RECOVER_RUN_DIR"),
             records="RECOVER_RUN_DIR" in environment,
@@ -154,5 +159,21 @@ def read_hang_limit(text: str | None) -> float | None:
         raise ValueError(
             f"the hang limit is {text!r}; give seconds, {LEAST_HANG_LIMIT:g} or more (a busy machine makes healthy "
             "ranks wait that long), or leave it out"
+        )
+    return limit
+
+
+def read_link_timeout(text: str | None) -> float:
+    """The link timeout that was asked for, in seconds, or the default. Raises ValueError if it makes no sense."""
+    if not text:
+        return LINK_TIMEOUT
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not LEAST_LINK_TIMEOUT <= limit < float("inf"):
+        raise ValueError(
+            f"the link timeout is {text!r}; give seconds, {LEAST_LINK_TIMEOUT:g} or more (what is known of ranks on "
+            f"other hosts is up to one second old), or leave it out: {LINK_TIMEOUT:g}"
         )
     return limit

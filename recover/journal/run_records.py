@@ -19,6 +19,13 @@ from recover.records.lines import read_lines
 from recover.world.world import World
 
 
+class StepOutcome(Protocol):
+    """What became of it."""
+
+    @property
+    def skipped(self) -> bool: ...
+
+
 class CommittedStep(Protocol):
     """What a step tells of itself once it is committed."""
 
@@ -27,7 +34,11 @@ class CommittedStep(Protocol):
     weight: float
     all_samples: list[int]
     stragglers: dict[int, float]
+    reruns: int
     busy: dict[int, float]
+
+    @property
+    def result(self) -> StepOutcome: ...
 
     @property
     def index(self) -> int: ...
@@ -52,6 +63,7 @@ class Repaired(Protocol):
     repair_ms: float
     restore_ms: float
     redo_ms: float
+    reasons: dict[int, str]
     joined_ranks: tuple[int, ...]
     joined_replicas: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -95,6 +107,10 @@ def step_line(
     }
     if stragglers:
         record["stragglers"] = stragglers
+    if step.reruns:
+        record["reruns"] = step.reruns
+    if step.result.skipped:
+        record["skipped"] = True
     return record
 
 
@@ -117,6 +133,8 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
         "redo_ms": round(incident.redo_ms, 3),
         "at": round(incident.noticed_at, 3),
     }
+    if incident.reasons:
+        record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
     if incident.joined_ranks:
         record |= {
             "kind": incident.kind,
@@ -136,7 +154,8 @@ def loss_line(
 ) -> IncidentRecord:
     """Ranks that died before the first step or after the last one, and how long the repair took."""
     replicas = world.grid.replicas_of(ranks)
-    return {
+    evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
+    record: IncidentRecord = {
         "step": step,
         "location": _struck(kills, replicas, step) or "advance",
         "dead_ranks": list(ranks),
@@ -152,6 +171,7 @@ def loss_line(
         "redo_ms": 0.0,
         "at": round(time.time() - seconds, 3),
     }
+    return record | {"evicted": evicted} if evicted else record
 
 
 def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:

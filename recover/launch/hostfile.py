@@ -51,6 +51,7 @@ def options(path: Path, spec: JobSpec) -> list[str]:
         "RECOVER_REPLICA_SIZE": str(spec.replica_size),
         "RECOVER_CARRIER": "gloo" if spec.carrier == "auto" else spec.carrier,
         "RECOVER_HANG_LIMIT": f"{spec.hang_limit:g}" if spec.hang_limit else "",
+        "RECOVER_LINK_TIMEOUT": f"{spec.link_timeout:g}",
         "RECOVER_KILL": " ".join(spec.faults),
         "ONEDNN_JIT_PROFILE": os.environ.get("ONEDNN_JIT_PROFILE", "1"),  # as `recover.cli` has it
     }

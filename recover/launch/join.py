@@ -24,6 +24,7 @@ from recover.job.environment import leave_changes
 from recover.job.grid import Grid
 from recover.job.spec import EtcdAccess, JobSpec, told
 from recover.launch.meeting_place import make_meeting_place
+from recover.liveness import elsewhere
 from recover.liveness.board import Board
 from recover.world import ending
 from recover.world.hooks import Hooks, NoHooks
@@ -145,7 +146,16 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
     parts = _parts(job, grid, fabric, board, notes)
-    return World(job, grid, replace(parts, steps_told=lambda: steps_told(client)))
+    session = Path(job.session)
+    return World(
+        job,
+        grid,
+        replace(
+            parts,
+            steps_told=lambda: steps_told(client),
+            rows_told=lambda: elsewhere.rows_found(session),
+        ),
+    )
 
 
 def _give_up_with(lost: Path, client: EtcdClient) -> None:
@@ -184,7 +194,9 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         worker=worker,
         carriers=LoneCarriers(worker)
         if alone
-        else choose(job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.token),
+        else choose(
+            job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout, job.token
+        ),
         own=cast(Own, ending),  # a module, whose functions are what is asked for
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),

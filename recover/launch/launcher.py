@@ -54,6 +54,7 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     mpirun: str | None = None,
     hang_limit: float | None = None,
+    link_timeout: float | None = None,
     carrier: str = "auto",
     faults: Sequence[str] | None = None,
     module: bool = False,
@@ -63,9 +64,10 @@ def launch(
 ) -> int:
     """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
     failed), 2 (it could not be started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended
-    it. `hang_limit` and `faults` that are not given are read from the environment. `own`: it is a user's script. What
-    it prints is labelled, its steps are written down, deaths are told as they happen, and one alone has our terminal.
-    `beside` is entered, with the run directory, while it runs. `hosts`: a hostfile of Open MPI's, for several hosts.
+    it. `hang_limit`, `link_timeout` and `faults` that are not given are read from the environment. `own`: it is a
+    user's script. What it prints is labelled, its steps are written down, deaths are told as they happen, and one alone
+    has our terminal. `beside` is entered, with the run directory, while it runs. `hosts`: a hostfile of Open MPI's, for
+    several hosts.
     """
     script = Path(script)
     alone = ranks == 1 and hosts is None
@@ -74,6 +76,7 @@ def launch(
     try:
         preflight.check_numbers(ranks, replica_size, timeout)
         limit = preflight.check_hang_limit(hang_limit, timeout)
+        link_limit = preflight.check_link_timeout(link_timeout, timeout)
         preflight.check_carrier(carrier)
         if hosts is None:
             preflight.check_gpus(carrier, ranks)
@@ -101,6 +104,7 @@ def launch(
                 session=str(session.directory),
                 records=own,
                 token=secrets.token_hex(16),
+                link_timeout=link_limit,
             )
             if own:
                 (directory / "summary.json").unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from recover.faults import lab_requests, parse_faults
 from recover.faults.schedule import impossible
 from recover.job.gpus import sharing_refused
-from recover.job.spec import CARRIERS, read_hang_limit
+from recover.job.spec import CARRIERS, read_hang_limit, read_link_timeout
 
 _OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
@@ -98,6 +98,22 @@ def check_hang_limit(given: float | None, timeout: float) -> float | None:
         raise Refusal(
             f"the job is ended after {timeout:g} s without progress, so a hung rank would never be found "
             f"after {limit:g} s; lower the hang limit or raise the timeout"
+        )
+    return limit
+
+
+def check_link_timeout(given: float | None, timeout: float) -> float:
+    """As an option, or by whoever has set the variable."""
+    text = os.environ.get("RECOVER_LINK_TIMEOUT", "") if given is None else f"{given:g}"
+    try:
+        limit = read_link_timeout(text)
+    except ValueError as error:
+        name = "--link-timeout" if given is not None else "RECOVER_LINK_TIMEOUT"
+        raise Refusal(f"{name}: {error}") from None
+    if text and 0 < timeout <= limit:
+        raise Refusal(
+            f"the job is ended after {timeout:g} s without progress, so a broken link would never be found "
+            f"after {limit:g} s; lower the link timeout or raise the timeout"
         )
     return limit
 

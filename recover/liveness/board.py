@@ -28,8 +28,10 @@ ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
 # What it computes just now: the first slot (from 1 on; 0: none), which slots after it, as bits, and how far the
 # numbers of their samples lie above theirs.
 SLOT, SLOTS, OFFSET = range(11, 14)
+# The epoch in which it waits for others, 0 if it does not, and a count that grows with what it has carried.
+WAITS, CARRIED = range(14, 16)
 # What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
-DOES, SINCE = range(14, 16)
+DOES, SINCE = range(16, 18)
 DOING = (
     *("starting", "warming up", "preparing", "computing", "reducing"),
     *("voting", "repairing", "updating", "between steps", "ending"),
@@ -38,7 +40,7 @@ STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATIN
 # By itself, so that it comes to an end of it without the others.
 AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
 ENDED = -1  # in the column of steps: the script has ended
-COLUMNS = 16  # two cache lines per rank, so that writers do not disturb each other
+COLUMNS = 24  # three cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
 
 
@@ -124,6 +126,16 @@ class Board:
 
     def arrived(self, rank: int) -> int:
         return int(self._table[rank, ARRIVED])
+
+    def wait(self, rank: int, epoch: int, carried: int) -> None:
+        """This rank waits for others in this epoch (0: it does not), and has carried so much."""
+        self._table[rank, CARRIED] = carried
+        self._table[rank, WAITS] = epoch
+
+    def row(self, rank: int) -> list[int]:
+        """All that a rank shows."""
+        row: list[int] = self._table[rank].tolist()
+        return row
 
     def is_here(self, rank: int) -> bool:
         """Whether a rank writes to this board; those of other hosts have boards of their own."""

@@ -38,6 +38,15 @@ def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
         pass
 
 
+def rows_found(session: Path) -> dict[int, list[int]]:
+    """By rank: its row, half a second ago or so."""
+    try:
+        heard = json.loads((session / _NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return {int(rank): row for rank, (row, _) in heard.items()}
+
+
 def found(session: Path) -> dict[int, tuple[Now, str]]:
     """By rank: what it does, and the kernel's letter for its process, half a second ago or so."""
     try:

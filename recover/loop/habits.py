@@ -74,7 +74,7 @@ class Habits:
         if self._scheduler_at is not None and at is not None and at > self._scheduler_at:
             self._say(
                 "scheduler.step() was called since the last step, and Step calls it once per step; leave the call out, "
-                "or give Step no scheduler="
+                'or write extra={"scheduler": scheduler} instead of scheduler='
             )
         scheduler.step()
         self._scheduler_at = getattr(scheduler, "last_epoch", None)

@@ -10,6 +10,7 @@ import torch
 from recover.sums.later import Later
 from recover.sums.parts import on_device
 
+LARGEST_EXACT = 2**32  # the sum over two million microbatches is still a whole number of float64
 Weight = float | Sequence[float] | torch.Tensor | None
 
 
@@ -53,10 +54,15 @@ def weights_of(
             f"the sum of the losses of {count} microbatches was given, and they have different weights; give one "
             "loss for each, as torch.stack([...])"
         )
-    if exact and (any(weight != int(weight) for weight in weights) or (loss.requires_grad and count > 1)):
+    if exact and any(weight != int(weight) or weight >= LARGEST_EXACT for weight in weights):
         raise ValueError(
-            "reduction='reproducible' sums microbatch by microbatch: weights must be whole numbers, and one "
-            "backward may not cover several microbatches; use step.microbatches, or reduction='fast'"
+            f"weight={given}: reduction='reproducible' takes weights that are whole numbers below {LARGEST_EXACT}, "
+            "whose sum is exact; give such weights, or use reduction='fast'"
+        )
+    if exact and loss.requires_grad and count > 1:
+        raise ValueError(
+            "reduction='reproducible' sums microbatch by microbatch, and one backward covers several of them here; use "
+            "step.microbatches, or reduction='fast'"
         )
     return weights
 

@@ -64,6 +64,7 @@ class _Run(Collector):
             spent.add_metric([run, part], milliseconds / 1e3)
         yield spent
         yield _counter("tokens", "tokens in committed steps", run, state["tokens"])
+        yield _counter("reruns", "steps run again because of an overflow", run, state["reruns"])
         yield _counter("replicas_lost", "replicas that were lost", run, state["lost"])
         causes = CounterMetricFamily(
             "recover_incidents", "losses, by the kind of their first cause", labels=["run", "cause"]

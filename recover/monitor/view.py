@@ -56,6 +56,7 @@ class RunView:
         self._last: Line = {}
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
+        self._reruns = 0
         self._batches: dict[int, int] = {}  # of the steps with incidents
         self._tokens = 0
         self._spans: deque[tuple[float, float]] = deque(
@@ -112,6 +113,7 @@ class RunView:
         self._values |= values
         self._last = line
         self._tokens += line.get("tokens", 0)
+        self._reruns += line.get("reruns", 0)
         self._spans.append((line.get("tokens", 0), line.get("seconds", 0.0)))
         if incidents:
             self._batches[line["step"]] = line.get("microbatches", 0)
@@ -177,6 +179,7 @@ class RunView:
                 "incidents": len(stories),
                 "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
                 "stragglers": self._stragglers,
+                "reruns": self._reruns,
                 "started": start.get("at"),
                 "updated": self._last.get("at"),
                 "unreadable": self._steps.unreadable + self._incident_lines.unreadable,

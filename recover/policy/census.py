@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from recover.policy.roles import Role
@@ -46,15 +46,17 @@ class FailureEvent:
     """What a repair tells the policy: the survivors' holdings, in whatever order, and B.
 
     The dead need no mention: what they had is what is missing. The ranks of one replica may each send its
-    record; equal records are one.
+    record; equal records are one. `resting`: replicas that run nothing in this step while any other is left.
     """
 
     census: tuple[Holding, ...]
     global_batch: int
+    resting: frozenset[int]
 
-    def __init__(self, census: Iterable[Holding], global_batch: int) -> None:
+    def __init__(self, census: Iterable[Holding], global_batch: int, resting: Collection[int] = ()) -> None:
         object.__setattr__(self, "census", tuple(sorted(set(census), key=lambda holding: holding.replica)))
         object.__setattr__(self, "global_batch", global_batch)
+        object.__setattr__(self, "resting", frozenset(resting))
         self._check()
 
     def _check(self) -> None:

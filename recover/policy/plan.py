@@ -77,6 +77,11 @@ class Layout(_Shares):
             tuple(Share(replica, role, not role.is_spare, SlotSet(), slots) for replica, role, slots in dealt)
         )
 
+    def with_resting(self, replicas: Iterable[int]) -> Layout:
+        """The same, and these replicas beside it, which run nothing."""
+        idle = (Share(replica, Role.MINOR, True, SlotSet(), SlotSet()) for replica in replicas)
+        return Layout((*self.shares, *idle))
+
     @property
     def accum(self) -> int:
         """The accumulation of the step: as many rounds as its busiest replica runs."""
@@ -85,7 +90,7 @@ class Layout(_Shares):
     @property
     def remainder(self) -> int:
         """What a minor runs; 0 where there is none."""
-        return next((len(share.run) for share in self.shares if share.role is Role.MINOR), 0)
+        return max((len(share.run) for share in self.shares if share.role is Role.MINOR), default=0)
 
     @property
     def spare_work(self) -> int:

@@ -4,7 +4,7 @@ One rule for any number of deaths in any roles at any point, again and again wit
 
 1. What counts stays.
 2. Spares are admitted, whole sums only: those that together come closest to what is missing, and not above.
-3. What is still missing is run afresh, spread evenly over all survivors.
+3. What is still missing is run afresh, spread evenly over all survivors that are not resting.
 
 The sum of what step 2 admits is as large as it can be, so what step 3 spreads is as small as it can be: there
 is no plan with fewer extra rounds, and none that leaves out fewer microbatches that are already in hand.
@@ -38,10 +38,15 @@ def complete_batch(event: FailureEvent) -> PolicyDecision:
     # The extra work starts with who has least in hand. Spares that do not count come last: one that gets
     # no extra work keeps its sum, for the next loss in this step; one that does has to give it up.
     workers = sorted(counting, key=_least_in_hand) + sorted(left_out, key=_least_in_hand)
-    amounts = even(missing, len(workers))
+    resting = [holding for holding in workers if holding.replica in event.resting]
+    if len(resting) < len(workers):
+        workers = [holding for holding in workers if holding not in resting]
+    else:
+        resting = []
+    amounts = even(missing, len(workers)) + [0] * len(resting)
     shares = [
         _share(holding, holding.replica in admitted, run, rounds=amounts[0])
-        for holding, run in zip(workers, fresh.deal(amounts), strict=True)
+        for holding, run in zip([*workers, *resting], fresh.deal(amounts), strict=True)
     ]
     if missing:
         discarded = sum(len(spare.slots) for spare in left_out)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from recover.records.kinds import Line
 
 # Exceptions that all survivors raise alike: they follow from what came before.
-AGREED = ("PoisonedSampleError", "StateDivergedError", "OutOfRangeError")
+AGREED = ("PoisonedSampleError", "StateDivergedError")
 _XIDS = {
     13: "a fault in a kernel",
     31: "an access to memory that is not its own",
@@ -237,14 +237,39 @@ def _fenced(line: Line, *_: object) -> Cause | None:
 
 
 def _excluded(line: Line, *_: object) -> Cause | None:
-    if line.get("words", {}).get("end") != "excluded":
+    if line.get("words", {}).get("end") != "excluded" and not line.get("evicted"):
         return None
+    why = eviction(line) or _detail(line)
     return Cause(
         "excluded",
-        "was left out by the others",
-        f"the others went on without it: {_detail(line)}",
-        "its log tells; parameters that had drifted point at bad memory: test this host",
+        f"was evicted: {why}",
+        f"the others evicted it: {why}",
+        _advice_after_eviction(why),
     )
+
+
+def eviction(line: Line) -> str:
+    """Why the others went on without it: what it said itself, or what they have written down; "" if they did not."""
+    said = re.search(r"was evicted: (.*?)(; the members are now .*)?$", _detail(line))
+    return said[1] if said else str(line.get("evicted", ""))
+
+
+_BAD_MEMORY = (
+    "test the memory of this host, and its GPU: a bit that flips by itself is usual; if it happens to a replica that "
+    "has joined, to code that runs on it alone"
+)
+_NOT_GIVEN = (
+    "let all replicas set it alike, from what a committed step tells (step.index, step.loss); if the replica has "
+    "joined, give recover.Step what your loop keeps beside it (scheduler=, extra=)"
+)
+
+
+def _advice_after_eviction(why: str) -> str:
+    if why.startswith(("its parameters", "its buffers", "its optimizer state", "its state")):
+        return _BAD_MEMORY
+    if "the others have" in why or why.startswith(("its scheduler", "its extra state", "it trains")):
+        return _NOT_GIVEN
+    return "its log, and those of the others, tell more"
 
 
 def _scheduled(line: Line, launch: Launched, *_: object) -> Cause | None:
@@ -260,10 +285,11 @@ def _scheduled(line: Line, launch: Launched, *_: object) -> Cause | None:
         if when.isdigit() and step not in (int(when), 0) and not action.startswith("corrupt"):
             continue
         if action in ("", "kill", "exit", "stop", "corrupt:weights"):
+            why = eviction(line)
             return Cause(
                 "scheduled",
                 f"struck as scheduled ({text})",
-                f"the schedule of faults said so: {text}",
+                f"the schedule of faults said so: {text}{f'; it was evicted: {why}' if why else ''}",
                 "nothing: it was asked for",
             )
     return None

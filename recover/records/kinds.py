@@ -40,6 +40,8 @@ class StepRecord(TypedDict):
     gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
     mfu: NotRequired[float]  # model FLOPs utilisation: recover/models/flops.py says what is counted
     stragglers: NotRequired[dict[str, float]]
+    reruns: NotRequired[int]  # of the step, because a value was too large for its exponents
+    skipped: NotRequired[bool]  # True: the gradient was not finite, or all weights were 0
 
 
 class IncidentRecord(TypedDict):
@@ -59,6 +61,7 @@ class IncidentRecord(TypedDict):
     restore_ms: float
     redo_ms: float
     at: float  # when its writer first knew, in seconds since 1970
+    evicted: NotRequired[dict[str, str]]  # the replicas that the others went on without, and why
     # Where replicas have joined; somebody may have been lost in the same repair.
     kind: NotRequired[str]  # "joined"; a record without it tells of losses alone
     joined_ranks: NotRequired[list[int]]

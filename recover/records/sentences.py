@@ -22,6 +22,10 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
             f"{incident['transfer_ms']:.0f} of them for {incident['transfer_bytes'] / 2**20:.1f} MiB of state{on}"
         )
     where = f"{incident['location']}: {cause}" if cause else incident["location"]
+    if evicted := incident.get("evicted"):
+        told = "; ".join(f"{_those([int(replica)])} was evicted: {why}" for replica, why in evicted.items())
+        where = incident["location"] if cause and "was evicted: " in cause else where
+        where = f"{where}: {told}"
     what = f"lost {_those(dead)} ({where})" if dead else f"nobody is lost, but {_BROKEN_OFF}"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]

@@ -78,6 +78,9 @@ def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
         launch = _launch_of(incident, launched)
         dead = incident.get("dead_ranks") or []
         exits = {line["rank"]: line for line in launch.exits if line["rank"] in dead}
+        for rank in dead:
+            if why := (incident.get("evicted") or {}).get(str(rank // launch.replica_size)):
+                exits[rank] = {"rank": rank, **exits.get(rank, {}), "evicted": why}
         told |= {(launch.number, rank) for rank in dead}
         if dead:
             found.append(Story(number, incident, _deaths(dead, exits, launch)))

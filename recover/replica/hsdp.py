@@ -37,6 +37,12 @@ class ShardedReplica(Replica):
         dist.all_reduce(total, group=self._group)
         return total.to(values.device)
 
+    def combine_max(self, values: list[int]) -> list[int]:
+        largest = torch.tensor(values, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = largest.tolist()
+        return found
+
     def rest(self) -> None:
         for root in self._modules[:1]:  # after a forward pass alone, the outermost one stays gathered
             assert isinstance(root, torch.nn.Module)

@@ -3,6 +3,8 @@
 What has this name is whole, and a later vote has confirmed the state that it was taken from. Until then it is a draft,
 `checkpoints/draft-N`, which is offered to nobody: see `recover.saving.saver`. What is saved when nobody can vote any
 more, since all of etcd is lost, is `checkpoints/unconfirmed-N`: whole, and said to be what it is to whoever goes on.
+Where replicas held different states and nobody could tell which was right, each of the states is
+`checkpoints/unconfirmed-N-replica-R`: offered to nobody until a person renames one of them.
 """
 
 from __future__ import annotations
@@ -101,6 +103,11 @@ def unconfirmed(run_dir: Path) -> list[Found]:
     return _named(UNCONFIRMED, run_dir / "checkpoints")
 
 
+def undecided(run_dir: Path) -> list[Found]:
+    """The different states that replicas held when nobody could tell which was right, oldest first."""
+    return _named(UNCONFIRMED, run_dir / "checkpoints", r"-replica-\d+")
+
+
 def drafts(run_dir: Path) -> list[Found]:
     """Those that nobody has vouched for yet, half written ones included."""
     return _named("draft", run_dir / "checkpoints")
@@ -111,8 +118,10 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _named(kind: str, directory: Path) -> list[Found]:
-    numbered = [(re.fullmatch(rf"{kind}-(\d+)", path.name), path) for path in directory.glob(f"{kind}-*")]
+def _named(kind: str, directory: Path, suffix: str = "") -> list[Found]:
+    pattern = re.compile(rf"{kind}-(\d+){suffix}")
+    numbered = [(pattern.fullmatch(path.name), path) for path in directory.glob(f"{kind}-*")]
     return sorted(
-        (Found(path, int(match[1])) for match, path in numbered if match), key=lambda found: found.step
+        (Found(path, int(match[1])) for match, path in numbered if match),
+        key=lambda found: (found.step, found.path.name),
     )

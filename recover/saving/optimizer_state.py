@@ -88,22 +88,37 @@ def load_state(
         | {"params": [numbers[p] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    held = {numbers[p]: _nested(state) for p, state in states.items() if p in numbers}
+    own = _loads_otherwise(optimizer)
+    held = {
+        numbers[p]: _nested([(way, value) for way, value in state if own or _is_known_to_torch(value)])
+        for p, state in states.items()
+        if p in numbers
+    }
     optimizer.load_state_dict({"state": held, "param_groups": groups})
-    if _loads_otherwise(optimizer):
+    if own:
         return
     for parameter, state in states.items():  # to the bit: that has rounded to the type of the parameter
         for (*way, last), value in state:
             place: Any = optimizer.state.get(parameter, {})
             for key in way:
-                place = place.get(key, {})
-            there = place.get(last)
-            if (
-                isinstance(there, torch.Tensor)
-                and isinstance(value, torch.Tensor)
-                and there.dtype != value.dtype
-            ):
-                place[last] = value.to(there.device)
+                place = place.setdefault(key, {})
+            place[last] = _exact(value, place.get(last))
+
+
+def _is_known_to_torch(value: Any) -> bool:
+    """Optimizer.load_state_dict takes whatever can be iterated apart, strings and arrays included."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_known_to_torch, value))
+    return isinstance(value, torch.Tensor | bool | int | float | None)
+
+
+def _exact(value: Any, loaded: Any) -> Any:
+    """`value`, with its tensors where torch has put them."""
+    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+    if isinstance(value, list | tuple) and isinstance(loaded, list | tuple) and len(value) == len(loaded):
+        return type(value)(_exact(*pair) for pair in zip(value, loaded, strict=True))
+    return value
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
@@ -131,7 +146,7 @@ def _loads_otherwise(optimizer: torch.optim.Optimizer) -> bool:
 
 def _leaves(state: Mapping[Any, Any], way: Sequence[Any] = ()) -> Iterator[tuple[list[Any], Any]]:
     for key, value in state.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _leaves(value, [*way, key])
         else:
             yield [*way, key], value

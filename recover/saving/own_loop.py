@@ -13,11 +13,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from recover.saving import checkpoint
+from recover.handover.extra import digest_of, is_extra, restore, state_of
+from recover.handover.packing import NamedTensors, pack, unpack
+from recover.saving import checkpoint, diverged
 from recover.saving.confirmed import save_confirmed
-from recover.saving.packing import pack, unpack
 from recover.saving.saver import Saver
 from recover.saving.tensors import Part, Stored, Tensors
+from recover.step.errors import StateDivergedError
 from recover.step.state import StepState
 from recover.world.despite import do_despite_losses
 from recover.world.writers import writing_replicas
@@ -30,11 +32,13 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     """Write the state after the last committed step to `path`/checkpoints/step-N, and return when it is there.
 
     To be called by all replicas after the same step. The first living one writes; if it is lost over it, the next one
-    does. It gets its name only when all replicas were found to hold the same state: until then it is a draft. A disk
-    that is full is told, and the one before stands.
+    does. It gets its name only when all replicas were found to hold the same state, `extra` included: until then it is
+    a draft. A disk that is full is told, and the one before stands. Raises CheckpointError with the name of an entry of
+    the optimizer or the model, TypeError with that of an entry of `extra`, that no file can hold.
 
-    extra:  the user's own, by name: objects with state_dict() and load_state_dict() (an average of weights, say),
-            tensors, numbers, strings, lists, dicts
+    extra:  what is saved beside `Step(extra=)`, by name: objects with state_dict() and load_state_dict(), tensors,
+            numpy arrays, numbers, strings, lists, dicts. A replica that joins is not given these: give to Step what
+            changes during the run
     keep:   good ones that are kept; older ones go
     """
     if keep < 1:
@@ -51,18 +55,41 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     world, state = step.world, step.state(extra)
     tensors, packed = _packed(state)
     kept = _kept(step)
-    saver = kept.saver(Path(path), keep)
+    kept.path = Path(path)
+    kept.tensors.refuse_unsavable()  # by all replicas, before one of them writes
+    digests = {name: digest_of(value) for name, value in state.named().items()}
+    saver = kept.saver(kept.path, keep)
 
     def write() -> None:
         facts = {"step": step.index, "position": step.state_dict(), "state": packed}
         saver.save(step.index, kept.tensors, facts, tensors)
 
     def act() -> None:
+        compare()
         save_confirmed(world, step, saver, write, lambda *_: None)
         if world.replica in writing_replicas(world):
             saver.finish()
 
-    do_despite_losses(world, act, lambda *_: None)
+    with step.saving_extra(extra or {}, digests) as compare:
+        do_despite_losses(world, act, lambda *_: None)
+
+
+def save_states(step: Step, error: StateDivergedError) -> None:
+    """Replicas hold different states: save each, where the script saves its checkpoints, or in the job's run directory.
+
+    By all ranks; called by `Step`, before the error ends them.
+    """
+    kept, run_dir = _kept(step), step.world.job.run_dir
+    path = kept.path or (Path(run_dir) if run_dir else None)
+    if path is None or not step.index:
+        error.say("go on from the last checkpoint")
+        return
+
+    def facts() -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        tensors, packed = _packed(step.state())
+        return {"step": step.index, "position": step.state_dict(), "state": packed}, tensors
+
+    diverged.save_states(step.world, step.index, error, kept.saver(path, 1), kept.tensors, facts)
 
 
 def resume(
@@ -72,10 +99,14 @@ def resume(
 
     To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
     whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
-    Objects in `extra` get back their state, by name. Returns all extras that were saved, as plain values and tensors.
-    A replica that joins goes on from no checkpoint (None): it is given what the others have. `rebatch`: with another
-    global batch, too; no sample is used twice, and none is left out.
+    Objects and dicts in `extra` get back their state, by name, and belong to `step.extra` from here on. Returns all
+    extras that were saved, as plain values and tensors. A replica that joins goes on from no checkpoint (None): it is
+    given what the others have. `rebatch`: with another global batch, too; no sample is used twice, none is left out.
     """
+    _kept(step).path = Path(path)
+    for name, value in (extra or {}).items():
+        if is_extra(value):
+            step.extra.setdefault(name, value)
     if step.world.outside:
         return None
     if step.index:
@@ -94,13 +125,16 @@ def resume(
     with Stored(found.path, facts["files"]) as stored:
         given = state.named()
         for name, value in given.items():
-            if not hasattr(value, "load_state_dict"):
+            if not is_extra(value):
                 continue
             if name not in facts["state"]:
-                raise checkpoint.CheckpointError(f"{found.path} has no {name}; it was saved without it")
-            held: dict[str, torch.Tensor] = {}
-            pack(value.state_dict(), name, held)
-            value.load_state_dict(unpack(facts["state"][name], _Found(stored, held)))
+                raise checkpoint.CheckpointError(
+                    f"{found.path} has no {name}; it was saved without it: to go on from it, add this entry to "
+                    "step.extra after recover.resume"
+                )
+            held = NamedTensors()
+            pack(state_of(value), name, held)
+            restore(value, unpack(facts["state"][name], _Found(stored, held)))
         saved = {
             name.removeprefix(StepState.EXTRA): unpack(packed, _Found(stored, {}))
             for name, packed in facts["state"].items()
@@ -125,12 +159,8 @@ class _Found:
 
 
 def _packed(state: StepState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors: dict[str, torch.Tensor] = {}
-    values = {
-        name: value.state_dict() if hasattr(value, "state_dict") else value
-        for name, value in state.named().items()
-    }
-    return tensors, {name: pack(value, name, tensors) for name, value in values.items()}
+    tensors = NamedTensors()
+    return tensors, {name: pack(state_of(value), name, tensors) for name, value in state.named().items()}
 
 
 class _Kept:
@@ -140,6 +170,7 @@ class _Kept:
         state, world = step.state(), step.world
         self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
         self._world, self._savers = world, dict[tuple[Path, int], Saver]()
+        self.path: Path | None = None  # where the script saves
 
     def saver(self, path: Path, keep: int) -> Saver:
         world, key = self._world, (path.absolute(), keep)

@@ -90,13 +90,23 @@ class Saver:
         self._unnamed.append(step)
         self._writing = self._thread.submit(self._write_draft, step, tensors, snapshot, facts)
 
-    def save_unconfirmed(self, step: int, tensors: Tensors, facts: dict[str, Any]) -> Path | None:
-        """Now, since no vote will come any more; where it is. All ranks of the replica call it; others may, too."""
+    def save_unconfirmed(
+        self,
+        step: int,
+        tensors: Tensors,
+        facts: dict[str, Any],
+        name: str = "",
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> Path | None:
+        """Now, since no vote will come any more; where it is. All ranks of the replica call it; others may, too.
+
+        `name`: of the state of this replica, where others hold other states. `beside`: as in `save`.
+        """
         draft = self._directory / f".lost-{step}-{self._replica}"
-        path = self._directory / f"{UNCONFIRMED}-{step}"
+        path = self._directory / (name or f"{UNCONFIRMED}-{step}")
         self.finish()
         try:
-            self._write(draft, tensors, tensors.snapshot({}), facts)
+            self._write(draft, tensors, tensors.snapshot(beside or {}), facts)
             if self._first:
                 draft.rename(path)
         except OSError:
@@ -158,6 +168,7 @@ class Saver:
                 _flush(self._directory)
             old = checkpoint.all_good(self._run_dir)[: -self._keep]
             old += [found for found in checkpoint.unconfirmed(self._run_dir) if found.step <= step]
+            old += [found for found in checkpoint.undecided(self._run_dir) if found.step <= step]
             for found in old:
                 _remove(found.path)
         except OSError as error:

@@ -28,12 +28,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from recover.handover.packing import NamedTensors, NotPackableError, pack, unpack
 from recover.replica import plain_name
 from recover.replica.gathering import gather_json
 from recover.saving.checkpoint import CheckpointError, file_digest
 from recover.saving.optimizer_state import load_state, named_state
 
 CONTENTS = "contents"  # of a file: what its tensors are, and what is no tensor
+NESTED = (
+    "nested."  # tensors inside of a value, such as a list of an optimizer's state: the value refers to them
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,10 @@ class Tensors:
             [f"model.{plain_name(name)}" for name, _ in self._model.named_parameters()],
         )
 
+    def refuse_unsavable(self) -> None:
+        """Raises CheckpointError with the name of an entry of model or optimizer that no file can hold."""
+        self._state()
+
     def write(self, directory: Path, snapshot: Snapshot) -> Written:
         """Write this rank's file. All ranks of the replica call it; it fails on all of them, or on none."""
         rank = 0 if self._group is None else dist.get_rank(self._group)
@@ -134,6 +142,7 @@ class Tensors:
 
     def _load_flat(self, stored: Stored) -> None:
         tensors, values = self._state()
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(NESTED)}
         for name, tensor in tensors.items():
             stored.fill(name, Part.of(tensor))
         for name, value in values.items():
@@ -162,7 +171,20 @@ class Tensors:
         state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
         state |= {f"optimizer.{name}": value for name, value in moments.items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        return tensors, {name: value for name, value in state.items() if name not in tensors}
+        nested = NamedTensors()
+        values: dict[str, Any] = {}
+        for name, value in state.items():
+            if name not in tensors:
+                try:
+                    values[name] = pack(_plain(name, value), NESTED + name, nested)
+                except NotPackableError as error:
+                    raise CheckpointError(str(error).removeprefix(NESTED)) from None
+        if sharded := [name for name, value in nested.items() if hasattr(value, "device_mesh")]:
+            raise CheckpointError(
+                f"{sharded[0].removeprefix(NESTED)} is a sharded tensor inside of a list; a checkpoint holds sharded "
+                "tensors that lie in dicts alone"
+            )
+        return tensors | nested, values
 
     def _tell(self, word: Any) -> list[Any]:
         """What each rank of the replica says."""
@@ -259,10 +281,10 @@ class Stored:
         return tensor
 
     def value(self, name: str, current: Any) -> Any:
-        """A value that is no tensor; JSON knows no tuples."""
+        """A value that is no tensor. Older files have lists instead of tuples."""
         if name not in self._values:
             raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another optimizer")
-        value = self._values[name]
+        value = unpack(self._values[name], self.whole)
         return tuple(value) if isinstance(current, tuple) else value
 
 
@@ -277,6 +299,12 @@ def _write(path: Path, parts: Mapping[str, Part], values: Mapping[str, Any]) -> 
     save_file({name: part.tensor for name, part in parts.items()}, path, metadata=header)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Options of a group that are tuples of numbers are lists in the files: those who read them know what they are."""
+    is_option = name.startswith("optimizer.param_groups.") and type(value) is tuple
+    return list(value) if is_option and all(isinstance(each, bool | int | float) for each in value) else value
 
 
 def _contents(header: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from recover.step.incident import Incident, met
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Who holds the state and who is to get it, as ranks: passes this rank's part on, or takes it. How many bytes it was, or
 # None if that went wrong here.
 PassOn = Callable[[tuple[int, ...], tuple[int, ...]], int | None]
+NOT_TAKEN = "it joined, and could not take the state that it was given (its log says why)"
 TRIES = 3  # to take the state, that fail although nobody dies: then the others go on without that newcomer
 
 
@@ -64,7 +66,10 @@ def _settle(transaction: Transaction, begin: Callable[[bytes], Census], pass_on:
         if not arrivals:
             return _told(transaction, incidents + [incident] * bool(lost))
         if not lost and (unlucky := frozenset(r for r, a in arrivals.items() if a.failures >= TRIES)):
-            census, lost, evicted = transaction.repair(lambda record: world.repair(record, evict=unlucky))
+            reasons = dict.fromkeys(world.grid.replicas_of(unlucky), NOT_TAKEN)
+            without_them = partial(world.repair, evict=unlucky, reasons=reasons)
+            census, lost, evicted = transaction.repair(without_them)
+            evicted |= reasons
             continue
         world.arrivals = world.grid.replicas_of(arrivals)
         world.hooks("repair", "state")
@@ -81,6 +86,8 @@ def _settle(transaction: Transaction, begin: Callable[[bytes], Census], pass_on:
             incident.transfer_bytes = nbytes or 0
             incident.stall_ms = (time.time() - started) * 1e3
             transaction.newcomers = transaction.index, incident.joined_replicas
+            if transaction.arrival is not None:
+                transaction.seniority.join(transaction.index)
             transaction.totals.seat(world.replicas)
             return _told(transaction, [*incidents, incident])
         incidents += [incident] * bool(lost)

@@ -81,6 +81,12 @@ class Belonging:
     def settle(self) -> None:
         self._seen = self._look()
 
+    def names(self) -> dict[torch.nn.Parameter, str]:
+        """Of all parameters of the model, and of those that the optimizer holds."""
+        others = [*self.parameters(), *_held(self._optimizer)]
+        known = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {p: f"of shape {tuple(p.shape)}" for p in others} | known
+
     def name(self, parameter: torch.nn.Parameter) -> str:
         names = (name for name, p in self._model.named_parameters() if p is parameter)
         return next(names, f"of shape {tuple(parameter.shape)}")
@@ -132,9 +138,24 @@ def refuse_scheduler(scheduler: Any) -> None:
         )
     if scheduler is not None and _needs(scheduler.step, "metrics"):
         raise ValueError(
-            f"{type(scheduler).__name__}.step() takes a metric; leave scheduler= out, and call "
-            "scheduler.step(step.loss) after each step (step.loss is the same on all replicas)"
+            f'{type(scheduler).__name__}.step() takes a metric; write extra={{"scheduler": scheduler}} instead of '
+            "scheduler=, and call scheduler.step(step.loss) after each step (step.loss is the same on all replicas)"
         )
+
+
+def refuse_overlapping(model: torch.nn.Module) -> None:
+    """Of a tensor whose elements share memory, no element can be written alone: no state can be copied into it."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            part = local_part(tensor)
+            sizes = [(size, step) for size, step in zip(part.shape, part.stride(), strict=True) if size > 1]
+            reach = 1 + sum((size - 1) * step for size, step in sizes)
+            if part.numel() and (any(step == 0 for _, step in sizes) or reach < part.numel()):
+                raise ValueError(
+                    f"{kind} {name!r}, of shape {tuple(part.shape)}, is an expanded view: several of its elements are "
+                    "the same memory, so a state cannot be copied into it; make it a tensor of its own, by .clone() "
+                    "or .contiguous(), before it is given to the model"
+                )
 
 
 def _needs(method: Any, argument: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from recover.handover.parcel import Stateful
+from recover.handover.extra import Extra
 from recover.policy import Layout
 from recover.step.on_first import OnFirst
 from recover.step.position import Position
@@ -21,7 +21,7 @@ from recover.world.world import World
 
 
 class BesideTraining(TellsOfLastStep):
-    extra: dict[str, Stateful]
+    extra: dict[str, Extra]
     _position: Position
     _world: World
     _model: torch.nn.Module
@@ -40,7 +40,7 @@ class BesideTraining(TellsOfLastStep):
 
     @property
     def skipped(self) -> int:
-        """Committed steps whose gradient was not finite: the optimizer was not called."""
+        """Committed steps whose gradient was not finite, or whose weights were all 0: the optimizer was not called."""
         return self._position.skipped
 
     @property
@@ -78,10 +78,8 @@ class BesideTraining(TellsOfLastStep):
     @property
     def numerics(self) -> dict[str, Any]:
         """What the bits of the sums depend on."""
-        sums = self._gradients.sum
         return {
             "reduction": "reproducible" if self._exact_sum else "fast",
-            "scale": sums.unit,
             "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
         }
 

@@ -1,35 +1,90 @@
-"""Whose state differs: told from what the census says of everyone's, so all survivors find the same."""
+"""Which replicas hold another state than they should: a pure function of the census, so all members decide alike."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from recover.job.grid import Grid
-from recover.step.errors import StateDivergedError
 from recover.step.record import Record
 
 
-def drifted(
-    grid: Grid, step: int, records: Mapping[int, Record], newcomers: Collection[int] = ()
-) -> frozenset[int]:
-    """The replicas whose parameters differ from the majority's, in any shard. Raises StateDivergedError without one.
+@dataclass(frozen=True)
+class Verdict:
+    """Which replicas must go; or, where nobody can tell, which of them hold which state."""
 
-    `newcomers`: replicas that were given their state just now. As long as others are left, these do not count.
+    evicted: frozenset[int] = frozenset()
+    states: tuple[
+        tuple[int, ...], ...
+    ] = ()  # undecided: the replicas of each state; the oldest replica's first
+    why: str = ""  # nobody can tell
+    # Of each replica that differs: one of its ranks that does, and a rank of the same shard with the other state.
+    compared: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def judge(grid: Grid, records: Mapping[int, Record]) -> Verdict:
+    """A state is right if more than half of the replicas that count hold it. Shards are compared one by one.
+
+    A majority of replicas that all joined after the oldest one that holds another state is none: they have their state
+    from the older ones, and whatever they were not given makes them differ together.
     """
-    found: set[int] = set()
+    compared: dict[int, tuple[int, int]] = {}
+    why = ""
     for shard in range(grid.replica_size):
-        held = {grid.replica(rank): r.fingerprint for rank, r in records.items() if grid.shard(rank) == shard}
-        if not held:
+        ranks = {grid.replica(rank): rank for rank in sorted(records) if grid.shard(rank) == shard}
+        held = {replica: records[rank].fingerprint for replica, rank in ranks.items()}
+        if len(set(held.values())) < 2:
             continue
-        counted = {replica: value for replica, value in held.items() if replica not in newcomers} or held
-        (majority, count), *_ = Counter(counted.values()).most_common()
-        if count < len(counted) and 2 * count <= len(counted):
-            raise StateDivergedError(
-                f"before step {step} replicas {sorted(counted)} hold different parameters, or train different "
-                f"ones (shard {shard}: "
-                f"{', '.join(f'{replica}: {value:016x}' for replica, value in sorted(counted.items()))}) and there "
-                "is no majority to tell which are right; go on from the last checkpoint"
+        since = {replica: records[rank].since for replica, rank in ranks.items()}
+        voters = [replica for replica in held if records[ranks[replica]].counts] or list(held)
+        (majority, count), *_ = Counter(held[replica] for replica in voters).most_common()
+        holders = [replica for replica in voters if held[replica] == majority]
+        others = [replica for replica in voters if held[replica] != majority]
+        if 2 * count <= len(voters):
+            why = why or "there is no majority to tell which state is right"
+        elif others and min(since[r] for r in others) < min(since[r] for r in holders):
+            why = why or (
+                f"{named(holders)} joined later and got their state from the others, so their number does not "
+                "tell which state is right"
             )
-        found |= {replica for replica, value in held.items() if value != majority}
-    return frozenset(found)
+        for replica, value in held.items():
+            if value != majority:
+                compared.setdefault(replica, (ranks[replica], ranks[holders[0]]))
+    if not why:
+        return Verdict(frozenset(compared), compared=compared)
+    states = _states(grid, records)
+    return Verdict(states=states, why=why, compared=_against_first(grid, records, states))
+
+
+def _states(grid: Grid, records: Mapping[int, Record]) -> tuple[tuple[int, ...], ...]:
+    """Replicas by the state of all of their ranks; the oldest first."""
+    whole: dict[int, tuple[int, ...]] = {}
+    since: dict[int, int] = {}
+    for rank in sorted(records):
+        replica, record = grid.replica(rank), records[rank]
+        whole[replica] = (*whole.get(replica, ()), record.fingerprint)
+        since[replica] = record.since
+    states: dict[tuple[int, ...], list[int]] = {}
+    for replica in sorted(whole, key=lambda replica: (since[replica], replica)):
+        states.setdefault(whole[replica], []).append(replica)
+    return tuple(tuple(sorted(replicas)) for replicas in states.values())
+
+
+def _against_first(
+    grid: Grid, records: Mapping[int, Record], states: tuple[tuple[int, ...], ...]
+) -> dict[int, tuple[int, int]]:
+    """One replica of each other state, and where it differs from the first."""
+    ranks = {(grid.replica(rank), grid.shard(rank)): rank for rank in records}
+    found: dict[int, tuple[int, int]] = {}
+    for replicas in states[1:]:
+        for shard in range(grid.replica_size):
+            here, there = ranks[replicas[0], shard], ranks[states[0][0], shard]
+            if records[here].fingerprint != records[there].fingerprint:
+                found.setdefault(replicas[0], (here, there))
+    return found
+
+
+def named(numbers: Collection[int]) -> str:
+    """`replica 2`, `replicas 0, 3`"""
+    return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 
 class StateDivergedError(RuntimeError):
-    """Replicas hold different parameters, and there is no majority to tell which are right."""
+    """Replicas hold different state, and nobody can tell which is right. `states`: the replicas of each state."""
 
+    def __init__(self, text: str, states: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(text)
+        self.states = states
 
-class OutOfRangeError(RuntimeError):
-    """A microbatch's gradient cannot be summed exactly."""
+    def say(self, more: str) -> None:
+        """Add what to do, for everybody who is told of the error in one line."""
+        self.args = (f"{self.args[0]}; {more}",)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from recover.job.grid import Grid
 from recover.policy import RestoreMode
@@ -26,7 +27,8 @@ class Incident:
     repair_ms: float
     restore_ms: float = 0.0
     redo_ms: float = 0.0
-    evicted: tuple[int, ...] = ()  # the dead replicas that held other parameters than the majority
+    evicted: tuple[int, ...] = ()  # the dead replicas that the others went on without
+    reasons: dict[int, str] = field(default_factory=dict)  # why, by replica
     # Of replicas that have come and hold the state of the others now, if any.
     joined_ranks: tuple[int, ...] = ()
     joined_replicas: tuple[int, ...] = ()
@@ -46,7 +48,7 @@ def met(
     grid: Grid,
     census: Census,
     lost: tuple[int, ...],
-    evicted: tuple[int, ...],
+    evicted: Mapping[int, str],
     noticed_at: float,
     noticed_in: str = "advance",
     detect_ms: float = 0.0,
@@ -67,5 +69,6 @@ def met(
         noticed_in=noticed_in,
         detect_ms=detect_ms,
         repair_ms=census.seconds * 1e3,
-        evicted=evicted,
+        evicted=tuple(sorted(evicted)),
+        reasons=dict(evicted),
     )

@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 
-from recover.handover.parcel import Parcel, Stateful, buffers_like
+from recover.handover.extra import Extra
+from recover.handover.packing import NotPackableError
+from recover.handover.parcel import OtherStateError, Parcel, buffers_like, refusal
 from recover.handover.stripes import Stripes
 from recover.job.authentication import Authenticator
 from recover.liveness.board import age
 from recover.step.admission import enter, take_in
 from recover.step.incident import Incident
+from recover.step.joinable import Joinable
 from recover.step.position import Position
+from recover.step.randomness import generators, set_generators
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
 from recover.world import ending
@@ -25,7 +29,8 @@ from recover.world.world import World
 class Newcomers:
     """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added.
 
-    `take_over`: does what one that is gone had to do once (`recover.step.on_first`).
+    `take_over`: does what one that is gone had to do once (`recover.step.on_first`). `joinable`: whether all that a
+    replica needs is known here.
     """
 
     def __init__(
@@ -33,28 +38,43 @@ class Newcomers:
         world: World,
         transaction: Transaction,
         position: Position,
-        state: tuple[torch.nn.Module, Any, Any, Mapping[str, Stateful]],
+        state: tuple[torch.nn.Module, Any, Any, Mapping[str, Extra]],
         take_over: Callable[[], object],
+        joinable: Joinable,
     ) -> None:
         self._world, self._transaction, self._take_over = world, transaction, take_over
-        self._position, self._state = position, state
+        self._position, self._state, self._joinable = position, state, joinable
+        self._device = next(state[0].parameters()).device
 
     def take_in(self) -> list[Incident]:
         """For members, when somebody has asked. What has happened over it."""
         return take_in(self._transaction, self._give)
 
     def enter(self) -> list[Incident]:
-        """For the newcomer: ask, be admitted, take the state."""
+        """For the newcomer: ask, be admitted, take the state. Raises OtherStateError, before it asks, if it would lack
+        something: it runs the script of the others, so they lack it as well."""
+        if (why := self._joinable.obstacle()) is not None:
+            raise OtherStateError(f"this replica cannot join: {why}")
         return enter(self._transaction, Arrival(socket.gethostname(), age()), self._take)
 
     def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.
         self._take_over()
-        board, rank = self._world.board, self._world.rank
-        head, parts = Parcel(*self._state).pack(self._position.give() | {"votes": board.votes(rank)})
+        head, parts = self._packed()
         head = self._authenticator.sign(self._place(givers), head)
         stripes = self._stripes(givers, takers, parts)
         return _size(parts) if stripes.send_head(head) and stripes.give(parts) else None
+
+    def _packed(self) -> tuple[bytes, list[torch.Tensor]]:
+        """The state, or the reason why nobody can be given it: the newcomer ends by that, and the others go on."""
+        if (why := self._joinable.obstacle()) is not None:
+            return refusal(why), []
+        board, rank = self._world.board, self._world.rank
+        more = {"votes": board.votes(rank), "generators": generators(self._device)}
+        try:
+            return Parcel(*self._state).pack(self._position.give() | more)
+        except NotPackableError as error:
+            return refusal(str(error)), []
 
     def _take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         parcel = Parcel(*self._state)
@@ -72,7 +92,9 @@ class Newcomers:
         )
         if not self._stripes(givers, takers, parts).take(parts):
             return None
-        self._position.take(parcel.install())
+        position = parcel.install()
+        self._position.take(position)
+        set_generators(position["generators"], self._device)
         self._transaction.index = self._position.index + 1
         return _size(parts)
 

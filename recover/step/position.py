@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from recover.handover.extra import refuse_other_extras
 from recover.loop.stragglers import Stragglers
+from recover.sums.exponents import Exponents
 from recover.sums.inside import replica_of
 from recover.world.world import World
 
@@ -45,12 +47,7 @@ def check_arguments(
             raise ValueError(f"{name} is {value!r}; it must be a positive number, or None")
     if gradients is not None and reduction != "fast":
         raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
-    for name, value in (extra or {}).items():
-        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            raise TypeError(
-                f"extra[{name!r}] is a {type(value).__name__}, and a replica that joins could not be given it; give "
-                "objects with state_dict() and load_state_dict()"
-            )
+    refuse_other_extras(extra or {})
 
 
 def refuse_other_size(world: World, model: torch.nn.Module) -> None:
@@ -64,10 +61,12 @@ def refuse_other_size(world: World, model: torch.nn.Module) -> None:
 class Position:
     """How far a run is: the same on all replicas after each step."""
 
-    def __init__(self, global_batch: int, samples: Any, stragglers: Stragglers) -> None:
+    def __init__(
+        self, global_batch: int, samples: Any, stragglers: Stragglers, exponents: Exponents | None = None
+    ) -> None:
         self.index = 0  # committed steps
-        self.skipped = 0  # those of them whose gradient was not finite: the optimizer was not called
-        self.samples, self.stragglers = samples, stragglers
+        self.skipped = 0  # those of them with a gradient that was not finite, or without any weight
+        self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,12 +75,15 @@ class Position:
             "skipped": self.skipped,
             "global_batch": self._global_batch,
             "samples": {"mode": self.samples.mode, **self.samples.state_dict()},
+            **({"exponents": self._exponents.state_dict()} if self._exponents else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rebatch: bool = False) -> None:
         check_position(state, self.state_dict(), rebatch)
         self.index, self.skipped = state["index"], state["skipped"]
         self.samples.load_state_dict(state["samples"])
+        if self._exponents is not None and "exponents" in state:  # a run with fast sums has saved none
+            self._exponents.load_state_dict(state["exponents"])
 
     def give(self) -> dict[str, Any]:
         """For a replica that joins: it takes part in this very run, so it must know whose partitions there are."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -68,3 +69,28 @@ class Randomness:
                 generator.manual_seed(number)
         random.seed(number)
         numpy.random.seed(number % 2**32)
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The state of the global generators as the user's code will go on drawing from them; `device`: the model's."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state(_cuda(device))
+    return state
+
+
+def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on drawing where another replica is. Its GPU may have another number than this rank's."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"], _cuda(device))
+
+
+def _cuda(device: torch.device) -> torch.device:
+    return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from recover.policy import Holding
 
-_HEAD = struct.Struct("<Q????HQ")
+_HEAD = struct.Struct("<Q????HQQ?I")
 _ARRIVAL = b"\xff" * 8  # where others name their step: none has this number
 
 
@@ -19,11 +19,16 @@ class Record:
         bool  # every bucket of the attempt was reduced: its results are the sum of exactly B microbatches
     )
     finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
-    in_range: bool  # what this rank has summed can be summed as the reduction promises
+    in_range: bool  # if complete: the sum was made with the exponents that its values require
     stop: bool  # somebody has asked this rank to stop after the step
     asked: int  # the replicas that this rank sees asking to join, as bits
     fingerprint: int  # of the parameters that this step started from
+    since: int  # the step before which its replica joined; 0: it was there when the run began
+    counts: bool  # its replica has a say in which state is right
     holding: Holding
+    answer: bytes = (
+        b""  # to what the others ask after a vote has found different state (`recover.step.difference`)
+    )
 
     def to_bytes(self) -> bytes:
         return (
@@ -35,15 +40,22 @@ class Record:
                 self.stop,
                 self.asked,
                 self.fingerprint,
+                self.since,
+                self.counts,
+                len(self.answer),
             )
+            + self.answer
             + self.holding.to_bytes()
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Record:
-        step, complete, finite, in_range, stop, asked, fingerprint = _HEAD.unpack_from(data)
-        holding = Holding.from_bytes(data[_HEAD.size :])
-        return cls(step, complete, finite, in_range, stop, asked, fingerprint, holding)
+        (step, complete, finite, in_range, stop, asked, fingerprint, since, counts, length) = (
+            _HEAD.unpack_from(data)
+        )
+        answer, rest = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
+        holding = Holding.from_bytes(rest)
+        return cls(step, complete, finite, in_range, stop, asked, fingerprint, since, counts, holding, answer)
 
 
 @dataclass(frozen=True)

@@ -22,25 +22,28 @@ class StepResult:
         default_factory=dict
     )  # replicas far slower than the median, by how much
     busy: dict[int, float] = field(default_factory=dict)  # seconds that each replica computed its share
-    skipped: bool = False  # its gradient was not finite: the optimizer was not called
+    skipped: bool = False  # its gradient was not finite, or all weights were 0: the optimizer was not called
+    reruns: int = (
+        0  # how often it was run again because a value was too large for its exponents (reproducible sums)
+    )
     stop_agreed: bool = False  # somebody had asked to stop, and all survivors know it
 
 
 def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> StepResult:
     """Of a step that all have agreed on."""
     totals = transaction.totals
-    if not totals.weight:
-        raise ValueError(f"the weights of step {number} add up to 0: there is nothing to take the mean over")
+    weight = totals.weight or float("nan")  # where all weights are 0, there is nothing to take the mean over
     return StepResult(
-        loss=totals.loss * transaction.gradients.sum.loss_unit / totals.weight,
-        grad_norm=transaction.grad_norm / totals.weight,
+        loss=totals.loss / weight,
+        grad_norm=transaction.grad_norm / weight,
         weight=totals.weight,
         samples=transaction.contributed,
         all_samples=totals.samples,
         incidents=transaction.incidents,
         stragglers=stragglers.committed(totals.paces, number),
         busy=busy(transaction.layout, totals.paces, transaction.world.replicas),
-        skipped=not transaction.finite,
+        skipped=not (transaction.finite and totals.weight),
+        reruns=transaction.maxima.reruns,
         stop_agreed=transaction.stop_agreed,
     )
 
@@ -62,5 +65,6 @@ class TellsOfLastStep:
     stragglers: dict[int, float] = _told("stragglers")
     busy: dict[int, float] = _told("busy")
     stop_agreed: bool = _told("stop_agreed")
+    reruns: int = _told("reruns")
 
     del _told

@@ -12,21 +12,26 @@ from __future__ import annotations
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from recover.handover.parcel import Stateful
+from recover.handover.extra import Extra
 from recover.journal.own_records import records_of
 from recover.loop.clock import clock_of
 from recover.loop.habits import Habits
 from recover.loop.stragglers import Stragglers
 from recover.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
-from recover.step.belonging import Belonging, refuse_scheduler
+from recover.step.belonging import Belonging, refuse_overlapping, refuse_scheduler
 from recover.step.beside_training import BesideTraining
+from recover.step.compared_state import ComparedState
+from recover.step.errors import StateDivergedError
+from recover.step.extra_comparison import ExtraComparison
 from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
 from recover.step.incident import Incident
+from recover.step.joinable import Joinable
 from recover.step.newcomers import Newcomers
 from recover.step.on_first import OnFirst
 from recover.step.position import Position, check_arguments, refuse_other_size
@@ -41,7 +46,6 @@ from recover.sums.inside import replica_of
 from recover.sums.later import Later
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import Reduction, make_sum
-from recover.sums.state_hash import StateHash, optimizer_tensors
 from recover.world import ending
 from recover.world.world import World
 
@@ -65,8 +69,10 @@ class Step(BesideTraining):
     gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
     buffers:       names of buffers that forward changes, beside those of BatchNorm and its kin: after a step they are
                    what they were before it plus the mean of what its microbatches did to them
-    extra:         what else a replica that joins must be given, by name: objects with `state_dict` and
-                   `load_state_dict` (a moving average of the model, say); `step.extra` may be added to later
+    extra:         what else belongs to the state of the run, by name: objects with `state_dict` and
+                   `load_state_dict` (a moving average of the model, a scheduler that your loop calls), or dicts of
+                   numbers, strings, lists and tensors that you change in place. `recover.save` and `recover.resume`
+                   use it, and a replica that joins is given it; `step.extra` may be added to before the first step
     """
 
     def __init__(
@@ -85,10 +91,11 @@ class Step(BesideTraining):
         bucket_mb: float | None = None,
         gradients: Gradients | None = None,
         buffers: Iterable[str] = (),
-        extra: Mapping[str, Stateful] | None = None,
+        extra: Mapping[str, Extra] | None = None,
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
+        refuse_overlapping(model)
         replica_of(model).rest()
         self._belonging = Belonging(model, optimizer, gradients)
         refuse_other_size(world, model)
@@ -119,24 +126,48 @@ class Step(BesideTraining):
         )
         self._on_first = OnFirst(world, self._randomness)
         self._transaction.is_quiet = self._on_first.is_quiet
-        self._position = Position(global_batch, self._samples, Stragglers(ending.log))
+        self._position = Position(
+            global_batch, self._samples, Stragglers(ending.log), self._gradients.sum.exponents
+        )
         device = self._gradients.parameters[0].device
         self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
         self._update = Update(optimizer, clip, self._randomness, self._habits)
         self._by_rounds = False
         self._attempt: Generator[list[Any], None, None] | None = None  # the step under way, or the last one
         self._torn = False  # agreed on, and not wholly applied
-        self._compares_optimizers = False  # whether the next vote does
+        self._compares_all = False  # the next vote compares all state, and not parameters and settings alone
         self._records = records_of(world, self, model, optimizer, samples == "exact")
         self.extra = dict(extra or {})
-        extras = ChainMap[str, Stateful](self.extra, {"recover.records": self._records})
+        self._compared = ComparedState(
+            self._belonging,
+            optimizer,
+            self._moving,
+            scheduler,
+            lambda: self.extra,
+            self._gradients.sum.exponents,
+        )
+        self._transaction.entries = self._compared.digests
+        self._looks_for_obstacles = 2
+        self._said_skipped = False
+        self._extra_comparison = ExtraComparison(world)
+        ours: dict[str, Extra] = {
+            "recover.records": self._records,
+            "recover.compared": self._extra_comparison,
+        }
+        extras = ChainMap[str, Extra](self.extra, ours)
         state, take_over = (model, optimizer, scheduler, extras), self._on_first.take_over
-        self._newcomers = Newcomers(world, self._transaction, self._position, state, take_over)
+        self._joinable = Joinable(world, state, self.extra)
+        self._newcomers = Newcomers(
+            world, self._transaction, self._position, state, take_over, self._joinable
+        )
         if not world.outside:
             copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
         ending.on_raise(self._handed_out.blame)
         ending.on_success(self._end)
+
+    def save_states(self, error: StateDivergedError) -> None:
+        """Replicas hold different states, and the run is about to end. `recover.Step` saves one of each."""
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones included; call `backward` after each."""
@@ -195,9 +226,29 @@ class Step(BesideTraining):
         self._transaction.stop_requested = True
 
     def compare_optimizers(self) -> None:
-        """Let the next vote compare the state of the optimizers, too, and not the parameters alone: a checkpoint has
+        """Let the next vote compare all state (optimizer, scheduler and extra as well as parameters): a checkpoint has
         just been made of it. To be called by all replicas after the same step."""
-        self._compares_optimizers = True
+        self._compares_all = self._transaction.seniority.compares = True
+
+    @contextmanager
+    def saving_extra(
+        self, given: Mapping[str, Any], digests: Mapping[str, int]
+    ) -> Iterator[Callable[[], None]]:
+        """While `recover.save` saves. `given`: what it was given beside `self.extra`; `digests`: of all entries.
+
+        Yields what compares them over the replicas: to be called by all of them before `confirm`.
+        """
+        self._joinable.saved(given)
+
+        def compare() -> None:
+            ending.in_step(True)  # as in `confirm`
+            self._extra_comparison.compare(self.index, digests)
+            ending.in_step(False)
+
+        try:
+            yield compare
+        finally:
+            self._extra_comparison.fingerprint = b""
 
     def confirm(self) -> tuple[tuple[int, ...], float]:
         """After the last step: all replicas hold the same parameters and the same optimizer state, or those that
@@ -210,7 +261,12 @@ class Step(BesideTraining):
         number = self.index + 1
         replica_of(self._model).rest()
         ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
-        lost = self._transaction.confirm(number, self._fingerprint(number))
+        try:
+            lost = self._transaction.confirm(number, self._fingerprint(number, full=True))
+        except StateDivergedError as error:
+            self.save_states(error)
+            raise
+        self._transaction.seniority.found_equal(number)
         ending.in_step(False)
         return lost
 
@@ -266,6 +322,9 @@ class Step(BesideTraining):
             )
         self._by_rounds = not overlap
         self._world.hooks.step = number
+        if self._looks_for_obstacles:  # before the first step, and when the optimizer has made its state
+            self._looks_for_obstacles -= 1
+            self._joinable.report()
         self._look_at_parameters(number, given=bool(arrived))
         with self._records, self._world.step(number), self._randomness.apart():
             try:
@@ -288,6 +347,10 @@ class Step(BesideTraining):
                     f"step {number} was left before it was complete: nothing was committed", stacklevel=4
                 )
                 raise
+            except StateDivergedError as error:
+                self._leave()
+                self.save_states(error)
+                raise
             except BaseException:
                 self._leave()
                 raise
@@ -299,13 +362,13 @@ class Step(BesideTraining):
         """The step begins; before that, whoever has asked to join is taken in."""
         transaction = self._transaction
         if transaction.asked and self._world.steps_made == 1:
-            transaction.begin(number, self._fingerprint(number))
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
             arrived = self._newcomers.take_in()
         self._world.hooks.came = {replica for incident in arrived for replica in incident.joined_replicas}
         if self._world.hooks.came:
             self._samples.seat(self._world.replicas)
-            self._compares_optimizers = True  # the first vote of a newcomer shows all that it was given
-        transaction.begin(number, self._fingerprint(number))
+            self._compares_all = True  # the first vote of a newcomer shows all that it was given
+        transaction.begin(number, self._fingerprint(number, self._compares_all))
         transaction.incidents += arrived
 
     def _rehearse(
@@ -319,6 +382,14 @@ class Step(BesideTraining):
             self._transaction.begin(0, 0)
             yield self._hand_out(stream, cut([0])[0], "warm-up", post=False)
         self._put_back()
+
+    def _report_no_weight(self, number: int) -> None:
+        if not self._said_skipped:
+            self._said_skipped = True
+            ending.log(
+                f"step {number} was skipped: the weights of all its microbatches are 0, so there is nothing to take "
+                "the mean over, and its loss is NaN; later ones are not mentioned here"
+            )
 
     def _end(self) -> None:
         """The script has ended, perhaps with an iterator in its hand."""
@@ -370,29 +441,31 @@ class Step(BesideTraining):
                 # for all, and the census shows who differs.
                 self._world.cross.break_off()
 
-    def _fingerprint(self, number: int) -> Later[int]:
-        """Buffers are looked at now, for forward may change them; parameters when it is asked for: at the vote."""
-        whole = StateHash(number, self._belonging.trained)
-        whole.add(self._moving.tensors())
-        optimizer = optimizer_tensors(self._optimizer) if self._compares_optimizers else []
-        return whole.value(lambda: [*self._belonging.parameters(), *optimizer])
+    def _fingerprint(self, number: int, full: bool) -> Later[int]:
+        return self._compared.fingerprint(number, full, self._extra_comparison.fingerprint)
 
     def _commit(self, number: int) -> None:
         transaction = self._transaction
         self.result = result_of(transaction, self._position.stragglers, number)
         self._samples.committed(self.all_samples, contributed=bool(self.samples))
         self._world.hooks("update")
-        if transaction.finite:
-            self._update.apply(transaction, number, self.grad_norm)
-        else:
+        if self.result.skipped:
             self._moving.restore()
             self._position.skipped += 1
+            if not self.weight:
+                self._report_no_weight(number)
+        else:
+            self._update.apply(transaction, number, self.grad_norm)
+            transaction.maxima.commit()
+            if warning := transaction.maxima.take_warning():
+                ending.log(f"step {number}: {warning}")
         self._gradients.release()
         self._world.hooks("after-update")
         if self._scheduler is not None:
             self._habits.step_scheduler(self._scheduler)
         self._position.index = number
-        self._compares_optimizers = False
+        self._compares_all = False
+        transaction.seniority.found_equal(number)
         self._handed_out.committed()
         self._on_first.committed(transaction.all_quiet)
         self._world.board.accomplish(self._world.rank)

@@ -1,8 +1,7 @@
 """The small numbers that are summed beside the gradients, in one reduction at the end of an attempt.
 
-A row of float64: loss, weight, the hash of the state, how many could not sum theirs, the sample in each slot, the pace
-of each replica, what was done to buffers that move, and which parameters were used. NumPy, not torch: the simulated
-world sums them, too.
+A row of float64: loss, weight, the hash of the state, the sample in each slot, the pace of each replica, what was done
+to buffers that move, and which parameters were used. NumPy, not torch: the simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from recover.carriers.worker import Work
 from recover.world.cross import CrossGroup
 
-LOSS, WEIGHT, HASH, HASH_SQUARED, OUT_OF_RANGE, SAMPLES = range(6)
+LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64
 
 Row = npt.NDArray[np.float64]
@@ -57,10 +56,9 @@ class Totals:
         samples: Mapping[int, int],
         changes: npt.ArrayLike,
         usage: npt.ArrayLike,
-        in_range: bool,
     ) -> None:
         """What this replica brings to the sum; a spare brings nothing."""
-        self._own[:SAMPLES] = loss, weight, 0.0, 0.0, not in_range
+        self._own[[LOSS, WEIGHT]] = loss, weight
         for slot, sample in samples.items():
             self._own[SAMPLES + slot] = sample + 1  # counted from 1: 0 is a slot that nobody ran
         self._own[self._changes : self._usage] = changes
@@ -94,12 +92,6 @@ class Totals:
     def samples_summed(self) -> int:
         """How many slots have a sample, in the sum of this attempt."""
         return int((self._sum[SAMPLES : self._paces] > 0).sum())
-
-    @property
-    def in_range(self) -> bool:
-        """Whether all that is in the sum of this attempt could be summed as promised. A survivor may be the only one
-        left to know."""
-        return not self._sum[OUT_OF_RANGE]
 
     def rows_of_replica(self) -> Row:
         """Of the sum of this attempt, what each rank of a replica has for its own rows: loss, weight, changes."""

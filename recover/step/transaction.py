@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_, or_
@@ -18,13 +18,18 @@ import numpy as np
 
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
-from recover.step.drift import drifted
-from recover.step.errors import OutOfRangeError, StateDivergedError
+from recover.step.difference import UNKNOWN, Digest, Inquiry
+from recover.step.drift import Verdict, judge, named
+from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident, met
+from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
+from recover.step.seniority import Seniority
 from recover.step.totals import Totals
 from recover.sums import ledger
+from recover.sums.exponents import code_of
 from recover.sums.later import Later, fetch, now
+from recover.world.membership import NoCarrierError
 from recover.world.roll_call import Census, left_behind
 from recover.world.world import World
 
@@ -56,7 +61,7 @@ class Transaction:
         self.index = 0
         self.fingerprint: int | Later[int] = 0
         self.incidents: list[Incident] = []
-        self.finite = True
+        self.finite = self._fits = True
         self.grad_norm = 0.0
         self.stop_requested = False
         self.stop_agreed = self.all_quiet = False
@@ -64,8 +69,14 @@ class Transaction:
         self.asked = False  # all who have committed the last step saw the same replica ask
         self.arrival: Arrival | None = None  # of a rank that joins, until it holds the state of the others
         self.newcomers: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas came, and which
+        self.seniority = Seniority()
+        self.entries: Callable[[], Sequence[Digest]] = (
+            tuple  # of this rank's state, once a vote has found others
+        )
+        self._inquiry = Inquiry(lambda: self.entries())
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
         self.totals = Totals(global_batch, replicas, moving.size)
+        self.maxima = Maxima(gradients.sum.exponents)
         # The step that was given up here and is not begun again yet, and the epoch of that.
         self._left: tuple[int, int] | None = None
         self.begin(0, 0)
@@ -85,24 +96,43 @@ class Transaction:
         if left is None or left[0] != index:
             self.incidents = []
         self._places = [(time.time(), "backward")]
+        self._fruitless = 0  # repairs in a row that found nobody dead
+        if self.gradients.sum.exponents is not None:
+            self.gradients.sum.exponents.begin(index)
+        # Where this replica left the step and others were dealt its slots meanwhile, they do not hold what the layout
+        # says: bring nothing, and be dealt to.
+        self._start_over(brings_nothing=again and self._since != self.world.epoch)
+
+    def _start_over(self, brings_nothing: bool = False) -> None:
+        """Nothing is summed, buffers are as they were when the step began, and the layout is that of a new step."""
         self.gradients.begin()
         self.moving.begin()
         # Of this replica's slots, with their weights.
         self._losses: list[tuple[float | Later[float], float]] = []
         self.totals.begin(len(self.gradients.parameters))
-        self._tainted = False
-        self._in_range = True
+        self._tainted = self._overflowed = False
         self._squared_norm = 0.0
-        self._fruitless = 0  # repairs in a row that found nobody dead
-        self.layout = self.policy.layout(self.world.replicas, self.global_batch)
+        resting = self._resting
+        busy = [replica for replica in self.world.replicas if replica not in resting]
+        self.layout = self.policy.layout(busy, self.global_batch).with_resting(resting)
         self.share = self.layout.share(self.world.replica)
-        if again and self._since != self.world.epoch:
-            # The others hold what was dealt after a loss, not what the layout says: bring nothing, and be dealt to.
+        if brings_nothing:
             self.share = replace(self.share, run=SlotSet())
         self._planned = self.layout.committed  # samples in the sum over all replicas
         self._done = self.share.kept
         self._samples: dict[int, int] = {}
         self._computed: list[tuple[float | Later[float], int]] = []
+
+    @property
+    def _resting(self) -> tuple[int, ...]:
+        """Replicas that have joined before this step and run none of its microbatches, as long as others do.
+
+        The user's code in front of the loop over microbatches has run on them at step 0, before they had the state of
+        the others: what it has drawn or computed for the loop is not what it is on the others.
+        """
+        since, newcomers = self.newcomers
+        resting = [replica for replica in self.world.replicas if since == self.index and replica in newcomers]
+        return tuple(resting) if len(resting) < len(self.world.replicas) else ()
 
     @property
     def contributed(self) -> list[int]:
@@ -128,6 +158,11 @@ class Transaction:
             committed = self.vote()
             if self.incidents:
                 self.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
+            if self._overflowed:
+                self._rerun()
+                given_up()
+                place = "forward"
+                continue
             if committed or self.recover():
                 return
             if not self.share.kept:
@@ -165,26 +200,29 @@ class Transaction:
                 self._samples,
                 self.moving.changes,
                 self.gradients.usage,
-                self._in_range,
             )
         self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
+        self.maxima.post(self.world.cross, self.world.epoch, self._codes if self.share.counts else None)
         self.world.hooks.under_way("in-totals", work)
         self._squared_norm = self.gradients.squared_norm()
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested) | IN_RANGE * self._fits
+        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
         word |= QUIET * self.is_quiet() | ASKED * self._asking
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
+        same_grid = self.maxima.combine(self.replica, self._complete)
         if self._complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
             self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
             same = self.totals.same_state(len(self.world.replicas))
-            self.finite = self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
-            word |= FINITE * self.finite | SAME_STATE * same
+            # Before the question whether the sums fit: a value that is not finite fits no exponent.
+            self.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
+            self._fits = self.maxima.fit or not self.finite
+            word |= FINITE * self.finite | SAME_STATE * same | IN_RANGE * self._fits
             # What was reduced with a replica that has drifted must not be committed.
             self._tainted |= not same
         self._places.append((time.time(), "vote"))
@@ -192,12 +230,16 @@ class Transaction:
         agreed = self.world.agree(word)
         if agreed is not None and reduced:
             ledger.check_samples(self.index, samples, self._planned)
+            ledger.check_grids(self.index, same_grid)
         if agreed is None or not agreed & COMPLETE:
             return False
         if not agreed & SAME_STATE:
             return False
         if not agreed & IN_RANGE:
-            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
+            # All replicas know it, from the same maxima. Only a complete vote decides this, never a repair: a survivor
+            # of the replica with the largest value would choose other exponents than a run without the death.
+            self._overflowed = True
+            return False
         self.finite = bool(agreed & FINITE)
         self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
         self.asked = agreed >= ASKED
@@ -207,13 +249,19 @@ class Transaction:
         """All microbatches are computed when this returns, and all that they have left to be known is read, at once."""
         losses, seconds = (loss for loss, _ in self._losses), (seconds for seconds, _ in self._computed)
         fetch([self.fingerprint, *losses, *seconds, *self.moving.unread, *self.gradients.unread])
-        self._in_range = self.gradients.in_range and self.moving.in_range
         self._loss = self._weight = 0.0
         for loss, weight in self._losses:
-            value = self.gradients.sum.loss(now(loss) * weight)
-            self._loss += value
-            self._in_range &= self.gradients.sum.covers(value)
+            self._loss += self.gradients.sum.loss(now(loss) * weight)
             self._weight += weight
+
+    @property
+    def _codes(self) -> list[int]:
+        """Of the largest values in what this rank contributes, one for each kind of value that has an exponent."""
+        losses = code_of(now(loss) * weight for loss, weight in self._losses)
+        return [code_of([self.gradients.largest]), losses, *(code_of([each]) for each in self.moving.largest)]
+
+    def _is_finite(self) -> bool:
+        return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
     @property
     def _asking(self) -> int:
@@ -225,13 +273,6 @@ class Transaction:
         """Seconds per microbatch."""
         ran = sum(count for _, count in self._computed)
         return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
-
-    @property
-    def _fits(self) -> bool:
-        """Whether what this replica contributes can be summed as promised (a spare contributes nothing), and, where
-        it holds the sum of all, what the others do."""
-        mine = self._in_range or not self.share.counts
-        return mine and (self.totals.in_range or not self._complete)
 
     def _rows_of_replica(self) -> list[float]:
         """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
@@ -250,11 +291,9 @@ class Transaction:
         except poison.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
-        if not all(record.in_range for record in records.values()):
-            self._all_end(OutOfRangeError(self.gradients.sum.explain(self.index)))
         # Where what was left of a sum may pass for it, the dead may have given it up before their end.
         sure = self.world.cross.ends_cleanly or not lost
-        if sure and all(record.complete for record in records.values()):
+        if sure and all(record.complete and record.in_range for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
             self.finite = all(record.finite for record in records.values())
             self.stop_agreed, self.all_quiet = any(record.stop for record in records.values()), False
@@ -262,7 +301,7 @@ class Transaction:
             return True
         started = time.perf_counter()
         decision = self.policy.respond(
-            FailureEvent([record.holding for record in records.values()], self.global_batch)
+            FailureEvent([r.holding for r in records.values()], self.global_batch, self._resting)
         )
         self.share, self._planned = decision.share(self.world.replica), decision.committed
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
@@ -271,7 +310,6 @@ class Transaction:
         if not self.share.kept:
             self.gradients.clear()
             self.moving.clear()
-            self._in_range = True
             self._samples.clear()
             self._losses.clear()
         self._done = self.share.kept
@@ -283,6 +321,13 @@ class Transaction:
         incident.restore_ms = (time.perf_counter() - started) * 1e3
         self._places.append((time.time(), "extra"))
         return False
+
+    def _rerun(self) -> None:
+        """The sums of a complete attempt were not exact: all replicas run the step again, with larger exponents."""
+        self.maxima.rerun()
+        self._start_over()
+        # As after `begin`: all replicas hold what this layout says, whatever was dealt to them before.
+        self._since = self.world.epoch
 
     def confirm(self, index: int, fingerprint: int | Later[int]) -> tuple[tuple[int, ...], float]:
         """Where no step follows whose vote would tell: whoever holds other parameters than the majority is evicted.
@@ -315,7 +360,7 @@ class Transaction:
     def _count_fruitless(self, lost: tuple[int, ...]) -> None:
         self._fruitless = 0 if lost else self._fruitless + 1
         if self._fruitless > FRUITLESS:
-            error = RuntimeError(
+            error = NoCarrierError(
                 f"step {self.index}: {self._fruitless} repairs in a row in which nobody was lost; something other "
                 "than a death keeps the reductions from ending well (the ranks' logs say what)"
             )
@@ -323,23 +368,29 @@ class Transaction:
 
     def repair(
         self, begin: Callable[[bytes], Census] | None = None
-    ) -> tuple[Census, tuple[int, ...], tuple[int, ...]]:
-        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, the replicas evicted.
+    ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
+        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, and why replicas had to go.
 
         `begin`: how the first repair is entered, with this rank's record, if not like any other.
         """
+        self._inquiry.forget()
         census = (begin or self.world.repair)(self._record())
-        lost, evicted = census.lost, frozenset[int]()
-        while strayed := self._ended(census) or self._drifted(self._read(census)):
+        lost, evicted = census.lost, dict[int, str]()
+        while strayed := self._ended(census) or self._drifted(census):
             self._tainted = True
-            evicted |= strayed
-            ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
-            census = self.world.repair(self._record(), evict=ranks)
+            if not all(strayed.values()):  # nobody goes before all know why
+                census = self.world.repair(self._record())
+            else:
+                self._inquiry.forget()
+                evicted |= strayed
+                ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
+                census = self.world.repair(self._record(), evict=ranks, reasons=strayed)
             lost += census.lost
-        return census, lost, tuple(sorted(evicted))
+        self._inquiry.forget()
+        return census, lost, evicted
 
     def _is_reduced(self) -> bool:
-        sums: list[Bucket | Totals] = [*self.gradients.buckets, self.totals]
+        sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
         return not self._tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
     def _record(self) -> bytes:
@@ -350,11 +401,14 @@ class Transaction:
             step=self.index,
             complete=self._complete and not self._tainted,
             finite=self.finite,
-            in_range=self._fits,
+            in_range=self._complete and self._fits,
             stop=self.stop_requested,
             asked=self._asking,
             fingerprint=now(self.fingerprint),
+            since=self.seniority.since,
+            counts=self.seniority.counts(self.index),
             holding=self.share.holding(finished),
+            answer=self._inquiry.answer(),
         )
         return record.to_bytes()
 
@@ -368,22 +422,48 @@ class Transaction:
             raise AssertionError(f"survivors are in different steps: {sorted(steps)}")
         return records
 
-    def _ended(self, census: Census) -> frozenset[int]:
+    def _ended(self, census: Census) -> dict[int, str]:
         """The replicas that are left behind where the scripts of some have ended."""
-        return frozenset(self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks)))
+        behind = self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks))
+        return dict.fromkeys(behind, "its script and those of the others have ended after different steps")
 
-    def _drifted(self, records: Mapping[int, Record]) -> frozenset[int]:
-        since, newcomers = self.newcomers
-        try:
-            return drifted(self.world.grid, self.index, records, newcomers if since == self.index else ())
-        except StateDivergedError as error:
-            self._all_end(error)
+    def _drifted(self, census: Census) -> dict[int, str]:
+        """The replicas whose state is wrong, and why; without reasons while the members still look for them."""
+        records = self._read(census)
+        verdict = judge(self.world.grid, records)
+        answers = {
+            replica: (records[here].answer, records[there].answer)
+            for replica, (here, there) in verdict.compared.items()
+        }
+        if answers and self._inquiry.goes_on(answers):
+            return dict.fromkeys(answers, "")
+        if verdict.states:
+            self._all_end(self._diverged(verdict))
+        reasons = {replica: found.reason() for replica, found in self._inquiry.found.items()}
+        several = self.world.grid.replica_size > 1
+        return {
+            replica: reasons.get(replica, UNKNOWN) + f" (on rank {here})" * several
+            for replica, (here, _) in sorted(verdict.compared.items())
+        }
+
+    def _diverged(self, verdict: Verdict) -> StateDivergedError:
+        first, *others = map(named, verdict.states)
+        told = [
+            self._inquiry.found[replicas[0]].between(there, first)
+            for replicas, there in zip(verdict.states[1:], others, strict=True)
+            if replicas[0] in self._inquiry.found
+        ]
+        apart = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+        return StateDivergedError(
+            f"before step {self.index} {' and '.join([first, *others])} hold different states{apart}; {verdict.why}",
+            verdict.states,
+        )
 
     def _note(
         self,
         census: Census,
         lost: tuple[int, ...],
-        evicted: tuple[int, ...],
+        evicted: Mapping[int, str],
         noticed: float,
         detect_ms: float,
         complete: bool,

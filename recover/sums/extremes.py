@@ -1,7 +1,8 @@
-"""The extremes of what was added to the local sums: whether all of it was in range is asked once, at the vote."""
+"""The extremes of what was added to the local sums. They stay on their devices until the vote reads them, at once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,21 +13,20 @@ from recover.sums.later import Later, Numbers
 class Extremes:
     """Those of one step's gradients, on the devices that they were computed on."""
 
-    def __init__(self, bound: float) -> None:
-        self._bound = bound
+    def __init__(self) -> None:
         # By device, and by how many parts the sums are made of that they went into.
         self._seen: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        self._within: Later[bool] | None = None
+        self._largest: Later[float] | None = None
 
     def clear(self) -> None:
         self._seen.clear()
-        self._within = None
+        self._largest = None
 
     def note(self, extremes: Iterable[torch.Tensor], parts: int) -> None:
-        """Of a gradient that is one of several `parts`, which are added up later: each has its part of the bound."""
+        """Of a gradient that is one of several `parts`, which are added up later: it counts as often as there are."""
         for extreme in extremes:
             self._seen.setdefault((extreme.device, parts), []).append(extreme)
-            self._within = None
+            self._largest = None
 
     def fold(self) -> None:
         """A microbatch is through: what is kept of it is two numbers, not two for each parameter."""
@@ -35,14 +35,15 @@ class Extremes:
                 self._seen[key] = list(torch.aminmax(torch.stack(seen)))  # NaN stays
 
     @property
-    def within(self) -> Later[bool]:
-        """Whether all of them are within the bound."""
-        if self._within is None:
-            limits = [self._bound / parts for (_, parts), seen in self._seen.items() for _ in seen]
+    def largest(self) -> Later[float]:
+        """The largest magnitude of all of them; infinity if one is not finite."""
+        if self._largest is None:
+            parts = [parts for (_, parts), seen in self._seen.items() for _ in seen]
             seen = [extreme for each in self._seen.values() for extreme in each]
 
-            def within(*numbers: Numbers) -> bool:  # NaN is not
-                return all(abs(float(n[0])) < limit for n, limit in zip(numbers, limits, strict=True))
+            def largest(*numbers: Numbers) -> float:
+                found = [abs(float(n[0])) * count for n, count in zip(numbers, parts, strict=True)]
+                return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
 
-            self._within = Later(within, *seen)
-        return self._within
+            self._largest = Later(largest, *seen)
+        return self._largest

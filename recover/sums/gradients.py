@@ -53,7 +53,7 @@ class Gradients(Protocol):
 
     @property
     def unread(self) -> Sequence[Later[Any]]:
-        """What `usage` and `in_range` will read of a device, so that it can be read together with other things."""
+        """What `usage` and `largest` will read of a device, so that it can be read together with other things."""
 
     def squared_norm(self) -> float:
         """Of the reduced sums, in their own unit: this rank's part of it, what others hold too counted once.
@@ -68,8 +68,8 @@ class Gradients(Protocol):
     def buckets(self) -> list[Bucket]: ...
 
     @property
-    def in_range(self) -> bool:
-        """Whether all that is in the local sums could be summed as promised."""
+    def largest(self) -> float:
+        """The largest magnitude in any gradient of the local sums, if they are exact; infinity if one is not finite."""
 
     def begin(self) -> None:
         """A new step: the local sums are empty, whatever an earlier one that was left early had begun."""
@@ -126,7 +126,7 @@ class OwnedGradients:
         ),
     ) -> None:
         self.sum: Sum = sum or FastSum()
-        self._extremes = Extremes(self.sum.bound)
+        self._extremes = Extremes()
         self._told: dict[int, Later[set[Place]]] = {}  # by bucket, what its partners have used
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
         self._tellers = Tellers([], self._take, self._take_bucket)
@@ -166,12 +166,12 @@ class OwnedGradients:
         return [float(place in used) for place in self._places]
 
     @property
-    def in_range(self) -> bool:
-        return self._extremes.within.value
+    def largest(self) -> float:
+        return self._extremes.largest.value
 
     @property
     def unread(self) -> list[Later[Any]]:
-        return [self._extremes.within, *self._told.values()]
+        return [self._extremes.largest, *self._told.values()]
 
     def squared_norm(self) -> float:
         return squared_norm(self.buckets)

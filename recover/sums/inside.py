@@ -49,6 +49,10 @@ class Replica(Protocol):
         combined: list[float] = self.combine(torch.tensor(values, dtype=torch.float64)).tolist()
         return combined
 
+    def combine_max(self, values: list[int]) -> list[int]:
+        """The maximum over the replica's ranks, element by element; under the same rules as `combine`."""
+        raise NotImplementedError
+
     def rest(self) -> None:
         """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
         return
@@ -76,6 +80,9 @@ class PlainReplica(Replica):
     size = 1
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def combine_max(self, values: list[int]) -> list[int]:
         return values
 
 

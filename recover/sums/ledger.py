@@ -45,6 +45,15 @@ def check_buckets(step: int, buckets: Sequence[Bucket], owed: SlotSet) -> None:
         )
 
 
+def check_grids(step: int, same: bool) -> None:
+    """All replicas have rounded what they summed to the same grid."""
+    if not same:
+        raise LedgerError(
+            f"step {step}: replicas have summed with different exponents; nothing was committed. All ranks must run "
+            "the same version of recover with the same global_batch and the same model"
+        )
+
+
 def check_samples(step: int, found: int, planned: int) -> None:
     """The samples that all replicas name together are as many as the plan says."""
     if found != planned:

@@ -75,7 +75,16 @@ class MovingBuffers:
         self._seen: dict[str, tuple[torch.Tensor, int, int, Later[int]]] = {}
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
-        self.size = sum(getattr(*place).numel() for place in self._moving.values())
+        self._sizes = [getattr(*place).numel() for place in self._moving.values()]
+        self.size = sum(self._sizes)
+        if sum_.exponents is not None:
+            sum_.exponents.add_buffers(len(self._moving))
+        # For each number of the row of changes, which buffer it is of.
+        self._owners = torch.arange(len(self._sizes)).repeat_interleave(
+            torch.tensor(self._sizes, dtype=torch.int64)
+        )
+        if self.size:
+            self._owners = on_device(self._owners, self.tensors()[0].device)
         self.clear()
 
     @property
@@ -84,9 +93,9 @@ class MovingBuffers:
         return self._read.value[: self.size] if self.size else np.zeros(0)
 
     @property
-    def in_range(self) -> bool:
-        """Whether the changes could be summed as promised."""
-        return not self.size or self._sum.covers(float(self._read.value[self.size]))
+    def largest(self) -> list[float]:
+        """For each running buffer, the largest change that a microbatch has made; infinity if one is not finite."""
+        return self._read.value[self.size :].tolist() if self.size else [0.0] * len(self._moving)
 
     @property
     def unread(self) -> list[Later[Any]]:
@@ -95,6 +104,10 @@ class MovingBuffers:
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
+
+    def at_start(self) -> list[tuple[str, torch.Tensor]]:
+        """The running buffers by name, as they were when the step began: forward may have changed them since."""
+        return list(zip(self._moving, self._start if self._moved else self.tensors(), strict=True))
 
     def begin(self) -> None:
         """A step begins."""
@@ -107,8 +120,9 @@ class MovingBuffers:
         """Give up what this replica has summed in this step."""
         if not self.size:
             return
-        # The sum of the changes, and behind it the largest one.
-        self._summed = torch.zeros(self.size + 1, dtype=torch.float64, device=self.tensors()[0].device)
+        # The sum of the changes, and behind it the largest one of each buffer.
+        device = self.tensors()[0].device
+        self._summed = torch.zeros(self.size + len(self._sizes), dtype=torch.float64, device=device)
         self._read = Later(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
@@ -130,9 +144,9 @@ class MovingBuffers:
             return
         pairs = zip(self.tensors(), self._start, strict=True)
         change = torch.cat([(now.detach().double() - was.double()).flatten() for now, was in pairs])
-        change = self._sum.change(change)
-        self._summed[: self.size] += change
-        torch.maximum(self._summed[self.size], change.abs().max(), out=self._summed[self.size])  # NaN stays
+        magnitudes = change.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        self._summed[self.size :].scatter_reduce_(0, self._owners, magnitudes, "amax")
+        self._summed[: self.size] += self._sum.change(change, self._sizes)
         self._read = Later(_as_they_are, self._summed)
 
     def refuse_later_changes(self) -> None:
@@ -155,8 +169,7 @@ class MovingBuffers:
         self._moved = False
         if not self.size:
             return
-        changes = on_device(changes * self._sum.loss_unit, self._start[0].device)
-        parts = changes.split([start.numel() for start in self._start])
+        parts = on_device(changes, self._start[0].device).split([start.numel() for start in self._start])
         for name, tensor, was, change in zip(self._moving, self.tensors(), self._start, parts, strict=True):
             change = change.view(was.shape)
             if was.is_floating_point():

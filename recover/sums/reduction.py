@@ -2,9 +2,10 @@
 
 `fast`          fp32 sums, of float64 parameters float64 ones. The last bits depend on the order of the additions, and
                 so on the number of replicas.
-`reproducible`  Every microbatch's gradient is scaled by a power of two and rounded to integers, which float64 carries
-                and adds without error. The scale follows from B alone, so runs with and without failures, on any
-                number of replicas, get the same bits.
+`reproducible`  Every microbatch's gradient is rounded to a grid: a power of two times integers, which float64 carries
+                and adds without error. The grid follows from B and from what was committed before
+                (`recover.sums.exponents`), so runs with and without failures, on any number of replicas, get the same
+                bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Literal, Protocol
 import torch
 
 from recover.sums import later
+from recover.sums.exponents import BUFFERS, GRADIENTS, LOSSES, Exponents
+from recover.sums.parts import on_device
 
 Reduction = Literal["fast", "reproducible"]
 Tensors = list[torch.Tensor]
@@ -24,9 +27,15 @@ DOUBLE = (torch.float64, torch.complex128)
 class Sum(Protocol):
     """The arithmetic of a bucket."""
 
-    unit: float  # what 1.0 in a bucket stands for
-    bound: float  # gradients must stay within +- this
     exact: bool  # it does not depend on the order, so nobody else may add up gradients beside it
+
+    @property
+    def exponents(self) -> Exponents | None:
+        """Those of an exact sum."""
+
+    @property
+    def unit(self) -> float:
+        """What 1.0 in a bucket stands for."""
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         """What the gradients of such parameters are summed in."""
@@ -34,7 +43,7 @@ class Sum(Protocol):
     def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
         """Add one microbatch's gradients to their places (the first ones overwrite).
 
-        Returns their extremes, not read yet, if there is a bound to them: beyond it the sum is of no use.
+        Returns their extremes, not read yet, if the sum is exact: the step must know the largest of them.
         """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
@@ -43,23 +52,14 @@ class Sum(Protocol):
     def loss(self, value: float) -> float:
         """A loss as it is summed."""
 
-    def change(self, values: torch.Tensor) -> torch.Tensor:
-        """Changes of buffers, in float64, as they are summed: in the unit of losses."""
-
-    def covers(self, loss: float) -> bool:
-        """Whether such a loss (or change) can be summed as promised."""
-
-    loss_unit: float
-
-    def explain(self, step: int) -> str:
-        """Why a step cannot be summed."""
+    def change(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Changes of running buffers of these sizes, in float64, as they are summed."""
 
 
 class FastSum:
     exact = False
+    exponents = None
     unit = 1.0
-    bound = math.inf
-    loss_unit = 1.0
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         return torch.float64 if parameters in DOUBLE else torch.float32
@@ -77,25 +77,20 @@ class FastSum:
     def loss(self, value: float) -> float:
         return value
 
-    def change(self, values: torch.Tensor) -> torch.Tensor:
+    def change(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         return values
-
-    def covers(self, loss: float) -> bool:
-        return True
-
-    def explain(self, step: int) -> str:
-        raise AssertionError("a fast sum has no range")
 
 
 class ReproducibleSum:
     exact = True
 
     def __init__(self, global_batch: int) -> None:
-        self._global_batch = global_batch
-        self.exponent = 48 - math.ceil(math.log2(global_batch))
-        self.unit = 2.0**-self.exponent
-        self.loss_unit = 2.0 ** -(self.exponent - 8)  # losses up to 2^12 or so, whatever B
-        self.bound = 2.0 ** (53 - self.exponent) / global_batch
+        self.exponents = Exponents(global_batch)
+        self._grids: tuple[tuple[float, ...], torch.Tensor] | None = None
+
+    @property
+    def unit(self) -> float:
+        return self.exponents.grid(GRADIENTS)
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
         if parameters in DOUBLE:
@@ -111,7 +106,7 @@ class ReproducibleSum:
         extremes = _extremes(some) if some else []
         # Exact: a power of two, and integers from 2^24 on. Into memory of our own: that of a gradient may be another
         # gradient's, too, or flow on in autograd, or be kept by the user.
-        scaled = torch._foreach_mul(gradients, 2.0**self.exponent)
+        scaled = torch._foreach_mul(gradients, 1.0 / self.unit)
         torch._foreach_round_(scaled)
         if first:
             torch._foreach_copy_(places, scaled)
@@ -124,22 +119,17 @@ class ReproducibleSum:
         return gradient if shrink == 1.0 else gradient.mul_(shrink)
 
     def loss(self, value: float) -> float:
-        scaled = value / self.loss_unit
-        return float(round(scaled)) if math.isfinite(scaled) else scaled
+        grid = self.exponents.grid(LOSSES)
+        scaled = value / grid
+        return round(scaled) * grid if math.isfinite(scaled) else scaled
 
-    def change(self, values: torch.Tensor) -> torch.Tensor:
-        return (values / self.loss_unit).round_()
-
-    def covers(self, loss: float) -> bool:
-        return abs(loss) < 2.0**53 / self._global_batch  # False for NaN
-
-    def explain(self, step: int) -> str:
-        return (
-            f"step {step}: the gradient or the loss of a microbatch, or what it changed in a buffer, is not finite, or "
-            "too large to be summed exactly "
-            f"over {self._global_batch} microbatches (a gradient must stay within +-{self.bound:g}); "
-            "lower the learning rate, look at the data, or set reduction=fast"
-        )
+    def change(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        grids = tuple(self.exponents.grid(BUFFERS + number) for number in range(len(sizes)))
+        if self._grids is None or self._grids[0] != grids:
+            each = torch.tensor(grids, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+            self._grids = grids, on_device(each, values.device)
+        grid = self._grids[1]
+        return (values / grid).round_().mul_(grid)
 
 
 def _extremes(tensors: Tensors) -> Tensors:

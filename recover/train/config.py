@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic import model_validator as validator
 from pydantic_core import ErrorDetails
 
+from recover.job.spec import LEAST_LINK_TIMEOUT
 from recover.policy import DEFAULT_POLICY
 
 MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with the sequence length each is made for
@@ -165,6 +166,12 @@ class Config(Keys):
         ge=1,
         description="seconds after which a hung rank that others wait for is taken for dead; null: 10 if its process "
         "does not run, 60 or ten steps if it does",
+    )
+    link_timeout: float | None = Field(
+        default=None,
+        ge=LEAST_LINK_TIMEOUT,
+        description="seconds after which a reduction that all ranks wait in, and that moves nothing, is given up: a "
+        "link is broken; null: 60",
     )
 
     @validator(mode="before")

@@ -147,6 +147,7 @@ def _told(prepared: PreparedRun) -> dict[str, Any]:
         "run_dir": prepared.run_dir,
         "timeout": prepared.config.timeout,
         "hang_limit": prepared.config.hang_limit,
+        "link_timeout": prepared.config.link_timeout,
         "carrier": prepared.config.carrier,
         "faults": [str(fault) for fault in prepared.kills],
     }
@@ -209,6 +210,14 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
             way_on += ", with a state that was saved when the world was lost: no vote has compared it"
     else:
         way_on = "there is no checkpoint to go on from"
+    if states := [
+        one for one in checkpoint.undecided(prepared.run_dir) if not found or one.step > found.step
+    ]:
+        names = ", ".join(one.path.name for one in states)
+        way_on += (
+            f"; replicas held different states, saved as {names}: to go on from the right one, rename it to "
+            f"unconfirmed-{states[-1].step}"
+        )
     path = prepared.run_dir / "summary.json"
     if finished and several and not path.exists():
         steps = read(prepared.run_dir / "steps.jsonl").whole

@@ -27,8 +27,10 @@ from recover.journal.run_records import (
 from recover.liveness.board import ENDED
 from recover.models.gpu_use import GpuUse
 from recover.saving.confirmed import save_confirmed, together
+from recover.saving.diverged import save_states
 from recover.saving.saver import Saver
 from recover.saving.tensors import Tensors
+from recover.step.errors import StateDivergedError
 from recover.sums.state_hash import parameters_digest
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
@@ -50,6 +52,8 @@ from recover.world.writers import writing_replicas
 
 class Trainer:
     """One rank's part in a run. All ranks make one alike, and call `run` once."""
+
+    differs_between_replicas = True  # lines of the journal hold the times of the rank
 
     def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
         self.world, self.config, self.run_dir = world, config, run_dir
@@ -95,6 +99,7 @@ class Trainer:
             alone=world.grid.replica_size == 1,
         )
         self.step.extra["trainer"] = self
+        self.step.save_states = self._save_states  # type: ignore[method-assign]
         self.stop_requests = StopRequests(self.step, run_dir)
         self.kills = parse_faults(world.job.faults)
         self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
@@ -214,6 +219,7 @@ class Trainer:
         All hold the state of their last commit. That no bit has flipped since, no vote will tell.
         """
         world, index, size = self.world, self.step.index, self.world.grid.replica_size
+        world.stop_watching()
         world.board.in_step(world.rank, ENDED)
         here = [
             replica
@@ -223,10 +229,20 @@ class Trainer:
         if index == self.resumed_at or here[:1] != [world.replica]:
             return
         path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
-        told = f"saved in {path}; no vote has compared it" if path else "could not be saved"
+        told = (
+            f"is saved in {path}; no vote has compared it; `recover train --resume {self.run_dir}` goes on from it"
+            if path
+            else "could not be saved"
+        )
         ending.log(told := f"the world is lost; the state after step {index} {told}")
         if world.shard == 0:
             print(f"recover: {told}", flush=True)
+
+    def _save_states(self, error: StateDivergedError) -> None:
+        """Replicas hold different states, and nobody can tell which is right."""
+        if not self.step.index:
+            return
+        save_states(self.world, self.step.index, error, self.saver, self.tensors, lambda: (self._facts(), {}))
 
     @contextmanager
     def _spending(self, name: str) -> Iterator[None]:

@@ -39,6 +39,10 @@ class CrossGroup:
         out = source if out is None else out
         return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
 
+    def all_max(self, data: Any) -> Work:
+        """The maximum over the group, element by element, in place; int32 only."""
+        return self._post(lambda: self._carrier.all_max(data), data)
+
     def broadcast(self, data: Any, root: int = 0) -> Work:
         """`data` of the group's member number `root`, in place on all others."""
         return self._post(lambda: self._carrier.broadcast(data, root), data)
@@ -58,6 +62,11 @@ class CrossGroup:
     def barrier(self) -> Work:
         return self._post(self._carrier.barrier)
 
+    @property
+    def carried(self) -> int:
+        """A count that grows while data of the operation under way travel, as far as the carrier can see that."""
+        return self._carrier.carried
+
     def drain(self) -> None:
         """Wait until all that was posted has ended, well or not: the communication thread is idle at the vote."""
         self._worker.drain()
@@ -76,7 +85,7 @@ class CrossGroup:
         ready = Ready(*data)
         if self.error is not None:
             return Work.failed(self.error)
-        return self._worker.post(lambda: self._run(task, ready))
+        return self._worker.post(lambda: self._run(task, ready), lambda: ready.is_past)
 
     def _run(self, task: Callable[[], Rest | None], ready: Ready) -> Rest | None:
         if self.error is not None:

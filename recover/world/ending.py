@@ -45,7 +45,7 @@ class End(StrEnum):
     UNNEEDED = "unneeded"  # it was there to join, and there was nothing to join any more
 
 
-UNFIT = "for it failed in"  # in what one says that was excluded by its own fault
+UNFIT = "it failed in"  # in what one says that was excluded by its own fault
 STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send before they take a machine away
 _STDERR_PATIENCE = 2.0  # seconds; whoever dies must not wait longer for a reader of its last words
 

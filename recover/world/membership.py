@@ -19,12 +19,12 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
-from recover.carriers.contract import Carrier, Carriers, TookTooLongError
+from recover.carriers.contract import Carrier, Carriers, TookTooLongError, UnreachedError
 from recover.fabrics.base import WORD_BITS as FABRIC_BITS
-from recover.fabrics.base import Fabric, FabricError, Transfer
+from recover.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
 from recover.job.grid import Grid
 from recover.world.ending import UNFIT
-from recover.world.roll_call import Census, Row, pack, unpack
+from recover.world.roll_call import Census, Row, broken_links, pack, unpack
 
 TAG_BITS = 4
 WORD_BITS = FABRIC_BITS - TAG_BITS
@@ -33,6 +33,7 @@ CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are 
 FAILURES = 3  # of one member, over the same members: then the others go on without it
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between such rounds
 FRUITLESS = 8  # rounds over the same members, whatever they failed by
+UNSEEN = "the others have counted it as dead"  # a lease that ran out, a connection that was lost
 FENCE_AFTER = 3.0  # an excluded rank that is not dead by then is killed by its host's peers
 
 
@@ -57,15 +58,16 @@ C = TypeVar("C", bound=Carrier)
 class ExcludedError(Exception):
     """The survivors have agreed to go on without this rank, which must not act any more."""
 
-    def __init__(self, rank: int, members: tuple[int, ...], orphan: bool, trouble: str = "") -> None:
+    def __init__(
+        self, rank: int, members: tuple[int, ...], orphan: bool, reason: str, whole: str = ""
+    ) -> None:
+        """`whole`: the replica that the rank belongs to, with its other ranks."""
         self.orphan = orphan
-        why = "lost a mate of its replica" if orphan else "was excluded by the others"
-        if trouble and not orphan:
-            why += f", {UNFIT} {FAILURES} rounds of a repair ({trouble})"
-        super().__init__(f"rank {rank} {why}; the members are now {list(members)}")
+        why = "lost a mate of its replica" if orphan else f"was evicted: {reason}"
+        super().__init__(f"rank {rank}{'' if orphan else whole} {why}; the members are now {list(members)}")
 
 
-class NoCarrierError(RuntimeError):
+class NoCarrierError(WorldLostError, RuntimeError):
     """Nobody dies, and still the repair comes to nothing; too many are at fault to go on without them."""
 
 
@@ -91,7 +93,7 @@ class Membership(Generic[C]):
         self._carriers = carriers
         self._probe = probe
         self._report = report
-        self._trouble = ""  # what this rank's carriers failed by, in the repair under way
+        self._reason = ""  # why the others would go on without this rank, in the repair under way
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
         """The AND of the members' words, or None if somebody has died: then everyone must call `repair`.
@@ -112,18 +114,23 @@ class Membership(Generic[C]):
             return None
         return agreed >> TAG_BITS
 
-    def repair(self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
+    def repair(
+        self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False, reason: str = ""
+    ) -> Census:
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
 
         Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
         live; they, those who lost a mate, and those whose carriers fail again and again, get `ExcludedError`.
-        `admit`: whoever all members see asking is admitted, too. One that has been enters here, too.
+        `admit`: whoever all members see asking is admitted, too. One that has been enters here, too. `reason`: why this
+        rank is in `evict`.
         """
         started, rounds = self.fabric.now(), 0
         last, mine, fruitless = tuple[int, ...](), Row(b"", record), 0
         while True:
             rounds += 1
-            self._trouble = mine.trouble if mine.own + mine.built + mine.waited >= FAILURES else ""
+            if mine.own + mine.built + mine.waited >= FAILURES:
+                reason = f"{UNFIT} {FAILURES} rounds of a repair ({mine.trouble})"
+            self._reason = reason
             self._probe("repair", "members")
             participants = self.fabric.participants
             members = self._agree_on_members(evict, admit)
@@ -196,7 +203,13 @@ class Membership(Generic[C]):
             alive += [rank for i, rank in enumerate(chunk) if agreed >> i & 1]
         members = self.grid.whole(alive)
         if self.fabric.rank not in members:
-            raise ExcludedError(self.fabric.rank, members, self.fabric.rank in alive, self._trouble)
+            mates = self.grid.mates(self.fabric.rank)
+            whole = (
+                f", of replica {self.grid.replica(self.fabric.rank)} with rank{'s' if len(mates) > 1 else ''} "
+                f"{', '.join(map(str, sorted(mates)))},"
+            )
+            orphan, reason = self.fabric.rank in alive, self._reason or UNSEEN
+            raise ExcludedError(self.fabric.rank, members, orphan, reason, whole if mates else "")
         return members
 
     def _sick(self, rows: Mapping[int, Row]) -> frozenset[int]:
@@ -204,7 +217,8 @@ class Membership(Generic[C]):
 
         Who says that it cannot make a carrier is as good as dead, however many say so. Where one cannot be built, both
         ends of a connection fail, and the fault may be neither's: the worst are left out, but never the many. Those who
-        were to join are, before any member: it went without them.
+        were to join are, before any member: it went without them. Where one replica is an end of all broken links, the
+        others reach each other, and go on without that one.
         """
         cannot = frozenset(rank for rank, row in rows.items() if row.own >= FAILURES)
         if cannot:
@@ -221,11 +235,19 @@ class Membership(Generic[C]):
         sick = frozenset(rank for rank, count in failures.items() if count == worst)
         if sick & newcomers:
             return sick & newcomers
+        if (alone := self._cut_off(rows)) is not None:
+            return frozenset(rank for rank in rows if self.grid.replica(rank) == alone)
         if 2 * len(self.grid.replicas_of(sick)) >= len(self.grid.replicas_of(rows)):
             if newcomers:
                 return newcomers
             self._end(f"half of the replicas or more failed in {FAILURES} rounds", rows)
         return sick
+
+    def _cut_off(self, rows: Mapping[int, Row]) -> int | None:
+        """The replica without which no link between replicas is broken; of several the one with the highest number."""
+        pairs = {self.grid.replicas_of(pair) for pair in broken_links(rows)}
+        ends = [frozenset(pair) for pair in pairs if len(pair) == 2]
+        return max(frozenset[int].intersection(*ends), default=None) if ends else None
 
     def _think_again(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
         """Another round over the same members: what has failed without a death gets a moment to pass by itself."""
@@ -236,7 +258,8 @@ class Membership(Generic[C]):
 
     def _end(self, what: str, rows: Mapping[int, Row]) -> NoReturn:
         """All members come here after the same agreement; who leaves before the others hold its result undoes it."""
-        said = [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
+        said = [f"ranks {low} and {high} do not reach each other" for low, high in sorted(broken_links(rows))]
+        said += [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
         self.fabric.linger(FENCE_AFTER)
         raise NoCarrierError(
             f"the world cannot be repaired: nobody died, and {what}; mend what the ranks say: "
@@ -337,8 +360,9 @@ class Membership(Generic[C]):
             trouble = f"the carrier failed here: {type(error).__name__}: {error}"
             self._report(trouble)
             if isinstance(error, TookTooLongError):
-                return False, replace(mine, waited=mine.waited + 1, trouble=trouble)
-            return False, replace(mine, built=mine.built + 1, trouble=trouble)
+                return False, replace(mine, waited=mine.waited + 1, trouble=trouble, unreached=())
+            unreached = error.ranks if isinstance(error, UnreachedError) else ()
+            return False, replace(mine, built=mine.built + 1, trouble=trouble, unreached=unreached)
         return True, mine
 
     def _close(self, built: bool) -> bool:

@@ -22,18 +22,19 @@ class Row:
     trouble: str = ""  # what it failed by last
     epoch: int = 0  # before this repair; 0 of one that joins
     before: tuple[int, ...] = ()  # the members of that epoch, told by one of them: who joins cannot know
+    unreached: tuple[int, ...] = ()  # the members that did not answer it when its carrier was built last
 
     def to_bytes(self, rank: int) -> bytes:
         head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch)
-        before = struct.pack(f"<{len(self.before)}q", *self.before)
-        return pack([head, before, self.offer, self.record, self.trouble.encode()])
+        numbers = _to_bytes(self.before), _to_bytes(self.unreached)
+        return pack([head, *numbers, self.offer, self.record, self.trouble.encode()])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> tuple[int, Row]:
-        head, before, offer, record, trouble = unpack(packed)
+        head, before, unreached, offer, record, trouble = unpack(packed)
         rank, can_build, own, built, waited, epoch = _HEAD.unpack(head)
-        members = struct.unpack(f"<{len(before) // 8}q", before)
-        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, members)
+        numbers = _from_bytes(before), _from_bytes(unreached)
+        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, *numbers)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,24 @@ class Census:
     rounds: int
     seconds: float
     joined: tuple[int, ...] = ()  # the members that were none in the epoch before
+
+
+def _to_bytes(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _from_bytes(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 8}q", packed)
+
+
+def broken_links(rows: Mapping[int, Row]) -> frozenset[tuple[int, int]]:
+    """The pairs of members of which one does not reach the other, whichever of them says so; the lower number first."""
+    return frozenset(
+        (min(rank, other), max(rank, other))
+        for rank, row in rows.items()
+        for other in row.unreached
+        if other in rows
+    )
 
 
 def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:

@@ -6,7 +6,7 @@ the places where faults strike (`recover.world.hooks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -59,5 +59,7 @@ class Parts:
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
     # Where there are other hosts: the step that each rank of the job was inside of, 0, or ENDED, a moment ago.
     steps_told: Callable[[], Mapping[int, int]] | None = None
+    # The rows of ranks on other hosts, as their boards showed them a moment ago.
+    rows_told: Callable[[], Mapping[int, Sequence[int]]] = dict
     # Empties a list of what is no longer used. A group of gloo's takes its time to go.
     drop: Callable[[list[Any]], object] = list.clear

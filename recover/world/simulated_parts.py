@@ -20,8 +20,9 @@ class InlineWorker(Worker):
     def __init__(self) -> None:
         self._failed: list[Work] = []
         self._running = False
+        self._ended = 0
 
-    def post(self, task: Callable[[], object]) -> Work:
+    def post(self, task: Callable[[], object], is_ready: Callable[[], bool] = lambda: True) -> Work:
         work = Work(task)
         self._running = True
         try:
@@ -29,6 +30,7 @@ class InlineWorker(Worker):
                 work.finish(rest)
         finally:
             self._running = False
+            self._ended += 1
         if work.error is not None:
             self._failed.append(work)
         return work
@@ -38,6 +40,14 @@ class InlineWorker(Worker):
 
     @property
     def busy(self) -> bool:
+        return self._running
+
+    @property
+    def ended(self) -> int:
+        return self._ended
+
+    @property
+    def is_at_wire(self) -> bool:
         return self._running
 
 

@@ -1,9 +1,10 @@
 """The watcher: a thread that learns of deaths while the main thread computes or waits for data.
 
-It does four things. If a mate of this rank's replica is dead, the rank leaves at once, whatever it is blocked in:
+It does five things. If a mate of this rank's replica is dead, the rank leaves at once, whatever it is blocked in:
 the world's agreement would otherwise wait for it for ever. If anybody else is dead, it frees this rank's
 cross-replica group, so that nobody stays blocked there. If an agreement has forgotten this rank, the rank gives
-itself up. And if another rank of this host hangs while this one waits, it kills it. While the main thread is inside the
+itself up. If another rank of this host hangs while this one waits, it kills it. And if the link between members of
+the group is broken, it frees the group (`recover.world.links`). While the main thread is inside the
 protocol itself (an agreement, a repair) it keeps out of MPI: a rank that has voted leaves only as the repair tells
 it to.
 """
@@ -27,7 +28,8 @@ LOOK = 0.05  # seconds between looks at the others' signs of life
 class Watcher:
     """One per rank. `on_death` gets the set of all known deaths, each time that it has grown.
 
-    `waits` says whether this rank waits for others: only then may it find that one of them hangs.
+    `waits` says whether this rank waits for others: only then may it find that one of them hangs. `look_at_links` is
+    called as often as it looks at the others.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Watcher:
         hangs: HangWatchdog,
         on_death: Callable[[frozenset[int]], None],
         waits: Callable[[], bool],
+        look_at_links: Callable[[float], None],
     ) -> None:
         self._fabric, self._board, self._own, self._notes = (
             parts.fabric,
@@ -44,7 +47,7 @@ class Watcher:
             parts.own,
             parts.notes,
         )
-        self._on_death, self._waits = on_death, waits
+        self._on_death, self._waits, self._look_at_links = on_death, waits, look_at_links
         self._mates = grid.mates(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
@@ -70,6 +73,7 @@ class Watcher:
         """Look around once."""
         if now - self._looked > LOOK:
             self._looked = now
+            self._look_at_links(now)
             self._look_for_hung_ranks(now)
         self._look_for_a_forgotten_agreement(now)
         if self._fabric.lock.acquire(blocking=False):

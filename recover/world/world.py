@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from recover.carriers.base import DataCarrier
 from recover.carriers.worker import Work
@@ -16,6 +17,7 @@ from recover.job.spec import JobSpec
 from recover.liveness.board import ENDED
 from recover.world.cross import CrossGroup
 from recover.world.ending import End
+from recover.world.links import Links
 from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.notes import blamed
 from recover.world.roll_call import Census, left_behind
@@ -55,6 +57,7 @@ class World:
             job.joining,
         )
         self._cross: CrossGroup | None = None
+        self.evicted: dict[int, str] = {}  # replicas that the others went on without, and why
         self.arrivals: tuple[int, ...] = ()  # replicas that were let in, and do not hold the state yet
         self.steps_made = (
             0  # every `recover.Step` of the script: only the state of a single one can be passed on
@@ -70,7 +73,8 @@ class World:
         self._hangs = HangWatchdog(
             grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
         )
-        self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits)
+        self._links = Links(self.rank, self.board, self.worker, job.link_timeout, parts.rows_told)
+        self._watcher = Watcher(parts, grid, self._hangs, self._on_death, self._waits, self._look_at_links)
         parts.watch(self._watcher)
         if job.joining:
             self.last_census = Census(0, self.members, (), {}, 0, 0.0)
@@ -149,12 +153,22 @@ class World:
             self._own.die(End.UNNEEDED, str(error))
         return self.repair(record)
 
-    def repair(self, record: bytes = b"", evict: frozenset[int] = frozenset(), admit: bool = False) -> Census:
+    def repair(
+        self,
+        record: bytes = b"",
+        evict: frozenset[int] = frozenset(),
+        admit: bool = False,
+        reasons: Mapping[int, str] = MappingProxyType({}),
+    ) -> Census:
         """Agree on who is left and exchange one record each; afterwards `cross` is a new group.
 
         A rank that the others go on without (it lost a mate of its replica, or is in `evict`) does not return from
         this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
+        `reasons`: why replicas in `evict` are evicted, for the logs of all.
         """
+        self.evicted |= reasons
+        for replica, why in reasons.items():
+            self._own.log(f"{self._in_full(replica)} is evicted: {why}")
         before = [self._cross]
         if self._cross is not None:
             self._cross.break_off()
@@ -162,7 +176,7 @@ class World:
             self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
             try:
-                census = self._membership.repair(record, evict, admit)
+                census = self._membership.repair(record, evict, admit, reasons.get(self.replica, ""))
             except ExcludedError as excluded:
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
@@ -174,10 +188,20 @@ class World:
         self.noticed_at = None
         return census
 
+    def _in_full(self, replica: int) -> str:
+        """A replica of several ranks, with its ranks; of one rank, this rank."""
+        size = self.grid.replica_size
+        first, last = replica * size, replica * size + size - 1
+        return f"rank {first}" if size == 1 else f"replica {replica} (ranks {first}-{last})"
+
     def let_go(self, why: str) -> None:
         """Nobody waits for data of others any more: this rank comes to its next agreement. From any thread."""
         if self._cross is not None:
             self._cross.break_off(why)
+
+    def stop_watching(self) -> None:
+        """The world is lost and all ranks end: one that saves its state must not leave because a mate has ended."""
+        self._watcher.rest()
 
     def linger(self) -> None:
         """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
@@ -236,6 +260,14 @@ class World:
             self.noticed_at = self.noticed_at or time.time()
             self._cross.break_off()
 
+    def _look_at_links(self, now: float) -> None:
+        """Called by the watcher. Whoever is freed comes to the vote, which fails, and a repair follows."""
+        cross = self._cross
+        if why := self._links.look(cross, self.epoch, bool(self._waiting), now):
+            self._own.log(f"gave up a reduction: {why}")
+            assert cross is not None
+            cross.break_off(why)
+
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
         deadline = self._fabric.now() + MATE_PATIENCE
@@ -252,7 +284,8 @@ class World:
             census = self.repair()
             inside = sorted(rank for rank, record in census.records.items() if record)
             if inside and self.rank not in (behind := left_behind(census.records, self.grid.ranks)):
-                self.repair(evict=behind)
+                why = "its script and those of the others have ended after different steps"
+                self.repair(evict=behind, reasons=dict.fromkeys(self.grid.replicas_of(behind), why))
             elif inside:
                 raise RuntimeError(
                     f"the script has ended on rank {self.rank} after step {self._stepped}, and rank(s) "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from launching import wait_until
 from recover.etcd import etcd_agreement, etcd_host
 from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue, UnansweredError, delete
-from recover.etcd.etcd_entry import OtherJobError
+from recover.etcd.etcd_entry import OtherJobError, place
 from recover.etcd.etcd_fabric import DeclaredDeadError, EtcdFabric
 from recover.etcd.etcd_mail import MESSAGE_LIMIT
 from recover.etcd.etcd_server import EtcdServer
@@ -281,6 +283,84 @@ def test_one_that_is_waited_for_too_long_is_declared_dead_and_silence_of_etcd_is
     assert isinstance(late, DeclaredDeadError)
 
 
+@pytest.mark.parametrize("kind", ["answers", "silent", "suspended"])
+def test_wait_for_a_vote_counts_only_while_etcd_answers(
+    fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A rank is declared dead after `hang_limit` of answers, not of silence, nor of a pause of the waiting process.
+
+    Time passes by itself only in the reads of a waiting rank.
+    """
+    look_again, hang_limit, reads_needed = 0.005, 0.1, 30
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
+
+    class Delayed(EtcdClient):
+        reads = 0
+
+        def read(self, *operations: Any) -> Any:
+            answer = super().read(*operations)
+            self.reads += 1
+            if kind != "suspended" or self.reads == 2:
+                clock.now += 1000.0
+            self.unanswered += kind == "silent"
+            return answer
+
+    monkeypatch.setattr("recover.etcd.etcd_fabric.time", clock)
+    monkeypatch.setattr("recover.etcd.etcd_fabric.LOOK_AGAIN", look_again)
+    ranks, clients = fabrics.make(2, Delayed, hang_limit=hang_limit)
+    results: list[Any] = []
+    voter = threading.Thread(target=lambda: results.extend(agree(ranks[:1], 1)), daemon=True)
+    voter.start()
+    if kind == "answers":
+        voter.join(60)
+        assert results == [None]
+        assert ranks[0].failed() == {1}
+        assert clients[0].reads * 2 * look_again > hang_limit
+        return
+    assert wait_until(lambda: clients[0].reads >= reads_needed or not voter.is_alive())
+    assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
+    assert agree(ranks[1:], 1) == [1]
+    voter.join(60)
+    assert results == [1]
+
+
+def test_vote_that_comes_before_the_declaration_keeps_a_rank_alive(
+    fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has waited too long for rank 1, has seen no vote of rank 1, and is about to declare it dead."""
+    monkeypatch.setattr("recover.etcd.etcd_fabric.LOOK_AGAIN", 0.01)
+    declaration = base64.b64encode(f"{fabrics.prefix}{key_of('seen/dead/', 1)}".encode()).decode()
+    late_results: list[Any] = []
+    late = threading.Thread(target=lambda: late_results.extend(agree(ranks[1:], 0b011)), daemon=True)
+    decided = threading.Event()
+
+    class Overtaken(EtcdClient):
+        """The vote of rank 1 arrives in etcd just before the declaration. Rank 1 itself decides nothing."""
+
+        def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+            if not late.ident and f'"request_put": {{"key": "{declaration}"' in json.dumps(body):
+                late.start()
+                assert wait_until(lambda: key_of("vote/", 1) in fabrics.store())
+            return super().call(path, body)
+
+        def read(self, *operations: Any) -> Any:
+            if threading.current_thread() is not voter:
+                decided.wait(60)
+            return super().read(*operations)
+
+    ranks, _ = fabrics.make(2, Overtaken, hang_limit=0.0)
+    results: list[Any] = []
+    voter: Any = threading.Thread(target=lambda: results.append(ranks[0].agree(0b110)), daemon=True)
+    voter.start()
+    voter.join(60)
+    decided.set()
+    assert late.ident, "rank 0 never tried to declare rank 1 dead"
+    assert results == [0b010], "a rank was declared dead although its vote was there"
+    assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
+    late.join(60)
+    assert late_results == [0b010]
+
+
 def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_loses_nobody(
     fabrics: Fabrics,
 ) -> None:
@@ -370,6 +450,18 @@ def test_another_job_and_a_second_process_of_a_rank_are_refused(fabrics: Fabrics
         EtcdFabric(theirs, 0, 2, board, "theirs")
     with pytest.raises(OtherJobError, match="another process is or was rank 1"):
         EtcdFabric(fabrics.etcd, 1, 2, board, TOKEN)
+
+
+def test_rank_that_was_declared_dead_cannot_enter(fabrics: Fabrics) -> None:
+    """Its launcher has seen it fail, or has given it up, before it came to etcd; the others count on its death."""
+    fabrics.join(2, 0)
+    (joining,) = place(fabrics.etcd)
+    for rank in (1, joining):
+        before = fabrics.store().get(key_of("claim/", rank))
+        declare(fabrics.etcd, rank, "its process did not start in time")
+        with pytest.raises(OtherJobError, match=f"rank {rank} "):
+            fabrics.join(2, rank)
+        assert fabrics.store().get(key_of("claim/", rank)) == before, "a dead rank has claimed its number"
 
 
 def test_news_come_through_compactions_and_lost_connections(server: EtcdServer, prefix: str) -> None:

@@ -36,12 +36,20 @@ def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> No
     assert trajectory(fast) != trajectory(calm)  # or the comparison proves nothing
 
 
-def test_a_value_out_of_range_ends_the_run_and_names_the_key(tmp_path: Path) -> None:
-    outcome = train(tmp_path, 2, [], nan=9, reduction="reproducible")
-    assert outcome.code == 1
-    assert "set reduction=fast" in outcome.output
-    assert "step 3" in outcome.output
-    assert all(entry["step"] < 3 for rank in outcome.diaries for entry in outcome.notes(rank, "commit"))
+def test_overflows_and_nans_leave_the_bits_alone_when_the_owner_of_the_value_dies(tmp_path: Path) -> None:
+    """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them."""
+    exact = {"reduction": "reproducible", "spikes": {"10": 1e4, "21": 1e8}, "nan": 31, "steps": 6}
+    calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
+    stormy = train(tmp_path, 3, ["2:2:vote", "4:1:in-reduce"], "stormy", **exact)
+    assert trajectory(calm)[:5] == trajectory(stormy)[:5]
+    for outcome in (calm, stormy):
+        reruns = [entry["reruns"] for entry in commits(outcome)]
+        assert (reruns[0], reruns[1], reruns[3], reruns[5]) == (0, 1, 1, 0), reruns
+        assert [entry["skipped"] for entry in commits(outcome)] == [0, 0, 0, 0, 0, 1]
+        assert commits(outcome)[5]["digest"] == commits(calm)[4]["digest"], (
+            "a skipped step changed parameters"
+        )
+    assert stormy.survivors == [0]
 
 
 def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_numbers_of_replicas(

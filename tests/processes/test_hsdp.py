@@ -77,8 +77,12 @@ def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, 
 
 @pytest.mark.soak  # tests/processes/test_train_hsdp.py shows the same through the trainer
 def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
-    calm = train(tmp_path, 2, [], "calm", reduction="reproducible", accum=3)
-    stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", reduction="reproducible")
+    exact = {"reduction": "reproducible", "tight": True}
+    calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
+    stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", **exact)
+    reruns = [[c["reruns"] for c in run.notes(rank, "commit")] for run, rank in ((calm, 0), (stormy, 4))]
+    assert reruns[0] == reruns[1]
+    assert reruns[0][0] == 1
     check(calm, set(), batch=6)
     check(stormy, {0, 1}, batch=6)
     assert stormy.notes(4, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]

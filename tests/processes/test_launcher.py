@@ -199,7 +199,7 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
     assert job.finish() == 1, job.stderr
     assert job.stdout.count("members (0, 3) [b'0', b'3']") == 2
     assert "no progress for 2.5 s (--timeout)" in job.stderr
-    assert "rank 1 was excluded by the others, for it failed in 3 rounds of a repair" in job.stderr
+    assert "rank 1 was evicted: it failed in 3 rounds of a repair" in job.stderr
     assert "OSError: no descriptors are left" in job.stderr
     assert job.leftovers() == []
 

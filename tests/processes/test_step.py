@@ -157,6 +157,8 @@ def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
     """Reproducible sums are those of one process, too."""
     outcome = train(tmp_path, 3, [], flip=[3, 1], reduction="reproducible", bit=30)
     assert outcome.ends[1] == "excluded", outcome.output
+    told = "rank 1 was evicted: its parameters differ from the majority, first in "
+    assert told in outcome.output
     check(outcome, {1}, batch=6)
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
 
@@ -166,8 +168,12 @@ def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None
         tmp_path, 2, [], flip=[3, 1], flipped="average"
     )  # a buffer that moves drifts as weights do
     assert outcome.code == 1
-    assert "replicas [0, 1] hold different parameters" in outcome.output
-    assert "no majority" in outcome.output
+    assert "before step 3 replica 0 and replica 1 hold different states" in outcome.output
+    assert "the first difference is in average (buffer)" in outcome.output
+    assert "there is no majority to tell which state is right" in outcome.output
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["unconfirmed-2-replica-0", "unconfirmed-2-replica-1"], outcome.output
+    assert "rename it to unconfirmed-2, and resume" in outcome.output
 
 
 def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: Path) -> None:

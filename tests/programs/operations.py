@@ -36,6 +36,12 @@ for dtype in (
     rows = torch.empty((ranks, 2), dtype=dtype, device=device)
     assert group.all_gather(torch.full((2,), world.rank, dtype=dtype, device=device), rows).wait()
     assert rows[:, 0].tolist() == list(range(ranks)), dtype
+for codes in (
+    np.array([world.rank, -world.rank, -(2**30), 2**30], np.int32),
+    torch.tensor([world.rank, -world.rank, -(2**30), 2**30], dtype=torch.int32, device=device),
+):
+    assert group.all_max(codes).wait()
+    assert codes.tolist() == [ranks - 1, 0, -(2**30), 2**30]
 for large in (  # several pieces
     np.full(5_000_000, world.rank + 1, np.float32),
     torch.full((20_000_001,), world.rank + 1, dtype=torch.float32, device=device),

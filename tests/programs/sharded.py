@@ -3,8 +3,8 @@
 Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow_repair` (seconds by which every rank
 but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2), `fsdp1` (the
 model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients` (parameters
-stay what they are, and every rank keeps what the optimizer gets), and `padded` (some targets do not count, and every
-rank gives the number of its own as weight).
+stay what they are, and every rank keeps what the optimizer gets), `padded` (some targets do not count, and every
+rank gives the number of its own as weight), and `tight` (exponents without headroom: steps overflow often).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import recover.dropin
 from recover.models import Llama
 from recover.models.llama import Block
 from recover.replica import rows
+from recover.sums import exponents
 from recover.sums.parts import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,6 +43,8 @@ if seconds := options.get("slow_repair"):
         return quick(*arguments, **named)
 
     world.repair = slow
+if options.get("tight"):
+    exponents.HEADROOM, exponents.START = 0, dict.fromkeys(exponents.START, -30)
 torch.manual_seed(3)
 net, gradients = Llama(CONFIG), None
 if "fsdp1" in options:
@@ -102,6 +105,7 @@ while step.index < options["steps"]:
         loss=step.loss,
         norm=step.grad_norm,
         samples=step.samples,
+        reruns=step.reruns,
         digest=hashlib.sha256(shard).hexdigest(),
         replicas=world.replicas,
     )

@@ -5,7 +5,7 @@ bit of that replica's weights, or of its buffer `flipped`, is flipped before tha
 raises), `nan` (a sample whose loss is NaN), `always` (every microbatch uses all parameters), `ddp` (in place, on a
 user's own DDP: the restore mode) and `views` (with DDP's gradients as views of its buckets; the loop keeps its own
 no_sync() in every second microbatch), `ends` ([step, replica]: the script ends there after that step), `reduction`,
-`dropout`, `noise` (drawn by the stream) and `bit`.
+`dropout`, `noise` (drawn by the stream), `bit`, and `spikes` (by sample: how many times larger its gradient is).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import recover
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy import MEMORY, Model, Stream, loss_of, make_optimizer
+from toy import MEMORY, Model, Stream, loss_of, make_optimizer, spiked
 
 options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -81,7 +81,8 @@ while step.index < options["steps"]:
             raise ValueError("this sample cannot be read")
         microbatches += 1
         with model.no_sync() if gradients and microbatches % 2 else nullcontext():
-            step.backward(loss_of(model, (inputs.to(device), target.to(device), index)))
+            loss = loss_of(model, (inputs.to(device), target.to(device), index))
+            step.backward(spiked(loss, options.get("spikes", {}).get(str(index), 1.0)))
         note("slot", step=step.index + 1, index=sample[2])
     note(
         "commit",
@@ -90,6 +91,7 @@ while step.index < options["steps"]:
         loss=step.loss,
         samples=step.samples,
         skipped=step.skipped,
+        reruns=step.reruns,
         digest=digest(),
         replicas=world.replicas,
         incidents=[asdict(incident) for incident in step.incidents],

@@ -11,7 +11,7 @@ from recover.chaos.campaign import schedule_for, strike_newcomers
 from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
 from recover.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from recover.faults import LOCATIONS, parse_fault
-from recover.faults.locations import JOIN_PHASES, OUTSIDE, REPAIR_PHASES
+from recover.faults.locations import JOIN_PHASES, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import impossible, survivors
 from recover.train.config import parse
 
@@ -71,7 +71,9 @@ def test_those_who_come_back_are_struck_at_every_place_that_there_is_for_them() 
     faults = [fault for schedule in schedules for fault in schedule]
     assert {fault.location for fault in faults if fault.asks} == {"repair", *OUTSIDE}
     assert {fault.detail for fault in faults if fault.location == "repair"} == {*REPAIR_PHASES, *JOIN_PHASES}
-    assert {fault.location for fault in faults if fault.joined} == set(PLACES) - {"checkpoint"}
+    assert {fault.location for fault in faults if fault.joined} == (
+        set(PLACES) - {"checkpoint", *OF_MICROBATCHES}
+    )
     assert any(fault.after for fault in faults)
     for seed, schedule in enumerate(schedules):
         everything = (*schedule_for(config, seed), *schedule)

@@ -54,10 +54,10 @@ class Caller:
         self.rank, self.stream = rank, LateDevice().stream()
         self._expected: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def source(self, value: int) -> torch.Tensor:
+    def source(self, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """A buffer that is filled late."""
-        buffer = on_device(torch.full((LENGTH,), OLD, dtype=torch.int64))
-        self.stream.copy(buffer, torch.full((LENGTH,), value, dtype=torch.int64))
+        buffer = on_device(torch.full((LENGTH,), OLD, dtype=dtype))
+        self.stream.copy(buffer, torch.full((LENGTH,), value, dtype=dtype))
         return buffer
 
     def target(self, *shape: int) -> torch.Tensor:
@@ -82,6 +82,11 @@ def in_place_sum(cross: CrossGroup, caller: Caller) -> tuple[Work, torch.Tensor,
 def out_of_place_sum(cross: CrossGroup, caller: Caller) -> tuple[Work, torch.Tensor, list[Any]]:
     source, out = caller.source(caller.rank + 1), caller.target()
     return cross.all_reduce(source, out), out, [sum(range(1, cross.size + 1))] * LENGTH
+
+
+def all_max(cross: CrossGroup, caller: Caller) -> tuple[Work, torch.Tensor, list[Any]]:
+    data = caller.source(caller.rank + 1, torch.int32)
+    return cross.all_max(data), data, [cross.size] * LENGTH
 
 
 def broadcast(cross: CrossGroup, caller: Caller) -> tuple[Work, torch.Tensor, list[Any]]:
@@ -111,7 +116,15 @@ def send_and_receive(cross: CrossGroup, caller: Caller) -> tuple[Work, torch.Ten
     return cross.exchange({following: source}, {previous: out}), out, [previous] * LENGTH
 
 
-OPERATIONS = [in_place_sum, out_of_place_sum, broadcast, all_gather, send_or_receive, send_and_receive]
+OPERATIONS = [
+    in_place_sum,
+    out_of_place_sum,
+    all_max,
+    broadcast,
+    all_gather,
+    send_or_receive,
+    send_and_receive,
+]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
@@ -163,7 +176,7 @@ def test_no_carrier_can_run_an_operation_without_following_the_caller() -> None:
             super().follow(ready)
 
         def __getattribute__(self, name: str) -> Any:
-            if name in ("all_reduce", "broadcast", "all_gather", "exchange"):
+            if name in ("all_reduce", "broadcast", "all_gather", "exchange", "all_max"):
                 followed.append(name)
             return super().__getattribute__(name)
 
@@ -171,10 +184,10 @@ def test_no_carrier_can_run_an_operation_without_following_the_caller() -> None:
     carrier: DataCarrier = Noting(worker, (0,), 0)
     cross, data = CrossGroup(carrier, worker), torch.zeros(LENGTH, dtype=torch.int64)
     works = [cross.all_reduce(data), cross.broadcast(data), cross.all_gather(data, data.clone()[None])]
-    works.append(cross.exchange({}, {}))
+    works += [cross.exchange({}, {}), cross.all_max(data)]
     assert all(work.wait(60) for work in works)
-    assert followed[::2] == ["follow"] * 4
-    assert followed[1::2] == ["all_reduce", "broadcast", "all_gather", "exchange"]
+    assert followed[::2] == ["follow"] * 5
+    assert followed[1::2] == ["all_reduce", "broadcast", "all_gather", "exchange", "all_max"]
 
 
 def _recorded(stream: LateStream, data: tuple[Any, ...]) -> Ready:

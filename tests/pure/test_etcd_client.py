@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from recover.etcd import etcd_client as etcd
 from recover.etcd.etcd_agreement import Decision, Glance, Look, Vote, decided, key_of, mates, whole
 from recover.etcd.etcd_client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.etcd.etcd_errors import CODES, Kind, classify, read_error
 from recover.etcd.etcd_server import SAFE, warn_if_unsafe
+from recover.fabrics.base import WorldLostError
 
 Reply = Callable[[str, dict[str, Any], dict[str, str]], tuple[int, Any]]
 DONE = {"header": {"revision": "7"}, "succeeded": True}
@@ -212,9 +214,8 @@ def test_a_login_is_made_once_and_again_when_it_has_expired(gateways: Any) -> No
 
 
 def test_a_refusal_names_endpoint_cause_and_mend(gateways: Any) -> None:
-    full = {"error": "etcdserver: mvcc: database space exceeded", "code": 8}
     for status, answer, mend in (
-        (429, full, "defragment"),
+        (500, {"error": "etcdserver: corrupt cluster", "code": 15}, "alarm CORRUPT"),
         (404, b"404 page not found", "JSON gateway"),
         (403, {"error": "etcdserver: permission denied", "code": 7}, "read and write under /job/"),
     ):
@@ -228,6 +229,121 @@ def test_a_refusal_names_endpoint_cause_and_mend(gateways: Any) -> None:
             EtcdClient(gateway.endpoint, prefix="/job/", user=user).txn([], [])
         assert gateway.endpoint in str(told.value)
         assert not isinstance(told.value, UnansweredError)
+
+
+# As etcd 3.5 writes them: text, gRPC's code, HTTP's status, and what the client must do. Those with a status were seen.
+ERRORS = [
+    ("etcdserver: invalid auth token", 16, 401, Kind.LOGIN),
+    ("auth: revision in header is old", 2, 500, Kind.LOGIN),
+    ("etcdserver: revision of auth store is old", 3, 400, Kind.LOGIN),
+    ("etcdserver: user name is empty", 3, 400, Kind.LOGIN),
+    ("anything else that is UNAUTHENTICATED", 16, 401, Kind.LOGIN),
+    ("etcdserver: mvcc: database space exceeded", 8, 429, Kind.RETRY),
+    ("etcdserver: too many requests", 8, 429, Kind.RETRY),
+    ("etcdserver: no leader", 14, 503, Kind.RETRY),
+    ("etcdserver: not leader", 9, 400, Kind.RETRY),
+    ("etcdserver: leader changed", 14, 503, Kind.RETRY),
+    ("etcdserver: server stopped", 14, 503, Kind.RETRY),
+    ("etcdserver: request timed out", 14, 503, Kind.RETRY),
+    ("etcdserver: request timed out, possibly due to previous leader failure", 2, 500, Kind.RETRY),
+    ("etcdserver: request timed out, possibly due to connection lost", 14, 503, Kind.RETRY),
+    ("etcdserver: request timed out, waiting for the applied index took too long", 14, 503, Kind.RETRY),
+    ("etcdserver: unhealthy cluster", 14, 503, Kind.RETRY),
+    ("etcdserver: rpc not supported for learner", 9, 400, Kind.RETRY),
+    ("raft proposal dropped", 2, 500, Kind.RETRY),
+    ("context deadline exceeded", 4, 504, Kind.RETRY),
+    ("context canceled", 1, 499, Kind.RETRY),
+    ("stream terminated by RST_STREAM", 13, 500, Kind.RETRY),
+    ("Bad Gateway", 0, 502, Kind.RETRY),
+    ("Internal Server Error", 0, 500, Kind.RETRY),
+    ("etcdserver: permission denied", 7, 403, Kind.FINAL),
+    ("etcdserver: authentication failed, invalid user ID or password", 3, 400, Kind.FINAL),
+    ("etcdserver: authentication is not enabled", 9, 400, Kind.FINAL),
+    ("etcdserver: requested lease not found", 5, 404, Kind.FINAL),
+    ("etcdserver: mvcc: required revision has been compacted", 11, 400, Kind.FINAL),
+    ("etcdserver: request is too large", 3, 400, Kind.FINAL),
+    ("etcdserver: too many operations in txn request", 3, 400, Kind.FINAL),
+    ("etcdserver: corrupt cluster", 15, 500, Kind.FINAL),
+    ("404 page not found", 0, 404, Kind.FINAL),
+    ("Not Implemented", 12, 501, Kind.FINAL),
+]
+
+
+def test_every_error_of_etcd_is_retried_logged_in_for_or_final() -> None:
+    assert {said: classify(code, status, said)[0] for said, code, status, _ in ERRORS} == {
+        said: kind for said, _, _, kind in ERRORS
+    }
+    assert CODES.keys() == set(range(1, 17)), "all of gRPC's codes"
+    for said in ("etcdserver: mvcc: database space exceeded", "memberID:1 alarm:NOSPACE "):
+        assert all(
+            word in classify(8, 429, said)[1] for word in ("NOSPACE", "alarm list", "alarm disarm", "quota")
+        )
+    flat = {"error": "etcdserver: no leader", "code": 14, "message": "etcdserver: no leader"}
+    streamed = {"error": {"grpc_code": 14, "http_code": 503, "message": "etcdserver: no leader"}}
+    assert read_error(flat) == read_error(streamed) == (14, "etcdserver: no leader")
+
+
+@pytest.mark.parametrize("error", [error[:3] for error in ERRORS if error[3] is Kind.LOGIN])
+def test_a_refused_token_is_replaced_once_and_the_request_sent_again(
+    gateways: Any, error: tuple[str, int, int]
+) -> None:
+    """Also where authentication is turned off and on again while the client runs."""
+    said, code, status = error
+    revision, enabled = 1, True
+
+    def reply(path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+        if path == "/v3/auth/authenticate":
+            if not enabled:
+                return 400, {"error": "etcdserver: authentication is not enabled", "code": 9}
+            return 200, {"token": f"revision {revision}"}
+        if enabled and headers.get("Authorization") != f"revision {revision}":
+            return status, {"error": said, "code": code, "message": said}
+        return 200, DONE
+
+    gateway = gateways(reply)
+    client = EtcdClient(gateway.endpoint, user="recover", password="secret")
+
+    def asked(request: Callable[[], object]) -> list[str]:
+        before = len(gateway.asked)
+        request()
+        return [path for path, _ in gateway.asked[before:]]
+
+    write = lambda: client.txn([], [etcd.put("a", b"1")])  # noqa: E731
+    assert asked(write) == ["/v3/auth/authenticate", "/v3/kv/txn"]
+    revision = 2
+    assert asked(write) == ["/v3/kv/txn", "/v3/auth/authenticate", "/v3/kv/txn"]
+    assert asked(write) == ["/v3/kv/txn"]
+    enabled = False
+    client.forget_login()
+    assert asked(write) == ["/v3/auth/authenticate", "/v3/kv/txn"]
+    enabled = True
+    assert asked(write) == ["/v3/kv/txn", "/v3/auth/authenticate", "/v3/kv/txn"]
+
+
+def test_a_full_etcd_is_waited_for_and_then_named_with_its_alarm_and_remedy(gateways: Any) -> None:
+    full = True
+    gateway = gateways(
+        lambda *_: (
+            (429, {"error": "etcdserver: mvcc: database space exceeded", "code": 8}) if full else (200, DONE)
+        )
+    )
+    with pytest.raises(UnansweredError, match=r"NOSPACE.*etcdctl alarm disarm") as told:
+        EtcdClient(gateway.endpoint, patience=0.1).txn([], [])
+    assert "is etcd running" not in str(told.value), "it is: it has said why it refuses"
+    assert isinstance(told.value, WorldLostError)
+
+    def disarm() -> None:
+        nonlocal full
+        while len(gateway.asked) < before + 3:
+            time.sleep(0.01)
+        full = False
+
+    before = len(gateway.asked)
+    admin = threading.Thread(target=disarm)
+    admin.start()
+    assert EtcdClient(gateway.endpoint).txn([], []).succeeded
+    admin.join()
+    assert issubclass(EtcdError, WorldLostError), "a rank that etcd refuses for good saves its state"
 
 
 @pytest.mark.parametrize("wrong", ["", "host", "host:", ":2379", "host:port"])
@@ -244,6 +360,19 @@ ranks = st.frozensets(st.integers(0, 300))
 def test_a_vote_survives_the_wire(word: int, acknowledged: frozenset[int], admit: frozenset[int]) -> None:
     vote = Vote(word, acknowledged, admit)
     assert Vote.from_bytes(vote.to_bytes()) == vote
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), ranks, ranks), min_size=1, max_size=4))
+def test_vote_of_a_replica_says_no_more_than_any_of_its_ranks(
+    said: list[tuple[int, frozenset[int], frozenset[int]]],
+) -> None:
+    """A death counts as acknowledged, and a joining rank as admitted, only if every rank of the replica says so."""
+    one = Vote.of_all([Vote(*each) for each in said])
+    for bit in range(4):
+        assert one.word >> bit & 1 == all(word >> bit & 1 for word, _, _ in said)
+    for rank in frozenset().union(*(seen | admit for _, seen, admit in said)):
+        assert (rank in one.acknowledged) == all(rank in seen for _, seen, _ in said)
+        assert (rank in one.admit) == all(rank in admit for _, _, admit in said)
 
 
 def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int]) -> Look:

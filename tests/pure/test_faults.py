@@ -99,12 +99,13 @@ def test_what_can_strike_is_not_called_impossible() -> None:
 
 def test_of_faults_over_a_join_those_are_named_that_can_never_strike() -> None:
     possible = (
-        "3:1:vote 4asks:4:ask 5asks:0:repair:closing 6joined:2:in-reduce 6joined:6.1:extra 7joined:7:update"
+        "3:1:vote 4asks:4:ask 5asks:0:repair:closing 6joined:2:in-reduce 6joined:3.1:extra 7joined:7:update"
     )
     assert list(impossible(parse_faults(possible.split()), 4, 2, 40, later=9)) == []
     for text, said in (
         ("3asks:0:vote", "replica 3 never joins; those who do are numbered from 4 on, 12 at the most"),
         ("13joined:0:vote", "replica 13 never joins"),
+        ("6joined:6:forward", "replica 6 runs no microbatch in its first step; choose another place"),
         (
             "4joined:0:extra",
             "unless somebody else is lost in step 4joined; add such a fault, for example 4joined:1:",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def test_a_gradients_memory_is_left_as_it_is(
             model(ids).backward()
             gradients.collect()
             assert torch.equal(kept[-1], reference), "what the user kept is not what it was"
-        assert gradients.in_range
+        assert math.isfinite(gradients.largest)
         for bucket in gradients.buckets:
             bucket.result.copy_(bucket.local)
         gradients.install(1.0, 1.0, gradients.usage)

@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recover.etcd.etcd_client import Answer, EtcdError
-from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, LEAST_GRACE, HostLease, parts_of
+from recover.etcd.etcd_client import Answer, EtcdError, KeyValue, Operation
+from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, LEAST_GRACE, HostLease, HostsSeen, parts_of
 from recover.job.hosts_asked import LEASE
 
 GENEROUS = 30.0
@@ -92,3 +93,81 @@ def test_a_lease_that_etcd_has_refused_can_be_left() -> None:
     with pytest.raises(EtcdError, match="too large"):
         lease.start()
     lease.leave()
+
+
+class Watcher(HostsSeen):
+    """A rank whose process is suspended for as long as the test says before each look at the hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, grace: float) -> None:
+        super().__init__(None, grace)  # type: ignore[arg-type]
+        self.clock, self.declared = 0.0, dict[str, float]()
+        self._pauses: list[float] = []
+        fake_time = SimpleNamespace(monotonic=lambda: self.clock)
+        monkeypatch.setattr("recover.etcd.etcd_host.time", fake_time)
+        self._stopped = SimpleNamespace(wait=self._wait)  # type: ignore[assignment]
+
+    def look(self, *pauses: float) -> None:
+        """One look at the hosts after each of these pauses."""
+        self._pauses = [*pauses]
+        self._run()
+
+    def _wait(self, _: float) -> bool:
+        if not self._pauses:
+            return True
+        self.clock += self._pauses.pop(0)
+        return False
+
+    def _declare(self, host: str, ranks: Any) -> None:
+        self.declared.setdefault(host, self.clock)
+
+
+def host_without_lease(name: str) -> list[KeyValue]:
+    """What a watch tells of the host's ranks, as the holder of its lease has written it; and nothing of a lease."""
+    written: list[Operation] = []
+
+    class Etcd(SlowEtcd):
+        def txn(self, guards: Any, operations: Any, *_: Any) -> Answer:
+            written.extend(operations)
+            return super().txn()
+
+    etcd = Etcd()
+    etcd.answering.set()
+    lease = HostLease(etcd, name, [0, 1])  # type: ignore[arg-type]
+    lease.start()
+    lease.leave()
+    puts = {one["request_put"]["key"]: one["request_put"]["value"] for one in written if "request_put" in one}
+    return [KeyValue(f"seen/placed/{name}", puts[f"seen/placed/{name}"], 1, 5)]
+
+
+def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    news = host_without_lease("a")
+    watcher = Watcher(monkeypatch, grace=5.0)
+    watcher.heard(news)
+    watcher.look(*[1.0] * 5)
+    assert not watcher.declared
+    watcher.look(1.0)
+    assert watcher.declared == {"a": 6.0}
+
+
+def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    news = host_without_lease("a")
+    watcher = Watcher(monkeypatch, grace=5.0)
+    for version in (0, 1, 0):  # gone, returned, gone again
+        watcher.heard([*news, KeyValue("seen/host/a", b"7", version, 6)])
+        if not version:
+            watcher.look(*[1.0] * 4)
+    assert not watcher.declared, "the seconds of two absences were added up"
+
+
+@pytest.mark.parametrize("asleep", [5.5, 60.0, 3600.0])
+def test_process_that_was_suspended_gives_hosts_a_full_grace(
+    monkeypatch: pytest.MonkeyPatch, asleep: float
+) -> None:
+    """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""
+    news = host_without_lease("a")
+    watcher = Watcher(monkeypatch, grace=5.0)
+    watcher.heard(news)
+    watcher.look(1.0, asleep, *[1.0] * 5)
+    assert not watcher.declared, "a host was declared dead by a process that had been suspended"
+    watcher.look(1.0)
+    assert watcher.declared == {"a": 1.0 + asleep + 6.0}, "a host that stays away is declared dead in the end"

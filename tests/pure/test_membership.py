@@ -9,7 +9,7 @@ import pytest
 
 from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.job.grid import Grid
-from recover.world.membership import FAILURES, Membership, NoCarrierError
+from recover.world.membership import FAILURES, WORD_BITS, Membership, NoCarrierError
 from recover.world.roll_call import Row
 
 
@@ -67,3 +67,31 @@ def test_who_has_waited_for_others_in_vain_is_not_at_fault(error: type[Exception
     assert not built
     assert (told.built, told.waited) == (1 + counted, 1 - counted)
     assert "so it is" in told.trouble
+
+
+@pytest.mark.parametrize("ranks", [1, WORD_BITS, WORD_BITS + 1, 2 * WORD_BITS, 3 * WORD_BITS + 5])
+def test_joining_ranks_are_admitted_with_the_last_part_of_the_bitmap(ranks: int) -> None:
+    """An admitted rank votes from the next agreement on, and begins with the first part of a bitmap."""
+    admitted: list[frozenset[int]] = []
+
+    def agree(word: int, admit: frozenset[int]) -> int:
+        admitted.append(admit)
+        return word
+
+    fabric: Any = SimpleNamespace(
+        rank=0,
+        agree=agree,
+        now=lambda: 0.0,
+        failed=frozenset,
+        acknowledge=frozenset,
+        participants=frozenset(range(ranks)),
+        asking=lambda: frozenset({ranks}),
+    )
+    carriers: Any = SimpleNamespace(settle=0.0)
+    membership = Membership(fabric, Grid(ranks), carriers, lambda location, detail: None)
+    assert membership._agree_on_members(frozenset(), admit=True) == tuple(range(ranks))
+    parts = -(-ranks // WORD_BITS)
+    assert admitted == [frozenset()] * (parts - 1) + [frozenset({ranks})]
+    admitted.clear()
+    assert membership._agree_on_members(frozenset(), admit=False) == tuple(range(ranks))
+    assert admitted == [frozenset()] * parts

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import pytest
-from mutate import ROOT, Mutant, mutants
+from mutate import ROOT, Mutant, Shard, mutants
 
 MUTANTS = list(mutants())
 
@@ -26,3 +27,18 @@ def test_a_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
 
 def test_names_of_mutants_are_unique() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, len(MUTANTS), len(MUTANTS) + 5])
+def test_every_mutant_is_in_exactly_one_shard(count: int) -> None:
+    shards = [Shard.parse(f"{number}/{count}").of(MUTANTS) for number in range(1, count + 1)]
+    assert sorted(mutant.name for shard in shards for mutant in shard) == sorted(m.name for m in MUTANTS)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "1", "/", "0/4", "5/4", "1/0", "0/0", "-1/4", "1/4/2", "a/4", "1/b", "1.0/2"]
+)
+def test_shard_that_does_not_exist_is_refused(wrong: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"shard {wrong!r} is not i/n")):
+        Shard.parse(wrong)

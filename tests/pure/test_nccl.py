@@ -22,7 +22,7 @@ from streams import LateDevice, LateStream, on_device
 from recover.carriers.base import Ready
 from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.carriers.nccl import NcclCarrier
-from recover.carriers.nccl_library import Nccl
+from recover.carriers.nccl_library import MAX, SUM, Nccl
 from recover.carriers.worker import Worker
 from recover.world.cross import CrossGroup
 
@@ -68,11 +68,14 @@ class Rank:
             time.sleep(self.slow_look)
             return len(self._groups.joined[self._address]) == self._size and self._looks % 3 == 0
 
-    def all_reduce(self, source: int, out: int, count: int, kind: str, comm: int, stream: int) -> None:
-        def add_up(brought: dict[int, torch.Tensor]) -> torch.Tensor:
-            return sum(brought.values())  # type: ignore[return-value]
+    def all_reduce(
+        self, source: int, out: int, count: int, kind: str, operation: int, comm: int, stream: int
+    ) -> None:
+        def combine(brought: dict[int, torch.Tensor]) -> torch.Tensor:
+            rows = torch.stack(list(brought.values()))
+            return {SUM: rows.sum(0), MAX: rows.amax(0)}[operation]
 
-        self._launch(_memory(source, count, kind), _memory(out, count, kind), stream, add_up)
+        self._launch(_memory(source, count, kind), _memory(out, count, kind), stream, combine)
 
     def broadcast(self, root: int, data: int, count: int, kind: str, comm: int, stream: int) -> None:
         memory = _memory(data, count, kind)

@@ -137,7 +137,7 @@ def test_changes_of_buffers_do_not_depend_on_order_or_grouping(slots: int) -> No
                     moving.hand_out()
                     net(torch.randn(8, 8, generator=torch.Generator().manual_seed(slot)) * 3.0**slot % 17)
                     moving.take()
-                assert moving.in_range
+                assert all(largest < 2.0**13 for largest in moving.largest)
                 totals.append(torch.from_numpy(moving.changes))
             moving.settle(torch.stack(totals).sum(0), slots)
             settled.add(torch.cat([t.double().flatten() for t in moving.tensors()]).numpy().tobytes())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from constructs import Net, Padded, Tied, gpt2, qwen2
@@ -14,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
+from recover.handover.packing import NamedTensors, pack, unpack
 from recover.replica.blocks import blocks_of, recompute_blocks, refuse_ties_across
-from recover.saving.packing import pack, unpack
 from recover.step.belonging import Belonging, refuse_scheduler
 
 
@@ -141,14 +144,61 @@ def with_tensors(value: Any, numbers: Iterator[int]) -> Any:
 def test_a_users_values_come_back_as_they_were(value: Any) -> None:
     """Through JSON, with tensors beside it: also keys that are no strings, tuples, and our own mark."""
     value = with_tensors(value, count())
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = NamedTensors()
     packed = json.loads(json.dumps(pack(value, "extra.x", tensors)))
     found = unpack(packed, tensors.__getitem__)
     assert repr(found) == repr(value)
 
 
-def test_values_that_no_checkpoint_holds_are_refused_by_name() -> None:
-    with pytest.raises(
-        TypeError, match=r"extra.x.seen is a set, which a checkpoint does not hold; give tensors, numbers"
-    ):
-        pack({"seen": {1, 2}}, "extra.x", {})
+VALUES_OF_ALL_KINDS: dict[str, Any] = {
+    "set": {3, 1},
+    "frozenset": frozenset({"a"}),
+    "bytes": b"\x00\xff",
+    "complex": 1 - 2j,
+    "nan": float("nan"),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "size": torch.Size([2, 3]),
+    "deque": deque([1, 2], maxlen=4),
+    "ordered": OrderedDict(b=1, a=2),
+    "counter": Counter({3: 2}),
+    "default": defaultdict(list, {"a": [1]}),
+    "array": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    "scalar": np.int64(7),
+    "single": np.float64(0.1),
+    "state": np.random.RandomState(3).get_state(),
+    "python": random.Random(3).getstate(),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES_OF_ALL_KINDS)
+def test_packed_values_keep_their_type(kind: str) -> None:
+    value, tensors = VALUES_OF_ALL_KINDS[kind], NamedTensors()
+    found = unpack(json.loads(json.dumps(pack(value, "x", tensors))), tensors.__getitem__)
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+def test_packed_state_of_a_module_keeps_the_versions_of_its_parts() -> None:
+    state, tensors = torch.nn.BatchNorm1d(2).state_dict(), NamedTensors()
+    found = unpack(json.loads(json.dumps(pack(state, "x", tensors))), tensors.__getitem__)
+    assert found._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (object(), "extra.x.seen.0 is a object, which has no form as JSON and tensors; give tensors, numpy"),
+        (
+            namedtuple("Pair", "a b")(1, 2),
+            "extra.x.seen.0 is the named tuple Pair, .* make it a tuple or a dict",
+        ),
+        (np.array([object()]), "extra.x.seen.0 is a numpy array of object"),
+        (defaultdict(lambda: 3), "extra.x.seen.0 is a defaultdict of "),
+        (torch.eye(2).to_sparse(), "extra.x.seen.0 is a tensor of layout torch.sparse_coo, .* make it dense"),
+        (lambda: 3, "extra.x.seen.0 is a function"),
+    ],
+)
+def test_values_without_a_form_are_refused_by_name(value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        pack({"seen": [value]}, "extra.x", NamedTensors())

@@ -30,6 +30,7 @@ class OfWorld:
         self.members: tuple[int, ...] = tuple(range(ranks))
         self.closing: list[Any] = []
         self.last_census = SimpleNamespace(seconds=0.25)
+        self.evicted: dict[int, str] = {}
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -50,6 +51,7 @@ class OfStep:
         self.stragglers: dict[int, float] = {}
         self.busy: dict[int, float] = {}
         self.incidents: list[Any] = []
+        self.result = SimpleNamespace(skipped=False)
         self.layout = SimpleNamespace(accum=2, roles=dict)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self._records = records_of(world, self, model, optimizer, exact=True)  # type: ignore[arg-type]
@@ -74,7 +76,7 @@ def incident(step: int, dead: tuple[int, ...], joined: tuple[int, ...]) -> Any:
     return SimpleNamespace(
         step=step, epoch=2, dead_ranks=dead, dead_replicas=dead, boundary=True, restore=RestoreMode.SKIP,
         extra_microbatches=2, noticed_at=1.0, noticed_in="vote", **numbers,
-        joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0, kind="joined",
+        joined_ranks=joined, joined_replicas=joined, hosts=(), transfer_bytes=0, kind="joined", reasons={},
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +12,6 @@ import torch
 from recover.carriers.worker import Work
 from recover.handover.parcel import OtherStateError, Parcel
 from recover.handover.stripes import PIECE, SMALL_PIECE, TURNS, Stripes
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
 
 
 class Holder:
@@ -58,7 +53,7 @@ def trained(seed: int, steps: int) -> tuple[Odd, torch.optim.Optimizer, Any]:
         scheduler.step()
     if steps:  # as optimizers that keep more digits than the parameter have it
         optimizer.state[model.short]["exp_avg"] = torch.full((3, 5), 1 / 3, dtype=torch.float32)
-        optimizer.state[model.short]["note"] = ["anything", Pair(torch.arange(3), 2)]
+        optimizer.state[model.short]["note"] = ["anything", (torch.arange(3), {0: torch.eye(2), "m": 2})]
     return model, optimizer, scheduler
 
 
@@ -204,3 +199,42 @@ def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPa
         assert Stripes(giver, [0], [1]).give(parts)  # type: ignore[arg-type]
         taker.spoil = lost
         assert not Stripes(taker, [0], [1]).take([np.zeros(800, np.uint8)])  # type: ignore[arg-type]
+
+
+class LateWires(Wires):
+    """Reads what is sent, and writes what is received, only when somebody waits for it; in the order of the calls."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.posted: list[Work] = []
+
+    def exchange(self, out: dict[int, Any], into: dict[int, Any]) -> Work:
+        work = LateWork(self, lambda: Wires.exchange(self, out, into).wait())
+        self.posted.append(work)
+        return work
+
+
+class LateWork(Work):
+    def __init__(self, wires: LateWires, task: Any) -> None:
+        super().__init__(task)
+        self._wires = wires
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not self.done:
+            self._wires.posted.pop(0).run()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 9])
+def test_stripe_buffers_are_not_touched_while_they_travel(
+    pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stripe of many pieces goes through two buffers; each is filled again only after its piece has arrived."""
+    for name in ("PIECE", "SMALL_PIECE"):
+        monkeypatch.setattr(f"recover.handover.stripes.{name}", 10)
+    part = np.random.default_rng(0).integers(0, 256, pieces * 80 - 3, np.uint8)
+    mail: dict[tuple[int, int], list[Any]] = {}
+    assert Stripes(LateWires(0, (0, 1), mail), [0], [1]).give([part])  # type: ignore[arg-type]
+    received = np.zeros_like(part)
+    assert Stripes(LateWires(1, (0, 1), mail), [0], [1]).take([received])  # type: ignore[arg-type]
+    assert (received == part).all(), "a piece was overwritten by a later one"

@@ -150,6 +150,9 @@ def test_a_balanced_layout_has_no_spares_and_differs_by_one_at_most(
     sizes = [len(share.run) for share in layout.shares]
     assert max(sizes) - min(sizes) <= 1
     assert all(share.counts for share in layout.shares)
+    assert [share.role for share in layout.shares] == [
+        Role.MAJOR if size == max(sizes) else Role.MINOR for size in sizes
+    ]
     check_layout(layout, list(range(living)), batch)
 
 
@@ -186,6 +189,17 @@ def test_no_plan_has_fewer_extra_rounds_nor_fewer_discarded_microbatches(
     assert decision.rounds == rounds
     assert sum(counted) + sum(spares) - kept == left_out
     assert decision.discarded == (left_out if rounds else 0)
+
+
+@given(kept=st.integers(0, 9), dealt=st.integers(0, 9), data=st.data())
+def test_holding_is_what_was_kept_and_what_was_finished(kept: int, dealt: int, data: st.DataObject) -> None:
+    """A later loss in the step must see every slot that is in the local sum, or it is dealt and summed again."""
+    share = Share(3, Role.MAJOR, True, SlotSet.span(0, kept), SlotSet.span(20, 20 + dealt))
+    finished = SlotSet.span(20, 20 + data.draw(st.integers(0, dealt)))
+    assert share.holding(finished) == Holding(3, Role.MAJOR, share.kept | finished, True)
+    assert share.holding() == Holding(3, Role.MAJOR, share.kept | share.run, True)
+    with pytest.raises(ValueError, match=f"cannot have run slots {20 + dealt}: it was dealt {share.run}"):
+        share.holding(SlotSet.span(20, 21 + dealt))
 
 
 @settings(deadline=None, max_examples=60)

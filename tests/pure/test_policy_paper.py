@@ -189,6 +189,15 @@ def test_one_spare_that_fits_is_preferred_to_several() -> None:
     assert decision.rounds == 0
 
 
+def test_extra_microbatches_go_to_replicas_with_least_in_hand() -> None:
+    """Survivors with 4, 1, 3 and 2 microbatches, and 3 missing: the three with least run one each."""
+    sizes = {0: 4, 1: 1, 2: 3, 3: 2}
+    hands = SlotSet.span(0, 10).deal(sizes.values())
+    census = [Holding(replica, Role.MAJOR, hand, True) for replica, hand in zip(sizes, hands, strict=True)]
+    decision = static.respond(FailureEvent(census, 13))
+    assert [len(share.run) for share in decision.shares] == [0, 1, 1, 1]
+
+
 def test_a_spare_that_must_work_in_the_extra_rounds_gives_up_its_sum() -> None:
     """Two survivors: one that counts, one spare too large to fit, and two extra rounds' worth missing."""
     census = [
@@ -252,6 +261,7 @@ def major(replica: int, start: int, stop: int) -> Holding:
     [
         ([], "empty"),
         ([major(0, 0, 4), major(0, 0, 3)], "replica 0 is in the census twice"),
+        ([major(0, 0, 4), major(1, 4, 5), major(0, 0, 3)], "replica 0 is in the census twice"),
         ([major(0, 0, 4), major(1, 3, 6)], "slots 3 by replicas 0 and 1"),
         ([major(0, 0, 9)], "9 microbatches count already"),
         ([Holding(0, Role.MAJOR_SPARE, SlotSet.span(0, 4), False)], "spares run slots from 8 on"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from test_gradients import Dispatches
 
 from recover.step.totals import MODULUS, all_equal, on_the_wire
-from recover.sums.state_hash import StateHash, fingerprint
+from recover.sums import later
+from recover.sums.state_hash import WIDTH, StateHash, digest_of, fingerprint, leaves
 
 
 def test_replicas_that_train_different_parameters_have_different_fingerprints() -> None:
@@ -19,17 +25,26 @@ def test_replicas_that_train_different_parameters_have_different_fingerprints() 
     assert len(seen) == 8
 
 
-def test_a_device_is_told_once_of_each_parameter_whose_bits_are_looked_at() -> None:
-    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 5), (0,))]
-    with Dispatches() as device:
-        fingerprint(parameters, 1).begin()
-    assert device.told == {"sum.default": 3, "stack.default": 1}
+def test_a_device_adds_up_a_large_tensor_twice_and_mixes_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors cost it nothing of their own, and nothing is waited for."""
+    monkeypatch.setattr(later, "NEAR", ())
+    small = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 6), (0,))]
+    large = [torch.nn.Parameter(torch.randn(2 * WIDTH + 6)) for _ in range(3)]
+    counts = []
+    for parameters in (small, small + large):
+        fingerprint(parameters, 1).begin()  # places are made once
+        with Dispatches() as device:
+            fingerprint(parameters, 1).begin()
+        counts.append(device.told)
+    assert counts[0]["cat.default"] == 1
+    assert counts[0].total() < 15
+    assert dict(counts[1] - counts[0]) == {"sum.dim_IntList": 6}
 
 
 def test_a_step_is_known_by_its_buffers_as_they_were_and_its_parameters_as_they_are_when_it_is_asked() -> (
     None
 ):
-    buffer, parameter = torch.zeros(4), torch.zeros(4)
+    buffer, parameter = torch.zeros(4), torch.zeros(4)  # too small to have sums: their words are kept
     whole = StateHash(3)
     whole.add([buffer])
     with Dispatches() as device:
@@ -41,6 +56,7 @@ def test_a_step_is_known_by_its_buffers_as_they_were_and_its_parameters_as_they_
 
 
 def test_any_flipped_bit_changes_the_fingerprint() -> None:
+    torch.manual_seed(0)
     parameters = [torch.randn(7), torch.randn(3, 3), torch.randn(5).to(torch.bfloat16)]
     before = fingerprint(parameters, 1).value
     assert before == fingerprint([p.clone() for p in parameters], 1).value
@@ -64,3 +80,87 @@ def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:
         wires = [on_the_wire(value) for value in (others[0], *others)]
         total, squares = (sum(column) for column in zip(*wires, strict=True))
         assert all_equal(total, squares, len(wires)) == (len(set(others)) == 1)
+
+
+def _of(words: list[int]) -> int:
+    """On the host, and as a device would; the order of sums is not the same."""
+    tensor = torch.from_numpy(np.array(words, np.int64))
+    here = fingerprint([tensor], 0).value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(later, "NEAR", ())
+        there = fingerprint([tensor], 0).value
+    assert here == there
+    return here
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    some.integers(2, 3 * WIDTH),
+    some.data(),
+    some.sampled_from([(0, 1 << 63), (0, 0x3F800000 << 32), (0, 1), (5, 6)]),
+)
+def test_two_words_that_change_places_change_the_fingerprint(
+    size: int, data: some.DataObject, values: tuple[int, int]
+) -> None:
+    """Also of words that differ in their highest bit alone, which a multiple of would hide."""
+    first, second = data.draw(some.lists(some.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    fill, other = (value - (1 << 64) if value >> 63 else value for value in values)
+    words = [fill] * size
+    words[first] = other
+    before = _of(words)
+    words[first], words[second] = fill, other
+    assert _of(words) != before
+
+
+@pytest.mark.parametrize("rows", [6, 300, 4096])
+def test_rows_in_another_order_change_the_fingerprint(rows: int) -> None:
+    torch.manual_seed(1)
+    tensor = torch.randn(rows, 64)
+    for order in (torch.randperm(rows), torch.arange(rows).flip(0), torch.arange(rows).roll(1)):
+        assert fingerprint([tensor[order]], 0).value != fingerprint([tensor], 0).value
+    assert fingerprint([tensor.T.contiguous()], 0).value != fingerprint([tensor], 0).value
+
+
+def test_the_fingerprint_tells_tensors_apart_by_their_place() -> None:
+    one, other = torch.zeros(3), torch.ones(3)
+    seen = [[one, other], [other, one], [torch.zeros(0), one, other], [torch.cat([one, other])]]
+    assert len({fingerprint(tensors, 0).value for tensors in seen}) == len(seen)
+
+
+NEST = some.recursive(
+    some.sampled_from([0, 1, 2.5, float("nan"), "a", None, True]),
+    lambda inner: some.one_of(
+        some.lists(inner, max_size=3),
+        some.lists(inner, max_size=3).map(tuple),
+        some.dictionaries(some.sampled_from([0, 1, "0", "m", "exp_avg"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(NEST, some.data())
+def test_a_nest_is_walked_to_its_last_value_whatever_its_keys_are(nest: Any, data: some.DataObject) -> None:
+    found = list(leaves(nest))
+    assert digest_of(nest) == digest_of(_reordered(nest)), "the order in which keys were added does not count"
+    if not found:
+        return
+    path, _ = data.draw(some.sampled_from(found))
+    assert digest_of(_replaced(nest, path, "another")) != digest_of(nest)
+    assert list(leaves(_replaced(nest, path, torch.ones(2))))[found.index((path, _))][0] == path
+
+
+def _reordered(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: _reordered(nest[key]) for key in reversed(nest)}
+    return type(nest)(map(_reordered, nest)) if isinstance(nest, list | tuple) else nest
+
+
+def _replaced(nest: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(nest, dict):
+        return nest | {path[0]: _replaced(nest[path[0]], path[1:], value)}
+    changed = list(nest)
+    changed[path[0]] = _replaced(nest[path[0]], path[1:], value)
+    return type(nest)(changed)

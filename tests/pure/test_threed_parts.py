@@ -95,17 +95,17 @@ def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None
     assert gradients.usage == [0, 0]
 
 
-def test_a_part_of_a_gradient_must_leave_room_for_the_others() -> None:
-    """Fixed-point sums hold B times what is allowed: of two parts, each may have half of it."""
+def test_a_part_of_a_gradient_counts_as_large_as_the_sum_may_become() -> None:
+    """Two partners add up their parts: each part counts twice."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     total = ReproducibleSum(8)
     gradients = OwnedGradients([shared, own], bucket_mb=1, sum=total, replica=SharedReplica(shared))
-    for parameter, fits in ((own, True), (shared, False)):
+    for parameter, parts in ((own, 1), (shared, 2)):
         gradients.begin()
         gradients.expect(None)
-        (0.75 * total.bound * parameter.sum()).backward()
+        (0.75 * parameter.sum()).backward()
         gradients.collect()
-        assert gradients.in_range is fits
+        assert gradients.largest == 0.75 * parts
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,30 @@ def test_two_who_name_the_same_draft_leave_one_good_checkpoint_and_never_none(tm
     assert path.stat().st_ino != kept
 
 
+def test_states_that_nobody_can_decide_on_are_offered_to_nobody(tmp_path: Path) -> None:
+    """Until a person has renamed one of them; and they go when the run has gone on beyond them."""
+    good = saved_twice(tmp_path)
+    made = saver(tmp_path), saver(tmp_path, replica=4)
+    for seed, (one, replica) in enumerate(zip(made, (0, 4), strict=True)):
+        tensors = Tensors(*trained(seed), 1)
+        one.save_unconfirmed(9, tensors, {"step": 9, "mark": "f"}, f"unconfirmed-9-replica-{replica}")
+    states = checkpoint.undecided(tmp_path)
+    assert sorted(found.path.name for found in states) == [
+        "unconfirmed-9-replica-0",
+        "unconfirmed-9-replica-4",
+    ]
+    assert len({found.identity() for found in states}) == 2
+    assert checkpoint.latest(tmp_path) == good
+    right = tmp_path / "checkpoints" / "unconfirmed-9"
+    (tmp_path / "checkpoints" / "unconfirmed-9-replica-4").rename(right)
+    assert checkpoint.latest(tmp_path) == checkpoint.Found(right, 9)
+    checkpoint.Found(right, 9).verify()
+    save(made[0], 10, seed=3)
+    made[0].found_equal(11, [0])
+    made[0].finish()
+    assert names(tmp_path) == ["step-10"]
+
+
 def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
     """Whoever saves it, one stays; hosts that hold the same have the same; a good one of that step counts more."""
     first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)

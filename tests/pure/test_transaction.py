@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from recover.job.grid import Grid
-from recover.policy import Holding, Role, SlotSet, get_policy
-from recover.step.drift import drifted
-from recover.step.errors import OutOfRangeError, StateDivergedError
+from recover.policy import PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
+from recover.step.difference import UNKNOWN
+from recover.step.errors import StateDivergedError
 from recover.step.record import Record
-from recover.step.totals import OUT_OF_RANGE, SAMPLES
+from recover.step.totals import SAMPLES
 from recover.step.transaction import (
     ASKED,
     COMPLETE,
@@ -26,6 +27,7 @@ from recover.step.transaction import (
     SAME_STATE,
     Transaction,
 )
+from recover.sums.exponents import HEADROOM, NOT_FINITE
 from recover.sums.gradients import OwnedGradients
 from recover.sums.inside import PLAIN
 from recover.sums.ledger import LedgerError
@@ -51,8 +53,15 @@ class Cross:
         if len(source) > SAMPLES + 2 * self._world.grid.replicas:  # the totals, with one sample of each
             for slot in range(self._world.brought):
                 target[SAMPLES + slot] = slot + 1
-            target[OUT_OF_RANGE] = self._world.out_of_range
         return SimpleNamespace(ok=self._world.carries, refused=False, behind=lambda: None)
+
+    def all_max(self, row: Any) -> SimpleNamespace:
+        """With the codes of the others' largest values, their exponents, and these negated."""
+        kinds = len(row) // 3
+        theirs = self._world.others_exponents or row[kinds : 2 * kinds].tolist()
+        negated = [-exponent for exponent in theirs]
+        row[:] = np.maximum(row, [*self._world.others_maxima, *theirs, *negated])
+        return SimpleNamespace(ok=self._world.carries_maxima, refused=False, behind=lambda: None)
 
     def drain(self) -> None:
         pass
@@ -65,8 +74,10 @@ class World:
         self.grid, self.rank, self.replica, self.shard, self.epoch = grid, 0, 0, 0, 1
         self.members: tuple[int, ...] = tuple(range(grid.ranks))
         self.replies, self.agreed = replies, list(agreed)
-        self.brought, self.carries, self.out_of_range = grid.replicas, True, 0
+        self.brought, self.carries, self.carries_maxima = grid.replicas, True, True
+        self.others_maxima, self.others_exponents = [0, 0], list[int]()
         self.evicted: list[frozenset[int]] = []
+        self.reasons: list[dict[int, str]] = []
         self.cross, self.hooks, self.noticed_at = Cross(self), NoHooks(), None
         self.board = SimpleNamespace(come_to_vote=lambda rank: None)
         self.notes = SimpleNamespace(read=lambda step: ())
@@ -82,8 +93,11 @@ class World:
     def agree(self, word: int) -> int | None:
         return self.agreed.pop(0) if self.agreed else word
 
-    def repair(self, record: bytes, evict: frozenset[int] = frozenset()) -> Census:
+    def repair(
+        self, record: bytes, evict: frozenset[int] = frozenset(), reasons: Mapping[int, str] | None = None
+    ) -> Census:
         self.evicted.append(evict)
+        self.reasons.append(dict(reasons or {}))
         mine, before = Record.from_bytes(record), self.members
         told = {rank: reply(mine) for rank, reply in self.replies.items() if rank in before}
         dead = {self.grid.replica(rank) for rank, theirs in told.items() if theirs is None}
@@ -180,44 +194,72 @@ def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
     assert transaction.asked is asked
 
 
-def test_a_newcomer_whose_state_is_not_what_it_was_given_goes_and_never_its_givers() -> None:
-    """As many as there are: they were given their state, and do not count."""
-    grid = Grid(2, 1)
-
-    def records(*prints: int) -> dict[int, Record]:
-        holding = Holding(0, Role.MAJOR, SlotSet(), True)
-        return {
-            rank: Record(5, False, True, True, False, 0, print_, holding)
-            for rank, print_ in enumerate(prints)
-        }
-
-    assert drifted(grid, 5, records(7, 8), newcomers=(1,)) == {1}
-    assert drifted(grid, 5, records(7, 8, 8, 8), newcomers=(1, 2, 3)) == {1, 2, 3}
-    assert drifted(grid, 5, records(7, 7, 8, 7), newcomers=(2, 3)) == {2}
-    assert drifted(grid, 5, records(7, 7, 8), newcomers=(0, 1, 2)) == {2}, "nobody else is left"
-    assert drifted(grid, 5, records(7, 9, 9), newcomers=(0,)) == {0}
-    with pytest.raises(StateDivergedError, match="replicas \\[0, 1\\] hold different parameters"):
-        drifted(grid, 5, records(7, 9, 9), newcomers=(2,))
-    with pytest.raises(StateDivergedError):
-        drifted(grid, 5, records(7, 8))
+def overflow(world: World, code: int = 60) -> Transaction:
+    """A step in which another replica has a gradient that is too large."""
+    world.others_maxima = [code, 0]
+    return begun(world, "reproducible")
 
 
-def test_what_cannot_be_summed_exactly_is_refused_after_a_repair_too() -> None:
-    world = World(Grid(3, 1), {1: like_me(1, in_range=False), 2: died}, agreed=[None])
-    transaction = begun(world, "reproducible")
-    transaction.vote()
-    with pytest.raises(OutOfRangeError):
-        transaction.recover()
+def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents() -> None:
+    world = World(Grid(3, 1), {})
+    transaction = overflow(world)
+    given_up: list[str] = []
+    attempts = transaction.attempts(lambda slots: [[s] for s in slots], False, lambda: given_up.append("all"))
+    transaction.begin(1, 77)
+    exponents = transaction.gradients.sum.exponents
+    assert exponents is not None
+    before = exponents.current
+    for slots, _, _ in attempts:
+        assert transaction.gradients.largest == 0.0, "sums of the attempt before are still there"
+        if not transaction.share.run:
+            continue
+        transaction.gradients.expect(None, transaction.share.run)
+        transaction.gradients.collect()
+        transaction.finish_slot(slots[0], slots[0], 1.0, 1.0)
+    assert given_up == ["all"]
+    assert exponents.current == (60 + HEADROOM, before[1])
+    assert transaction.maxima.reruns == 1
+    assert transaction.finite
 
 
-def test_what_one_that_has_died_could_not_sum_exactly_is_not_committed_by_those_who_hold_it() -> None:
-    """They have the whole sum, and it is of no use; only what was summed with it tells."""
+def test_a_value_that_is_not_finite_skips_the_step_before_any_overflow() -> None:
+    world = World(Grid(3, 1), {})
+    transaction = overflow(world, NOT_FINITE)
+    assert transaction.vote()
+    assert not transaction.finite
+    assert transaction.maxima.reruns == 0
+
+
+@pytest.mark.parametrize("owner_died", [False, True])
+def test_an_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
+    """The survivors hold a complete sum that is not exact. They complete the batch on the old grid, and the next
+    complete vote finds the overflow again."""
     world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
-    world.out_of_range = 1
+    transaction = overflow(world)
+    exponents = transaction.gradients.sum.exponents
+    assert exponents is not None
+    before = exponents.current
+    assert not transaction.vote()
+    if owner_died:
+        world.others_maxima = [3, 0]
+    assert not transaction.recover(), "a sum that is not exact was committed"
+    assert transaction.share.run or transaction.share.kept
+    assert exponents.current == before
+
+
+def test_replicas_that_sum_with_different_exponents_are_found_out() -> None:
+    for others in ([99, 13], [-99, 13]):
+        world = World(Grid(3, 1), {})
+        world.others_exponents = others
+        with pytest.raises(LedgerError, match="different exponents"):
+            begun(world, "reproducible").vote()
+
+
+def test_an_attempt_is_not_complete_without_its_maxima() -> None:
+    world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
+    world.carries_maxima = False
     transaction = begun(world, "reproducible")
-    transaction.vote()
-    with pytest.raises(OutOfRangeError):
-        transaction.recover()
+    assert not transaction.vote()
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
@@ -232,17 +274,22 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     transaction = begun(world)
     transaction.vote()
     assert not transaction.recover()
-    assert world.evicted == [frozenset(), frozenset({3, 4, 5})]
+    assert world.evicted == [frozenset(), frozenset(), frozenset({3, 4, 5})], "why is found out before"
+    assert world.reasons[-1] == {1: f"{UNKNOWN} (on rank {drifted})"}
     assert world.replicas == (0, 2)
     assert transaction.incidents[0].evicted == (1,)
+    assert transaction.incidents[0].reasons == {1: f"{UNKNOWN} (on rank {drifted})"}
 
 
-def test_drift_without_a_majority_names_the_shard() -> None:
+def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
     world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[COMPLETE])
     transaction = begun(world)
     transaction.vote()
-    with pytest.raises(StateDivergedError, match="shard 0"):
+    with pytest.raises(
+        StateDivergedError, match="before step 1 replica 0 and replica 1 hold different"
+    ) as told:
         transaction.recover()
+    assert told.value.states == ((0,), (1,))
 
 
 def test_a_replica_whose_script_has_ended_is_evicted() -> None:
@@ -260,6 +307,38 @@ def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: i
     transaction = begun(world)
     with pytest.raises(LedgerError, match=f"holds {brought} samples, and 3 were planned"):
         transaction.vote()
+
+
+@pytest.mark.parametrize("brought", [2, 4])
+def test_sum_of_other_samples_than_planned_does_not_commit_from_the_census(brought: int) -> None:
+    """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
+    world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
+    world.brought = brought
+    transaction = begun(world)
+    assert not transaction.vote()
+    assert not transaction.recover(), f"a step of {brought} samples was committed, and 3 were planned"
+    assert transaction.incidents[0].extra_microbatches == 1
+
+
+def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
+    """A replica that has to give up its sum, as a spare that is dealt extra microbatches, begins with nothing."""
+    world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
+    transaction = begun(world)
+    afresh = (
+        Share(0, Role.MAJOR, True, SlotSet(), SlotSet.span(0, 1)),
+        Share(1, Role.MAJOR, True, SlotSet.span(1, 2), SlotSet.span(2, 3)),
+    )
+    decision = PolicyDecision(afresh, RestoreMode.NON_BLOCKING, discarded=1)
+    transaction.policy = SimpleNamespace(respond=lambda event: decision)  # type: ignore[assignment]
+    assert not transaction.vote()
+    assert not transaction.recover()
+    transaction.gradients.expect(transaction.post, transaction.share.run)
+    torch.stack([parameter.sum() for parameter in transaction.gradients.parameters]).sum().backward()
+    transaction.gradients.collect()
+    transaction.finish_slot(0, 0, 3.0, 0.5)
+    assert transaction.vote()
+    assert (transaction.totals.loss, transaction.totals.weight) == (2 * 1.5, 2 * 0.5), "of two equal replicas"
+    assert transaction.contributed == [0]
 
 
 def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
@@ -328,3 +407,16 @@ def test_scripts_that_end_apart_leave_the_same_ones_behind_for_all(
 ) -> None:
     records = dict.fromkeys(ended, b"") | dict.fromkeys(inside, b"in a step")
     assert left_behind(records, 3) == set(behind)
+
+
+def test_a_replica_that_has_just_joined_runs_nothing_in_that_step() -> None:
+    """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
+    world = World(Grid(3, 1), {})
+    transaction = begun(world)
+    transaction.newcomers = 4, (0, 2)
+    for step, expected in ((4, {0: 0, 1: 3, 2: 0}), (5, {0: 1, 1: 1, 2: 1})):
+        transaction.begin(step, 77)
+        assert {share.replica: len(share.run) for share in transaction.layout.shares} == expected
+    world.members = (0, 2)
+    transaction.begin(4, 77)
+    assert {share.replica: len(share.run) for share in transaction.layout.shares} == {0: 2, 2: 1}

@@ -46,6 +46,9 @@ class ThreadsOfOneHost(HostCarrier):
     def sum(self, source: Array, out: Array) -> None:
         out[...] = sum(self._exchange(source))
 
+    def maximum(self, data: Array) -> None:
+        data[...] = np.max(self._exchange(data), axis=0)
+
     def copy_from(self, data: Array, root: int) -> None:
         data[...] = self._exchange(data)[root]
 

@@ -1,0 +1,143 @@
+"""The state that all replicas must hold alike: as one fingerprint for the vote, and entry by entry, with names, once a
+vote has found a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recover.step.belonging import Belonging
+from recover.step.difference import Digest, Kind
+from recover.sums.exponents import Exponents
+from recover.sums.later import Later, fetch
+from recover.sums.moving import MovingBuffers
+from recover.sums.state_hash import StateHash, fingerprint, leaves, settings, shown
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor or one value of the state, under the name that a person knows it by."""
+
+    kind: Kind
+    name: str
+    value: Any
+
+
+class ComparedState:
+    """Model, optimizer, scheduler and extras of one rank. `extra` is read when it is needed: users add to it."""
+
+    def __init__(
+        self,
+        belonging: Belonging,
+        optimizer: Any,
+        moving: MovingBuffers,
+        scheduler: Any,
+        extra: Callable[[], Mapping[str, Any]],
+        exponents: Exponents | None = None,
+    ) -> None:
+        """`exponents`: of reproducible sums."""
+        self._belonging, self._optimizer, self._moving = belonging, optimizer, moving
+        self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
+
+    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> Later[int]:
+        """Before step `number`: of parameters, running buffers and the optimizer's settings; `full`: of all entries;
+        `more`: of these bytes, too.
+
+        Buffers and extras are looked at now, since the step's microbatches may change them; parameters and the
+        optimizer when the fingerprint is asked for, at the vote.
+        """
+        options = settings(self._optimizer)
+        around = [*self._scheduler_entries(), *self._extra_entries()] if full else []
+        state = list(self._optimizer_entries()) if full else []
+        later = [value for group in options for _, value in group if isinstance(value, torch.Tensor)]
+        numbers = [
+            [option for option in group if not isinstance(option[1], torch.Tensor)] for group in options
+        ]
+        values = [(entry.name, entry.value) for entry in (*around, *state)]
+        # As one text: it is taken in every step.
+        whole = StateHash(number, self._belonging.trained + more, (repr(numbers), self._maxima(), values))
+        whole.add(self._moving.tensors())
+        whole.add(_tensors(around))
+        return whole.value(lambda: [*self._belonging.parameters(), *later, *_tensors(state)])
+
+    def digests(self) -> list[Digest]:
+        """All entries, in the order in which differences are looked for: causes before what follows from them."""
+        entries = list(self._entries())
+        found = [
+            fingerprint([entry.value], 0) if isinstance(entry.value, torch.Tensor) else None
+            for entry in entries
+        ]
+        fetch(found)
+        return [
+            Digest(entry.kind, entry.name, shown(entry.value))
+            if value is None
+            else Digest(entry.kind, entry.name, f"{value.value:016x}", is_tensor=True)
+            for entry, value in zip(entries, found, strict=True)
+        ]
+
+    def _maxima(self) -> str:
+        """From which the exponents of the next step follow."""
+        return repr(self._exponents.state_dict()) if self._exponents is not None else ""
+
+    def _entries(self) -> Iterator[Entry]:
+        for number, group in enumerate(settings(self._optimizer)):
+            where = f" of parameter group {number}" if number else ""
+            for name, value in group:
+                yield Entry(Kind.SETTING, f"{_SPOKEN.get(name, name)}{where}", _number(value))
+        if self._exponents is not None:
+            yield Entry(Kind.SETTING, "maxima of the last steps, from which exponents follow", self._maxima())
+        yield from self._scheduler_entries()
+        of = self._belonging.names()
+        names = [(of[parameter], parameter) for parameter in self._belonging.parameters()]
+        for name, parameter in names:
+            yield Entry(Kind.TRAINED, name, parameter.requires_grad)
+        for name, parameter in names:
+            yield Entry(Kind.PARAMETER, name, parameter)
+        for name, buffer in self._moving.at_start():
+            yield Entry(Kind.BUFFER, name, buffer)
+        yield from self._optimizer_entries()
+        yield from self._extra_entries()
+
+    def _optimizer_entries(self) -> Iterator[Entry]:
+        """Of each parameter, then what belongs to no parameter."""
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        names = self._belonging.names()
+        for parameter in held:
+            if parameter in self._optimizer.state:
+                for path, value in leaves(self._optimizer.state[parameter]):
+                    yield Entry(Kind.OPTIMIZER, f"{_dotted(path)} of {names[parameter]}", value)
+        known = set(held)
+        others = {key: value for key, value in self._optimizer.state.items() if key not in known}
+        for path, value in leaves({str(key): value for key, value in others.items()}):
+            yield Entry(Kind.OPTIMIZER, _dotted(path), value)
+
+    def _scheduler_entries(self) -> Iterator[Entry]:
+        if hasattr(self._scheduler, "state_dict"):
+            for path, value in leaves(self._scheduler.state_dict()):
+                yield Entry(Kind.SCHEDULER, _dotted(path), value)
+
+    def _extra_entries(self) -> Iterator[Entry]:
+        for name, value in sorted(self._extra().items()):
+            if not getattr(value, "differs_between_replicas", False):
+                state = value.state_dict() if hasattr(value, "state_dict") else value
+                for path, leaf in leaves(state):
+                    yield Entry(Kind.EXTRA, _dotted((name, *path)), leaf)
+
+
+_SPOKEN = {"lr": "learning rate", "weight_decay": "weight decay"}
+
+
+def _tensors(entries: Iterable[Entry]) -> list[torch.Tensor]:
+    return [entry.value for entry in entries if isinstance(entry.value, torch.Tensor)]
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one number as this number: a person wants to read it."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

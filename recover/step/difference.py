@@ -1,0 +1,185 @@
+"""In which entry of the state replicas differ, so that an eviction has a reason.
+
+Only after a vote has found different state do the members compare it entry by entry. Each round of questions is one
+more repair, in whose census every member answers: first with a digest for each kind of entry, then for parts of the
+first kind that differs, until one entry is left, which is named. An answer has a few hundred bytes, however large the
+model is; a member that dies over it is a death like any other. What is asked follows from the census alone, so all
+members, those that are about to be evicted included, come to the same reasons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+PARTS = 64  # digests in an answer
+ASKED = 4  # different questions in one round; others wait for the next one
+WIDTH = 8  # hexadecimal digits of a digest in an answer
+SHOWN = 80  # characters of a name or a value
+UNKNOWN = "its state differs from the majority"
+
+
+class Kind(StrEnum):
+    """What an entry belongs to, in the order in which differences are looked for: a cause before its effects."""
+
+    SETTING = "setting"
+    SCHEDULER = "scheduler"
+    TRAINED = "trained"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER = "optimizer"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """An entry: of a tensor a hash of its bits, of a plain value the value as text."""
+
+    kind: Kind
+    name: str
+    value: str
+    is_tensor: bool = False
+
+
+@dataclass(frozen=True, order=True)
+class Question:
+    """Entries `start` to `stop` of one kind; of none: all kinds."""
+
+    kind: str = ""
+    start: int = 0
+    stop: int = 0
+
+    def parts(self) -> list[Question]:
+        size = -(-(self.stop - self.start) // PARTS)
+        starts = range(self.start, self.stop, size) if size else ()
+        return [Question(self.kind, at, min(at + size, self.stop)) for at in starts]
+
+
+WHOLE = Question()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first entry in which a replica differs from the others; without a name, as far as it is known."""
+
+    kind: str = ""
+    name: str = ""
+    here: str | None = None  # values, if they are no tensors
+    there: str | None = None
+
+    def reason(self) -> str:
+        """Why the replica is evicted."""
+        first = f", first in {self.name}" if self.name else ""
+        values = f"{self.name} {self.here}, the others have {self.there}"
+        match self.kind:
+            case Kind.SETTING if self.name:
+                return values
+            case Kind.SETTING:
+                return "its optimizer has other parameter groups or settings than the majority"
+            case Kind.SCHEDULER:
+                told = f": {values}" if self.here is not None else first
+                return f"its scheduler differs from the majority{told}"
+            case Kind.TRAINED:
+                return f"it trains other parameters than the majority{first}"
+            case Kind.PARAMETER:
+                return f"its parameters differ from the majority{first}"
+            case Kind.BUFFER:
+                return f"its buffers differ from the majority{first}"
+            case Kind.OPTIMIZER:
+                return f"its optimizer state differs from the majority{first}"
+            case Kind.EXTRA:
+                told = f": {values}" if self.here is not None else first
+                return f"its extra state differs from the majority{told}"
+        return UNKNOWN
+
+    def between(self, here: str, there: str) -> str:
+        """Where there is no majority: what two groups of replicas hold."""
+        if self.here is not None:
+            return f"{self.name} is {self.here} on {here}, and {self.there} on {there}"
+        what = f"the first difference is in {self.name} ({self.kind})" if self.name else ""
+        return what or (f"they differ in entries of the kind {self.kind!r}" if self.kind else "")
+
+
+class Inquiry:
+    """The rounds of questions after one vote. `entries` makes this rank's digests: it is called in the first round."""
+
+    def __init__(self, entries: Callable[[], Sequence[Digest]]) -> None:
+        self._make_entries = entries
+        self.forget()
+
+    def forget(self) -> None:
+        """All have what they asked for, or the state is no longer what it was."""
+        self._entries: Mapping[str, list[Digest]] | None = None
+        self._asked: tuple[Question, ...] = ()
+        self._paths: dict[int, Question] = {}
+        self.found: dict[int, Difference] = {}
+
+    def answer(self) -> bytes:
+        """This rank's part of the census of the round; empty while nobody asks."""
+        if not self._asked:
+            return b""
+        if self._entries is None:
+            made = self._make_entries()
+            self._entries = {kind: [entry for entry in made if entry.kind == kind] for kind in Kind}
+        return json.dumps([self._answer_to(question) for question in self._asked]).encode()
+
+    def goes_on(self, compared: Mapping[int, tuple[bytes, bytes]]) -> bool:
+        """Whether another round is needed. `compared`: of each replica that differs, its own answer and that of a rank
+        that holds the other state, of the shard in which they differ."""
+        if not self._asked:
+            self._paths = dict.fromkeys(sorted(compared), WHOLE)
+        else:
+            for replica, question in list(self._paths.items()):
+                if replica not in compared:
+                    del self._paths[replica]  # it has died
+                elif question in self._asked:
+                    at = self._asked.index(question)
+                    here, there = (json.loads(answer)[at] if answer else None for answer in compared[replica])
+                    self._follow(replica, question, here, there)
+        self._asked = tuple(sorted(set(self._paths.values()))[:ASKED])
+        return bool(self._asked)
+
+    def _follow(self, replica: int, question: Question, here: Any, there: Any) -> None:
+        """One step nearer to the first entry that differs; or its name."""
+        del self._paths[replica]
+        if here is None or there is None or here == there:
+            self.found.setdefault(replica, Difference(question.kind))
+        elif question == WHOLE:
+            kind = next(kind for kind in Kind if here[kind] != there[kind])
+            (count, _), (others, _) = here[kind], there[kind]
+            self.found[replica] = Difference(kind)
+            if count == others and count:
+                self._paths[replica] = Question(kind, 0, count)
+        elif question.stop - question.start > 1:
+            at = next(
+                (n for n in range(0, len(here), WIDTH) if here[n : n + WIDTH] != there[n : n + WIDTH]), 0
+            )
+            self._paths[replica] = question.parts()[at // WIDTH]
+        else:
+            name, mine, is_tensor = here
+            if name == there[0]:
+                values = (None, None) if is_tensor else (mine, there[1])
+                self.found[replica] = Difference(question.kind, name, *values)
+
+    def _answer_to(self, question: Question) -> Any:
+        assert self._entries is not None
+        if question == WHOLE:
+            return {kind: (len(entries), _hash(entries)) for kind, entries in self._entries.items()}
+        entries = self._entries[question.kind]
+        if question.stop - question.start > 1:
+            return "".join(_hash(entries[part.start : part.stop]) for part in question.parts())
+        if question.start >= len(entries):
+            return None
+        entry = entries[question.start]
+        return entry.name[:SHOWN], entry.value[:SHOWN], entry.is_tensor
+
+
+def _hash(entries: Sequence[Digest]) -> str:
+    digest = hashlib.blake2b(digest_size=WIDTH // 2)
+    for entry in entries:
+        digest.update(f"{entry.name}={entry.value};".encode(errors="replace"))
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""Links between members that break while all of them live, and reach what they agree by."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from lab_jobs import LabJob
+from launching import Job
+from training import small_world
+
+from recover.lab.hosts import Lab
+from recover.records.lines import read
+
+SCRIPT = """
+import time, torch, recover
+from recover.carriers.contract import CarrierError
+
+SLOW, CUT, STEPS = 2, 4, 5
+world = recover.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), 6)
+wire, slept = world.cross._carrier, []
+
+
+def lost(source, out):
+    while not wire._freed:  # as over a link that is cut: nothing comes, and nothing goes
+        time.sleep(0.01)
+    raise CarrierError("freed")
+
+
+def data(index):
+    if step.index + 1 == SLOW and world.rank and not slept:
+        slept.append(True)
+        time.sleep(3)  # most ranks are slow, for longer than the link timeout
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(index))
+
+
+while step.index < STEPS:
+    if step.index + 1 == CUT and world.rank == 1:
+        wire.sum = lost
+    for index in step.microbatches(range(10**6)):
+        step.backward(model(data(index)).square().mean())
+    print("step", step.index, "epoch", world.epoch, "replicas", *world.replicas, flush=True)
+"""
+
+
+@pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
+def test_a_reduction_over_a_cut_link_is_given_up_and_slow_ranks_are_not(tmp_path: Path, carrier: str) -> None:
+    job = Job(tmp_path, SCRIPT, "-n", "3", "--carrier", carrier, "--link-timeout", "2", "--timeout", "300")
+    job.process.wait(400)
+    assert job.finish() == 0, job.stderr
+    seen = set(job.stdout.splitlines())
+    assert seen == {f"step {step} epoch {1 + (step >= 4)} replicas 0 1 2" for step in range(1, 6)}, job.stdout
+    logs = [(job.run_dir / "ranks" / f"{rank}.log").read_text() for rank in range(3)]
+    told = [log for log in logs if "gave up a reduction: no byte has travelled between ranks 0, 1, 2" in log]
+    assert told, logs  # the first one frees the others, who may not have come to it by themselves
+
+
+class CutJob(LabJob):
+    """Training on hosts h1, h2, ... on an etcd of three members."""
+
+    def __init__(self, lab: Lab, place: Path, slots: int) -> None:
+        words = ["--nnodes", str(len(lab)), "--nproc-per-node", str(slots), "--rdzv-id", "j", "--page", "off"]
+        words += ["--rdzv-endpoint", "h1:2379,h2:2379,h3:2379"]
+        keys = ["accum=2", "steps=100000", "link_timeout=5", "pace=0.05"]
+        super().__init__(lab, place, ["train", *words, *small_world(place / "world"), *keys])
+
+    def last(self, host: str) -> dict[str, int]:
+        lines = read(self.run_dir(host) / "steps.jsonl").whole
+        return lines[-1] if lines else {"step": 0, "replicas": 0}
+
+    def cut(self, one: int, other: int) -> None:
+        """Frames between these two hosts are lost; all other ways stay as they are."""
+        for here, there in ((one, other), (other, one)):
+            words = [
+                "replace",
+                f"10.77.0.{there}",
+                "lladdr",
+                "02:00:00:4d:00:fe",
+                "dev",
+                "eth0",
+                "nud",
+                "permanent",
+            ]
+            assert self.lab[f"h{here}"].start(["ip", "neigh", *words]).wait() == 0
+
+
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+@pytest.mark.soak
+def test_hosts_go_on_without_one_of_two_that_do_not_reach_each_other(tmp_path: Path) -> None:
+    with Lab(hosts=3, shared=[tmp_path]) as lab:
+        job = CutJob(lab, tmp_path, slots=1)
+        job.start()
+        job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
+        job.cut(1, 2)
+        job.wait(lambda: job.last("h3")["replicas"] == 2, "nobody was left out", 300)
+        step = job.last("h3")["step"]
+        job.wait(lambda: min(job.last(host)["step"] for host in ("h1", "h3")) > step + 5, "no step", 300)
+        assert re.search(r"rank 1 was excluded .*no answer from rank 0 at 10\.77\.0\.1", job.said("h2"))
+        for agent in job.agents.values():
+            agent.kill()
+
+
+@pytest.mark.usefixtures("a_lab_can_be_made_here")
+@pytest.mark.soak
+def test_hosts_that_cannot_go_on_save_their_state_and_name_the_broken_links(tmp_path: Path) -> None:
+    """Two replicas on each of the hosts: no single one is at fault."""
+    with Lab(hosts=3, shared=[tmp_path]) as lab:
+        job = CutJob(lab, tmp_path, slots=2)
+        job.start()
+        job.wait(lambda: job.last("h3")["step"] > 3, "no step", 300)
+        job.cut(1, 2)
+        for host, agent in job.agents.items():
+            assert agent.wait(400) == 1, job.said(host)
+        for host in job.agents:
+            said = job.said(host)
+            assert "ranks 0 and 2 do not reach each other" in said, said
+            assert "goes on from step" in said
+            (saved,) = (job.run_dir(host) / "checkpoints").glob("unconfirmed-*")
+            assert f"is saved in {saved}" in said
+            assert int(saved.name.partition("-")[2]) >= job.last(host)["step"]

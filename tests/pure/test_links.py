@@ -1,0 +1,308 @@
+"""Broken links: a reduction is given up only when all members wait and nothing travels, never for a slow rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from recover.carriers.base import Ready
+from recover.carriers.gloo import _travelled, _unreached
+from recover.carriers.worker import Work, Worker
+from recover.fabrics.base import WorldLostError
+from recover.job.grid import Grid
+from recover.job.sockets import notice_loss
+from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
+from recover.launch.preflight import Refusal, check_link_timeout
+from recover.liveness import elsewhere
+from recover.liveness.board import WAITS, Board
+from recover.world import cross as cross_group
+from recover.world.links import IDLE, Links, LinkWatchdog, Shown
+from recover.world.membership import FAILURES, Membership, NoCarrierError
+from recover.world.roll_call import Row, broken_links
+
+LOOK = 0.25
+LIMIT = 10.0
+
+
+def watch(watchdog: LinkWatchdog, seconds: float, start: float, **member: Any) -> float | None:
+    """When it says that a group of three stands still, of which one member shows this; None if it never does."""
+    now = start
+    while now < start + seconds:
+        now += LOOK
+        beats = int(now * 10)
+        usual = {"heartbeat": beats, "waits_in": 4, "carried": 7}
+        shown = {name: value(now) if callable(value) else value for name, value in member.items()}
+        third = None if shown.get("unknown") else Shown(**usual | shown)
+        if watchdog.look(4, {0: Shown(**usual), 1: Shown(**usual), 2: third}, now):
+            return now - start
+    return None
+
+
+def test_a_group_that_stands_still_is_given_up_after_the_limit() -> None:
+    found = watch(LinkWatchdog(LIMIT), 3 * LIMIT, 100.0)
+    assert found is not None
+    assert LIMIT < found <= LIMIT + 3 * LOOK
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        pytest.param({"waits_in": 0}, id="one computes"),
+        pytest.param({"waits_in": 3}, id="one waits in another epoch"),
+        pytest.param({"unknown": True}, id="nothing is known of one"),
+        pytest.param({"heartbeat": 1}, id="one shows no life"),
+        pytest.param({"carried": lambda now: int(now)}, id="bytes travel at one"),
+        pytest.param({"waits_in": lambda now: 4 if now % LIMIT > 1 else 0}, id="one is busy now and then"),
+    ],
+)
+def test_no_time_counts_unless_all_wait_and_nothing_travels(member: dict[str, Any]) -> None:
+    assert watch(LinkWatchdog(LIMIT), 10 * LIMIT, 100.0, **member) is None
+
+
+def test_a_machine_that_has_slept_gives_nothing_up() -> None:
+    watchdog = LinkWatchdog(LIMIT)
+    assert watch(watchdog, 0.9 * LIMIT, 100.0) is None
+    assert watch(watchdog, 0.9 * LIMIT, 100.0 + 100 * LIMIT) is None
+
+
+class Group:
+    """Ranks that compute for as long as they like and reduce in the same order, as each shows it to the others."""
+
+    def __init__(self, computes: list[list[float]], wire: float, cut: int | None) -> None:
+        self._computes, self._wire, self._cut = computes, wire, cut
+        self.posted: list[list[float]] = [[] for _ in computes]
+        self.ended: list[float] = []
+        now = [0.0] * len(computes)
+        for operation in range(len(computes[0])):
+            for rank, times in enumerate(computes):
+                now[rank] += times[operation]
+                self.posted[rank].append(now[rank])
+            if operation == cut:
+                break
+            self.ended.append(max(now) + wire)
+            now = [self.ended[-1]] * len(computes)
+
+    def shown(self, rank: int, when: float) -> Shown:
+        ended = sum(end <= when for end in self.ended)
+        at_wire = any(
+            post <= when and (operation >= len(self.ended) or when < self.ended[operation])
+            for operation, post in enumerate(self.posted[rank])
+        )
+        return Shown(int(when * 10), 4 if at_wire else 0, ended)
+
+    def found(self, rank: int, lag: float) -> float | None:
+        """When this rank gives the group up, while what it knows of the others is so old."""
+        watchdog, now = LinkWatchdog(LIMIT), 0.0
+        end = max(posted[-1] for posted in self.posted) + 3 * LIMIT
+        while now < end:
+            now += LOOK
+            members = {r: self.shown(r, now - (r != rank) * lag) for r in range(len(self.posted))}
+            if members[rank].waits_in and watchdog.look(4, members, now):
+                return now
+        return None
+
+
+seconds = st.sampled_from([0.0, 0.1, 1.0, LIMIT, 3 * LIMIT])
+some = settings(max_examples=25, phases=[Phase.generate])  # a counterexample is small enough as it is
+
+
+@some
+@given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 1.5), st.floats(0, 2))
+def test_however_slow_most_ranks_are_no_reduction_of_theirs_is_given_up(
+    data: st.DataObject, ranks: int, operations: int, wire: float, lag: float
+) -> None:
+    times = st.lists(seconds, min_size=operations, max_size=operations)
+    computes = data.draw(st.lists(times, min_size=ranks, max_size=ranks))
+    group = Group(computes, wire, cut=None)
+    assert [group.found(rank, lag) for rank in range(ranks)] == [None] * ranks
+
+
+@some
+@given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 2))
+def test_all_members_give_up_a_reduction_over_a_cut_link_after_the_last_has_come(
+    data: st.DataObject, ranks: int, operations: int, lag: float
+) -> None:
+    times = st.lists(seconds, min_size=operations, max_size=operations)
+    computes = data.draw(st.lists(times, min_size=ranks, max_size=ranks))
+    group = Group(computes, 0.1, cut=operations - 1)
+    come = max(posted[-1] for posted in group.posted)
+    for rank in range(ranks):
+        found = group.found(rank, lag)
+        assert found is not None
+        assert come + LIMIT < found + lag + 2 * LOOK
+        assert found < come + LIMIT + lag + 4 * LOOK
+
+
+def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the host runs ahead: an operation that was posted may have to wait for microbatches still."""
+    worker, board = Worker(), Board(tmp_path / "board", 2)
+    arrived, through = [False], Work(lambda: None)
+    event = SimpleNamespace(query=lambda: arrived[0])
+    ready = Ready()
+    ready.events.append(event)
+    monkeypatch.setattr(cross_group, "Ready", lambda *data: ready)
+    wire = SimpleNamespace(size=2, index=0, peers=(0, 1), ends_cleanly=True, carried=5)
+    wire.follow = lambda ready: None
+    wire.all_reduce = lambda *_: through.wait() and None
+    cross = cross_group.CrossGroup(cast(Any, wire), worker)
+    links = Links(0, board, worker, LIMIT)
+    links.look(cross, 4, False, 0.0)
+    assert board.row(0)[WAITS] == 0, "nothing was posted"
+    work = cross.all_reduce(np.zeros(1))
+    links.look(cross, 4, False, 10 * IDLE)
+    assert board.row(0)[WAITS] == 0, "the device has not come to it"
+    arrived[0] = True
+    links.look(cross, 4, False, 11 * IDLE)
+    assert board.row(0)[WAITS] == 4
+    through.run()
+    assert work.wait(30)
+    links.look(cross, 4, True, 12 * IDLE)
+    assert board.row(0)[WAITS] == 4, "it waits in an agreement"
+    links.look(cross, 4, False, 13 * IDLE)
+    assert board.row(0)[WAITS] == 0
+
+
+def test_rows_of_other_hosts_tell_whether_their_ranks_wait(tmp_path: Path) -> None:
+    here, there = Board(tmp_path / "here", 2), Board(tmp_path / "there", 2)
+    here.claim(0)
+    there.claim(1)
+    there.wait(1, 4, 77)
+    elsewhere.leave(tmp_path, {int(rank): told for rank, told in elsewhere.told(there.living()).items()})
+    links = Links(0, here, Worker(), LIMIT, lambda: elsewhere.rows_found(tmp_path))
+    assert links._shown(0, 1.0) == Shown(0, 0, 0)
+    assert links._shown(1, 1.0) == Shown(0, 4, 77)
+    assert elsewhere.rows_found(tmp_path / "nowhere") == {}
+
+
+@contextmanager
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        far, _ = door.accept()
+        with near, far:
+            yield near, far
+
+
+def test_sockets_notice_a_lost_peer_whether_they_send_or_only_wait() -> None:
+    with connection() as (near, _):
+        notice_loss(near, 8.0)
+        tcp = {name: near.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP}
+        assert tcp == TCP
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    one, other = socket.socketpair()
+    with one, other:
+        notice_loss(one, 8.0)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+
+
+TCP = {"TCP_USER_TIMEOUT": 8000, "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+def test_bytes_that_travel_are_seen_at_both_ends_and_silence_is_not() -> None:
+    with connection() as (near, far):
+        before = _travelled(near), _travelled(far)
+        assert (_travelled(near), _travelled(far)) == before
+        near.sendall(b"x" * 1000)
+        assert far.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
+        assert _travelled(far) == before[1] + 1000
+        far.sendall(b"y")
+        assert near.recv(1) == b"y"
+        assert _travelled(near) == before[0] + 1001
+
+
+def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not() -> None:
+    with ExitStack() as opened:
+        open_door = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        closed, deaf = (opened.enter_context(socket.socket()) for _ in range(2))
+        closed.bind(("127.0.0.1", 0))
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(3):  # nobody takes these calls, so that the kernel drops all further ones
+            caller = opened.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(deaf.getsockname())
+        doors = {1: open_door.getsockname(), 2: closed.getsockname(), 3: deaf.getsockname()}
+        found = _unreached(doors, 0.2)
+    assert found == {3: f"127.0.0.1:{doors[3][1]} (timed out)"}
+
+
+def membership(ranks: int, replica_size: int = 1) -> Membership[Any]:
+    fabric = SimpleNamespace(rank=0, linger=lambda seconds: None)
+    return Membership(cast(Any, fabric), Grid.of(ranks, replica_size), cast(Any, None), lambda *place: None)
+
+
+def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Row]:
+    """Of a repair in which these pairs did not reach each other again and again."""
+    unreached: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
+    for one, other in pairs:
+        unreached[one].add(other)
+        if both:
+            unreached[other].add(one)
+    return {
+        rank: Row(
+            b"",
+            b"",
+            built=FAILURES * bool(others),
+            waited=FAILURES * (not others),
+            epoch=3,
+            trouble="no answer" * bool(others),
+            unreached=tuple(sorted(others)),
+        )
+        for rank, others in unreached.items()
+    }
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_one_replica_that_is_an_end_of_all_broken_links_is_left_out(both: bool) -> None:
+    assert membership(3)._sick(rows(3, (0, 1), both=both)) == {1}
+    assert membership(9)._sick(rows(9, (0, 1), both=both)) == {1}
+    assert membership(4)._sick(rows(4, (0, 2), (0, 3), both=both)) == {0}
+    assert membership(2)._sick(rows(2, (0, 1), both=both)) == {1}
+    # By replicas: the ranks of one go together.
+    assert membership(6, replica_size=2)._sick(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
+
+
+def test_a_world_with_links_broken_between_many_ends_with_their_names() -> None:
+    with pytest.raises(NoCarrierError, match="ranks 0 and 2 do not reach each other") as told:
+        membership(4)._sick(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
+    assert "ranks 1 and 3 do not reach each other" in str(told.value)
+    assert isinstance(told.value, WorldLostError), "so its state is saved"
+
+
+@given(st.binary(max_size=9), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))
+def test_a_row_of_the_census_survives_the_wire(offer: bytes, unreached: list[int], rank: int) -> None:
+    row = Row(offer, b"record", built=2, trouble="why", epoch=4, before=(1, 2), unreached=tuple(unreached))
+    assert Row.from_bytes(row.to_bytes(rank)) == (rank, row)
+    assert broken_links({rank: row}) <= {(rank, rank)}
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "1.9", "inf", "nan"])
+def test_a_link_timeout_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"the link timeout is .*; give seconds, 2 or more"):
+        read_link_timeout(text)
+    monkeypatch.setenv("RECOVER_LINK_TIMEOUT", text)
+    with pytest.raises(Refusal, match="RECOVER_LINK_TIMEOUT"):
+        check_link_timeout(None, 1800)
+    with pytest.raises(ValueError, match="link timeout"):
+        JobSpec.from_environment({"RECOVER_LINK_TIMEOUT": text})
+
+
+def test_a_link_timeout_is_read_from_option_variable_or_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECOVER_LINK_TIMEOUT", raising=False)
+    assert check_link_timeout(None, timeout=30) == LINK_TIMEOUT, "a default is nobody's mistake"
+    assert check_link_timeout(5, timeout=30) == 5
+    monkeypatch.setenv("RECOVER_LINK_TIMEOUT", "7.5")
+    assert check_link_timeout(None, timeout=30) == 7.5
+    with pytest.raises(Refusal, match="lower the link timeout or raise the timeout"):
+        check_link_timeout(60, timeout=60)
