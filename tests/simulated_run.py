@@ -28,6 +28,7 @@ from recover.step.record import Arrival
 from recover.step.transaction import Transaction
 from recover.sums.buckets import Bucket
 from recover.sums.exponents import GRADIENTS, Exponents
+from recover.world.calls import Call
 from recover.world.despite import do_despite_losses
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
@@ -224,7 +225,7 @@ class Rank:
                 self.join()
             while self.number < self.schedule.steps and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
-            do_despite_losses(self.world, self.journal.write, self.lost)
+            do_despite_losses(self.world, Call.TRAIN_END, self.journal.write, self.lost)
             self.diary.members = self.world.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:

@@ -266,7 +266,9 @@ class Agent:
             Path(str(spec.run_dir), "summary.json").unlink(missing_ok=True)
         self._witness.watch(spec, board)
         kept = min(spec.replica_size, part.slots) if part.returns and options.ready else 0
-        ranks = HostRanks(spec, mine, slots, part.slots, session, command, clerk.tell_end, kept)
+        ranks = HostRanks(
+            spec, mine, slots, part.slots, session, command, clerk.tell_end, kept, self._witness.held
+        )
         clerk.start()
         failure = ""
         try:

@@ -17,6 +17,7 @@ from recover.job import process
 from recover.job.outlet import say
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch import preflight, rank_outputs
+from recover.launch.job_code import HostCode
 from recover.launch.relay import Relay
 from recover.launch.session import Session
 from recover.launch.telling import Teller
@@ -36,7 +37,8 @@ class HostRanks(WatchedJob):
     """`tell_end` is called with each rank that has ended: its marker, and why it is dead, "" if it has finished.
 
     `mine`: the ranks that begin here, each with its slot. `slots`: the places of this host; `here`: how many. `ready`:
-    processes that are kept for those who are started later.
+    processes that are kept for those who are started later. `held` is told why no replica is started again, and
+    when it is again.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class HostRanks(WatchedJob):
         command: Sequence[str],
         tell_end: Callable[[int, str | None, str], None],
         ready: int = 0,
+        held: Callable[[str], object] = lambda why: None,
     ) -> None:
         super().__init__(spec, Relay())
         self._spec, self._slots, self._command, self._tell_end = spec, slots, command, tell_end
         self.teller = Teller(self.run_dir) if spec.records else None
         self._session = session.directory
+        self._code, self._held = HostCode(session.directory), held
         self._board = Board(session.directory / "board", spec.board_size)
         self._environment = _environment(spec, session, here)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -133,6 +137,8 @@ class HostRanks(WatchedJob):
                 continue
             slept, look = now - look > _ASLEEP, now + _LOOK
             state = (self._board.accomplished(), os.stat(self.run_dir / "ranks").st_mtime_ns)
+            if self._spec.room:
+                self._look_at_code()
             if any(map(self._board.votes, self.running)) and not self.outside:  # they need the cores first
                 self._ready.fill()
             if state != seen or not self.running or slept:
@@ -148,6 +154,16 @@ class HostRanks(WatchedJob):
                 self.show_stacks({rank: self._board.pid(rank) for rank in self.mine}, verdict)
                 return f"no progress for {timeout:g} s (--timeout)"
         return ""
+
+    def _look_at_code(self) -> None:
+        """While the files of this host are not those of the job, no replica is started here: it would be refused."""
+        why = self._code.differs()
+        if why != self._slots.held:
+            self._slots.hold(why)
+            self._say(
+                f"no replica is started again here: {why}" if why else "replicas are started again here"
+            )
+            self._held(why)
 
     def wait(self) -> None:
         """Until all are gone: they were killed, or have ended."""

@@ -1,9 +1,10 @@
 """The places of one host: which are free, which rest, and which are not tried again.
 
 A slot is a place for one rank. A rank that was lost because of another one (its replica's, or the others went on
-without it) leaves a good place. One that was lost by itself, or with which no carrier could be built, strikes its
-place: a place that is struck twice is set aside, and so is at once one whose process died as of broken hardware. Where
-a rank has worked for long enough, earlier strikes are forgotten.
+without it) leaves a good place; so does one that was refused for the code that it runs, but that place rests. One that
+was lost by itself, or with which no carrier could be built, strikes its place: a place that is struck twice is set
+aside, and so is at once one whose process died as of broken hardware. Where a rank has worked for long enough, earlier
+strikes are forgotten.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from recover.world.ending import UNFIT, End
 
 INNOCENT = (End.DONE, End.ORPHAN, End.EXCLUDED, End.UNNEEDED)
 SETTLE = 0.1  # seconds that any place rests: mates leave theirs a moment later, and are placed together again
+REFUSED = 600.0  # seconds that a place rests whose rank was refused for the code that it runs
 STRIKES = 2  # after which a place is not tried again
 BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output error")  # in what it said
 
@@ -27,6 +29,7 @@ class Slot:
     lost_before: bool = False
     strikes: list[str] = field(default_factory=list)
     aside: str = ""  # why it is not tried again
+    refused: bool = False  # its last rank was, for its code
 
 
 class HostSlots:
@@ -36,9 +39,18 @@ class HostSlots:
     def __init__(self, slots: int, delay: float, forgive: float) -> None:
         self._delay, self._forgive = delay, forgive
         self._slots = {slot: Slot(rests_until=float("-inf")) for slot in range(slots)}
+        self.held = ""  # why no place is free now, whatever its own state
 
     def take(self, slot: int, now: float) -> None:
-        self._slots[slot].rests_until, self._slots[slot].began = None, now
+        place = self._slots[slot]
+        place.rests_until, place.began, place.refused = None, now, False
+
+    def hold(self, why: str) -> None:
+        """No place is free while there is a reason. When it is gone, those whose ranks were refused are."""
+        self.held = why
+        for place in self._slots.values():
+            if place.refused and place.rests_until is not None and not why:
+                place.rests_until = float("-inf")
 
     def leave(self, slot: int, marker: str, code: int, now: float) -> str:
         """Its process has ended. What is to be said about the place, if anything."""
@@ -51,6 +63,9 @@ class HostSlots:
         if now - place.began >= self._forgive:
             place.strikes.clear()
         told = json.loads(marker) if marker else {"end": "", "detail": ""}
+        if told["end"] == End.REFUSED:
+            place.rests_until, place.refused = now + REFUSED, True
+            return ""
         if told["end"] in INNOCENT and UNFIT not in told["detail"]:
             return ""
         how = f"{told['end']}: {told['detail']}" if told["end"] else _killed(code)
@@ -73,7 +88,10 @@ class HostSlots:
         return [
             slot
             for slot, place in self._slots.items()
-            if not place.aside and place.rests_until is not None and place.rests_until <= now
+            if not self.held
+            and not place.aside
+            and place.rests_until is not None
+            and place.rests_until <= now
         ]
 
 

@@ -211,6 +211,11 @@ class Simulation:
         moments += [until for until in self._cut_until.values() if until > self.clock]
         if self.stopped - self.gone:
             moments.append(self.clock + 0.2)  # some watcher's patience will come to its end
+        calls = [
+            set(self.board.calls_beside(fabric.rank).values()) for fabric in self.fabrics if fabric.alive
+        ]
+        if any(len(beside) > 1 for beside in calls):
+            moments.append(self.clock + 0.2)  # a watcher will see it
         if not moments and not self._anybody_can_go_on():
             return  # the last one has left just now
         if not moments:

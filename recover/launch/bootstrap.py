@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from recover.job import process
+from recover.job import code, process
 from recover.job.spec import told
 from recover.launch import rank_outputs
 from recover.world import ending
@@ -33,12 +33,13 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     script = ""
     process.given_environment = dict(os.environ)
+    _record_code()
     try:
-        module, code = _find_module() if sys.argv[0] == "-m" else _find_script()
+        module, compiled = _find_module() if sys.argv[0] == "-m" else _find_script()
         script = sys.argv[0]
         try:
             sys.modules["__main__"] = module
-            exec(code, module.__dict__)
+            exec(compiled, module.__dict__)
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
@@ -56,10 +57,12 @@ def _find_script() -> tuple[ModuleType, CodeType]:
     """As the interpreter does it; unlike `runpy`, `__main__` stays the script's for threads and atexit."""
     script = os.path.abspath(sys.argv[0])
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    content = Path(script).read_bytes()
+    code.note_file(os.path.basename(script), Path(script), content)
+    compiled = compile(content, script, "exec", dont_inherit=True)
     module = ModuleType("__main__")
     module.__file__ = sys.argv[0] = script
-    return module, code
+    return module, compiled
 
 
 def _find_module() -> tuple[ModuleType, CodeType]:
@@ -70,15 +73,22 @@ def _find_module() -> tuple[ModuleType, CodeType]:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
-    code = getattr(spec and spec.loader, "get_code", lambda _: None)(spec and spec.name)
-    if spec is None or code is None:
+    compiled = getattr(spec and spec.loader, "get_code", lambda _: None)(spec and spec.name)
+    if spec is None or compiled is None:
         raise ImportError(
             f"-m {name}: there is no module of that name that can be run; looked from {os.getcwd()}"
         )
     module = ModuleType("__main__")
-    module.__file__ = sys.argv[0] = code.co_filename
+    module.__file__ = sys.argv[0] = compiled.co_filename
     module.__spec__, module.__package__, module.__loader__ = spec, spec.parent, spec.loader
-    return module, code
+    return module, compiled
+
+
+def _record_code() -> None:
+    """Where replicas may join, each rank knows what it runs."""
+    job = told()
+    if job is not None and job.room:
+        code.record()
 
 
 def _take_output() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from recover.etcd.etcd_client import EtcdClient, EtcdError
-from recover.liveness.board import STEP
+from recover.etcd.etcd_client import EtcdClient
 
 PULSE = "pulse/"
 
@@ -26,11 +25,3 @@ def pulses(client: EtcdClient) -> dict[str, dict[int, tuple[list[int], str]]]:
         }
         for found in client.get_all(PULSE)[0]
     }
-
-
-def steps_told(client: EtcdClient) -> dict[int, int]:
-    """The step that each rank was inside of, 0, or ENDED, a moment ago; nothing while etcd is silent."""
-    try:
-        return {rank: row[STEP] for rows in pulses(client).values() for rank, (row, _) in rows.items()}
-    except EtcdError:
-        return {}

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -117,7 +118,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     from recover.etcd.etcd_host import parts_of
     from recover.launch.etcd_access import LOST, client_of
     from recover.launch.etcd_notes import EtcdNotes
-    from recover.launch.etcd_pulses import steps_told
+    from recover.launch.job_code import JobCode
 
     me = process.rank()
     assert me is not None
@@ -146,16 +147,8 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
     parts = _parts(job, grid, fabric, board, notes)
-    session = Path(job.session)
-    return World(
-        job,
-        grid,
-        replace(
-            parts,
-            steps_told=lambda: steps_told(client),
-            rows_told=lambda: elsewhere.rows_found(session),
-        ),
-    )
+    code = JobCode(client, Path(job.session)) if job.room else None
+    return World(job, grid, replace(parts, rows_told=partial(elsewhere.rows, Path(job.session)), code=code))
 
 
 def _give_up_with(lost: Path, client: EtcdClient) -> None:

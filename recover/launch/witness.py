@@ -91,6 +91,10 @@ class Witness:
         }
         self._log.write(line | ({} if lease is None else {"lease": lease}))
 
+    def held(self, why: str) -> None:
+        """From here on lost replicas are not started again; "": they are."""
+        self._log.write({"what": "held", "at": round(time.time(), 3), "why": why})
+
     def ending(self, reason: str) -> None:
         """From here on the launcher ends what is left: whoever goes now goes with the job."""
         if self._thread is not None:

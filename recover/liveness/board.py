@@ -32,6 +32,8 @@ SLOT, SLOTS, OFFSET = range(11, 14)
 WAITS, CARRIED = range(14, 16)
 # What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
 DOES, SINCE = range(16, 18)
+# The collective call that it is in (0: none), and the position of that in the order of calls.
+CALL, POSITION = range(18, 20)
 DOING = (
     *("starting", "warming up", "preparing", "computing", "reducing"),
     *("voting", "repairing", "updating", "between steps", "ending"),
@@ -200,6 +202,25 @@ class Board:
     def step(self, rank: int) -> int:
         """The step that a rank is inside of, 0, or ENDED."""
         return int(self._table[rank, STEP])
+
+    def announce(self, rank: int, call: int, position: int) -> None:
+        """This rank is in this collective call now, at this position in the order of calls; 0: in none."""
+        row = self._table[rank]
+        row[CALL] = 0  # a reader between the two writes must not see the call before at the new position
+        row[POSITION] = position
+        row[CALL] = call
+
+    def calls_beside(self, rank: int) -> dict[int, int]:
+        """The calls of the living ranks of this host that are at the position of `rank`, its own included; empty while
+        it is in none. A look in the middle of an announcement may show a call that was never made there."""
+        call, position = self._table[rank, [CALL, POSITION]].tolist()
+        if not call:
+            return {}
+        there = np.flatnonzero((self._table[:, POSITION] == position) & (self._table[:, CALL] != 0))
+        beside = {int(other): int(self._table[other, CALL]) for other in there}
+        if len(set(beside.values())) > 1:  # nearly never: the living need not be looked up
+            beside = {other: theirs for other, theirs in beside.items() if self.pid(other)}
+        return beside | {rank: call}
 
     def on_its_way(self, rank: int, agreement: int) -> bool:
         """Whether a rank of this host lives and has neither ended nor gone beyond this agreement."""

@@ -23,7 +23,7 @@ def told(rows: Rows) -> dict[str, list[object]]:
     """The rows of this host's ranks as others can read them."""
     later = time.time_ns() - time.monotonic_ns()
     return {
-        str(rank): [[*row[:SINCE], row[SINCE] + later if row[SINCE] else 0], state]
+        str(rank): [[*row[:SINCE], row[SINCE] + later if row[SINCE] else 0, *row[SINCE + 1 :]], state]
         for rank, (row, state) in rows.items()
     }
 
@@ -38,19 +38,18 @@ def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
         pass
 
 
-def rows_found(session: Path) -> dict[int, list[int]]:
-    """By rank: its row, half a second ago or so."""
-    try:
-        heard = json.loads((session / _NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return {int(rank): row for rank, (row, _) in heard.items()}
-
-
 def found(session: Path) -> dict[int, tuple[Now, str]]:
     """By rank: what it does, and the kernel's letter for its process, half a second ago or so."""
+    return {rank: (now_of(row, time.time_ns()), state) for rank, (row, state) in _heard(session).items()}
+
+
+def rows(session: Path) -> dict[int, Sequence[int]]:
+    """By rank: its row, half a second ago or so."""
+    return {rank: row for rank, (row, _) in _heard(session).items()}
+
+
+def _heard(session: Path) -> Rows:
     try:
-        heard = json.loads((session / _NAME).read_text())
+        return {int(rank): told for rank, told in json.loads((session / _NAME).read_text()).items()}
     except (OSError, ValueError):
         return {}
-    return {int(rank): (now_of(row, time.time_ns()), state) for rank, (row, state) in heard.items()}

@@ -14,6 +14,7 @@ import sys
 import time
 
 from recover.job import process
+from recover.job.code import note_versions
 from recover.job.imports import importing
 from recover.launch import bootstrap
 
@@ -23,6 +24,7 @@ IMPORTED = ("torch", "torch._dynamo", "recover.step.step", "recover.launch.join"
 
 def main() -> None:
     bootstrap.die_with_parent()
+    note_versions()  # of what is imported now: the files may be others when this process becomes a rank
     own = [sys.argv[2]] if sys.argv[1] == "-m" and sys.argv[2].startswith("recover.") else []
     with importing():
         for name in (*IMPORTED, *own):

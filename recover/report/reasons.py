@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from recover.records.kinds import Line
 from recover.records.stories import Death, Story, stories
 from recover.report.recorded_runs import Run
 from recover.report.words import PHASES, milliseconds, victims
@@ -21,12 +22,13 @@ def tell(run: Run, number: int | None = None) -> list[str]:
             raise ValueError(
                 f"{run.name} has no incident {number} in which somebody was lost; it has {known}"
             )
+    held = [_held(line) for line in run.job if line["what"] == "held"] if number is None else []
     if not found:
-        return [f"{run.name}: nobody was lost"]
+        return [f"{run.name}: nobody was lost", *held]
     lines: list[str] = []
     for story in found:
         lines += ["", *_of(story)] if lines else _of(story)
-    return lines
+    return [*lines, *held]
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:
@@ -71,6 +73,12 @@ def _of(story: Story) -> Iterator[str]:
             f"{name.removesuffix('_ms')} {milliseconds(record[name])}" for name in PHASES if record.get(name)
         ]
         yield f"  it took: {', '.join(spans) or 'no time'}"
+
+
+def _held(line: Line) -> str:
+    if not line["why"]:
+        return f"from {moment(line['at'])} on, lost replicas were started again"
+    return f"from {moment(line['at'])} on, lost replicas were not started again: {line['why']}"
 
 
 def moment(at: float | None) -> str:

@@ -21,6 +21,7 @@ from recover.saving.saver import Saver
 from recover.saving.tensors import Part, Stored, Tensors
 from recover.step.errors import StateDivergedError
 from recover.step.state import StepState
+from recover.world.calls import Call
 from recover.world.despite import do_despite_losses
 from recover.world.writers import writing_replicas
 
@@ -46,6 +47,11 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     step.refuse_inside_step("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
+    with step.world.call(Call.SAVE):
+        _save(step, path, extra, keep)
+
+
+def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: int) -> None:
     found = checkpoint.latest(Path(path))
     if found is not None and found.step > step.index:
         raise ValueError(
@@ -71,7 +77,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
             saver.finish()
 
     with step.saving_extra(extra or {}, digests) as compare:
-        do_despite_losses(world, act, lambda *_: None)
+        do_despite_losses(world, Call.SAVE, act, lambda *_: None)
 
 
 def save_states(step: Step, error: StateDivergedError) -> None:
@@ -109,6 +115,13 @@ def resume(
             step.extra.setdefault(name, value)
     if step.world.outside:
         return None
+    with step.world.call(Call.RESUME):
+        return _resume(step, path, extra, rebatch)
+
+
+def _resume(
+    step: Step, path: str | Path, extra: Mapping[str, Any] | None, rebatch: bool
+) -> dict[str, Any] | None:
     if step.index:
         raise ValueError(f"step {step.index} is committed already; resume before the first one")
     found = checkpoint.latest(Path(path))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from recover.step.incident import Incident, met
 from recover.step.record import Arrival
+from recover.world.membership import Phase
 from recover.world.roll_call import Census
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _settle(transaction: Transaction, begin: Callable[[bytes], Census], pass_on:
         began = time.perf_counter()
         nbytes = pass_on(givers, tuple(sorted(arrivals)))
         world.hooks("repair", "arrived")
-        agreed, world.arrivals = world.agree(nbytes is not None), ()
+        agreed, world.arrivals = world.agree(nbytes is not None, Phase.VOTE), ()
         if agreed == 1:
             incident.joined_ranks = tuple(sorted(arrivals))
             incident.joined_replicas = world.grid.replicas_of(arrivals)

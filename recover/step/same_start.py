@@ -6,10 +6,17 @@ import torch
 
 from recover.step.belonging import refuse_different_models
 from recover.sums.parts import as_real, local_part
+from recover.world.calls import Call
 from recover.world.world import World
 
 
 def copy_state_from_first_replica(world: World, model: torch.nn.Module) -> None:
+    """A collective call: no tensor is sent before all replicas have come to it."""
+    with world.call(Call.BUILD):
+        _copy(world, model)
+
+
+def _copy(world: World, model: torch.nn.Module) -> None:
     tensors = [as_real(local_part(t.data)) for t in (*model.parameters(), *model.buffers())]
     while True:
         # Into copies: if the first replica dies halfway, nobody holds a mixture of two.

@@ -47,6 +47,7 @@ from recover.sums.later import Later
 from recover.sums.moving import MovingBuffers
 from recover.sums.reduction import Reduction, make_sum
 from recover.world import ending
+from recover.world.calls import Call
 from recover.world.world import World
 
 
@@ -257,18 +258,20 @@ class Step(BesideTraining):
         During training every vote tells of the update before it; this tells of the last one. Returns the ranks that
         were lost over it, and the seconds of their repairs.
         """
-        self.compare_optimizers()
-        number = self.index + 1
-        replica_of(self._model).rest()
-        ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
-        try:
-            lost = self._transaction.confirm(number, self._fingerprint(number, full=True))
-        except StateDivergedError as error:
-            self.save_states(error)
-            raise
-        self._transaction.seniority.found_equal(number)
-        ending.in_step(False)
-        return lost
+        met: list[tuple[tuple[int, ...], float]] = []
+        with self._world.call(Call.CONFIRM, lambda *lost: met.append(lost)):
+            self.compare_optimizers()
+            number = self.index + 1
+            replica_of(self._model).rest()
+            ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
+            try:
+                met.append(self._transaction.confirm(number, self._fingerprint(number, full=True)))
+            except StateDivergedError as error:
+                self.save_states(error)
+                raise
+            self._transaction.seniority.found_equal(number)
+            ending.in_step(False)
+        return tuple(rank for ranks, _ in met for rank in ranks), sum(seconds for _, seconds in met)
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""

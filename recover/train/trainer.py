@@ -45,6 +45,7 @@ from recover.train.sinks import Sinks
 from recover.train.stop_requests import StopRequests
 from recover.train.streams import open_streams
 from recover.world import ending
+from recover.world.calls import Call
 from recover.world.despite import do_despite_losses
 from recover.world.world import World
 from recover.world.writers import writing_replicas
@@ -111,7 +112,7 @@ class Trainer:
             while self._goes_on():
                 self._take_step()
                 self._checkpoint()
-            do_despite_losses(self.world, self._close, self._lost)
+            do_despite_losses(self.world, Call.TRAIN_END, self._close, self._lost)
         except WorldLostError:
             self._save_what_there_is()
             raise
@@ -140,7 +141,7 @@ class Trainer:
             return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
             self._lost(dead, world.last_census.seconds)
-        do_despite_losses(world, self._open_run_dir, self._lost)
+        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self._lost)
         self.stop_requests.listen()
         if self.gpu_use.card and self.journal.writing:
             ending.log(told := self.gpu_use.told(world.members))

@@ -42,6 +42,7 @@ class End(StrEnum):
     ORPHAN = "orphan"  # another rank of its replica died
     FENCED = "fenced"  # it stood still for too long
     EXCLUDED = "excluded"  # the others went on without it
+    REFUSED = "refused"  # it was there to join, and runs other code than the job
     UNNEEDED = "unneeded"  # it was there to join, and there was nothing to join any more
 
 

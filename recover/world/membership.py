@@ -26,7 +26,7 @@ from recover.job.grid import Grid
 from recover.world.ending import UNFIT
 from recover.world.roll_call import Census, Row, broken_links, pack, unpack
 
-TAG_BITS = 4
+TAG_BITS = 5
 WORD_BITS = FABRIC_BITS - TAG_BITS
 POLL = 0.0002  # seconds between two looks at a message under way
 CENSUS_LIMIT = 30.0  # seconds; messages of a few bytes, between ranks that are all in the census
@@ -44,12 +44,13 @@ class Phase(IntEnum):
     made to the next agreement may still be counted in. The tags tell: such an agreement has failed.
     """
 
-    VOTE = 0b0011
-    MEMBERS = 0b0101
-    CENSUS = 0b1001
-    CARRIER = 0b0110
-    CLOSING = 0b1010
-    END = 0b1100
+    VOTE = 0b00011
+    MEMBERS = 0b00101
+    CENSUS = 0b01001
+    CARRIER = 0b00110
+    CLOSING = 0b01010
+    CALL = 0b01100
+    AGREE = 0b10001
 
 
 C = TypeVar("C", bound=Carrier)
@@ -98,7 +99,7 @@ class Membership(Generic[C]):
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
         """The AND of the members' words, or None if somebody has died: then everyone must call `repair`.
 
-        None as well if some vote while others are at the end of their scripts.
+        None as well if some vote while others are in another call, or at the end of their scripts.
         """
         if not 0 <= word < 1 << WORD_BITS:
             raise ValueError(
@@ -115,14 +116,19 @@ class Membership(Generic[C]):
         return agreed >> TAG_BITS
 
     def repair(
-        self, record: bytes, evict: frozenset[int] = frozenset(), admit: bool = False, reason: str = ""
+        self,
+        record: bytes,
+        evict: frozenset[int] = frozenset(),
+        admit: bool = False,
+        reason: str = "",
+        call: int = 0,
     ) -> Census:
         """Agree on who is left, exchange one record each, build the carrier of the next epoch.
 
         Entered by all survivors after the same failed agreement. Ranks in `evict` are left out even if they
         live; they, those who lost a mate, and those whose carriers fail again and again, get `ExcludedError`.
         `admit`: whoever all members see asking is admitted, too. One that has been enters here, too. `reason`: why this
-        rank is in `evict`.
+        rank is in `evict`. `call`: the collective call that this rank is in.
         """
         started, rounds = self.fabric.now(), 0
         last, mine, fruitless = tuple[int, ...](), Row(b"", record), 0
@@ -140,7 +146,7 @@ class Membership(Generic[C]):
                 admit = False  # those who are admitted take part from here on: once more, with them
                 continue
             if members != last:
-                last, mine, fruitless = members, self._first_row(members, record), 0
+                last, mine, fruitless = members, self._first_row(members, record, call), 0
             fruitless += 1
             carrier, mine = self._prepare(members, mine)
             self._probe("repair", "census")
@@ -176,6 +182,7 @@ class Membership(Generic[C]):
                 lost=tuple(sorted(before - set(members))),
                 joined=tuple(sorted(set(members) - before)),
                 records={rank: row.record for rank, row in rows.items()},
+                calls={rank: row.call for rank, row in rows.items() if row.call},
                 rounds=rounds,
                 seconds=self.fabric.now() - started,
             )
@@ -274,9 +281,9 @@ class Membership(Generic[C]):
             if (failed := self.fabric.failed()) != known:
                 since, known = self.fabric.now(), failed
 
-    def _first_row(self, members: tuple[int, ...], record: bytes) -> Row:
+    def _first_row(self, members: tuple[int, ...], record: bytes, call: int) -> Row:
         tells = not self._joining and self.fabric.rank == min(set(self.members) & set(members))
-        return Row(b"", record, epoch=self.epoch, before=self.members if tells else ())
+        return Row(b"", record, epoch=self.epoch, before=self.members if tells else (), call=call)
 
     def _take_census(self, members: tuple[int, ...], mine: Row) -> dict[int, Row] | None:
         """Everyone's row to the lowest member, and the whole table back. None if a member died meanwhile."""

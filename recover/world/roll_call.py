@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_HEAD = struct.Struct("<q?qqqq")
+_HEAD = struct.Struct("<q?qqqqq")
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,21 @@ class Row:
     epoch: int = 0  # before this repair; 0 of one that joins
     before: tuple[int, ...] = ()  # the members of that epoch, told by one of them: who joins cannot know
     unreached: tuple[int, ...] = ()  # the members that did not answer it when its carrier was built last
+    call: int = 0  # the collective call that it is in (`recover.world.calls`); 0: in none
 
     def to_bytes(self, rank: int) -> bytes:
-        head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch)
+        head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch, self.call)
         numbers = _to_bytes(self.before), _to_bytes(self.unreached)
         return pack([head, *numbers, self.offer, self.record, self.trouble.encode()])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> tuple[int, Row]:
         head, before, unreached, offer, record, trouble = unpack(packed)
-        rank, can_build, own, built, waited, epoch = _HEAD.unpack(head)
+        rank, can_build, own, built, waited, epoch, call = _HEAD.unpack(head)
         numbers = _from_bytes(before), _from_bytes(unreached)
-        return rank, cls(offer, record, can_build, own, built, waited, trouble.decode(), epoch, *numbers)
+        return rank, cls(
+            offer, record, can_build, own, built, waited, trouble.decode(), epoch, *numbers, call
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Census:
     rounds: int
     seconds: float
     joined: tuple[int, ...] = ()  # the members that were none in the epoch before
+    calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
 
 
 def _to_bytes(numbers: Sequence[int]) -> bytes:

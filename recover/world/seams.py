@@ -26,7 +26,9 @@ class Own(Protocol):
 
     def log(self, text: str) -> None: ...
 
-    def die(self, how: End | str, text: str) -> NoReturn: ...
+    def die(
+        self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
+    ) -> NoReturn: ...
 
     def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
 
@@ -35,6 +37,16 @@ class Own(Protocol):
     def on_raise(self, callback: Callable[[BaseException], object]) -> None: ...
 
     def in_step(self, inside: bool) -> None: ...
+
+
+class Code(Protocol):
+    """The code of a job that replicas may join."""
+
+    def differs(self) -> str:
+        """For a rank that is about to ask: what differs from the code of the job, or ""."""
+
+    def publish(self, first: bool) -> None:
+        """By members: what was loaded since the last time. `first`: this rank tells the other hosts, too."""
 
 
 class Looks(Protocol):
@@ -57,9 +69,8 @@ class Parts:
     own: Own
     notes: Notes
     watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
-    # Where there are other hosts: the step that each rank of the job was inside of, 0, or ENDED, a moment ago.
-    steps_told: Callable[[], Mapping[int, int]] | None = None
-    # The rows of ranks on other hosts, as their boards showed them a moment ago.
-    rows_told: Callable[[], Mapping[int, Sequence[int]]] = dict
+    # Where there are other hosts: the rows of their ranks, as on the board, a moment ago.
+    rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
+    code: Code | None = None  # where replicas may join
     # Empties a list of what is no longer used. A group of gloo's takes its time to go.
     drop: Callable[[list[Any]], object] = list.clear

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from recover.carriers.simulated_carriers import SimulatedCarriers
@@ -61,7 +61,9 @@ class SimulatedOwn:
     def log(self, text: str) -> None:
         pass
 
-    def die(self, how: End | str, text: str) -> NoReturn:
+    def die(
+        self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
+    ) -> NoReturn:
         if str(how) == End.EXCLUDED and self._simulation.reluctant:
             self._simulation.leaving.add(self._rank)
             while (

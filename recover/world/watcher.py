@@ -29,7 +29,7 @@ class Watcher:
     """One per rank. `on_death` gets the set of all known deaths, each time that it has grown.
 
     `waits` says whether this rank waits for others: only then may it find that one of them hangs. `look_at_links` is
-    called as often as it looks at the others.
+    called as often as it looks at the others, and `look_at_calls`: others may be in another collective call.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Watcher:
         on_death: Callable[[frozenset[int]], None],
         waits: Callable[[], bool],
         look_at_links: Callable[[float], None],
+        look_at_calls: Callable[[float], object],
     ) -> None:
         self._fabric, self._board, self._own, self._notes = (
             parts.fabric,
@@ -47,7 +48,8 @@ class Watcher:
             parts.own,
             parts.notes,
         )
-        self._on_death, self._waits, self._look_at_links = on_death, waits, look_at_links
+        self._on_death, self._waits = on_death, waits
+        self._look_at_links, self._look_at_calls = look_at_links, look_at_calls
         self._mates = grid.mates(self._fabric.rank)
         self._agreements, self._hangs = AgreementWatchdog(), hangs
         self._known: frozenset[int] = frozenset()
@@ -75,6 +77,7 @@ class Watcher:
             self._looked = now
             self._look_at_links(now)
             self._look_for_hung_ranks(now)
+            self._look_at_calls(now)
         self._look_for_a_forgotten_agreement(now)
         if self._fabric.lock.acquire(blocking=False):
             try:
