@@ -17,6 +17,8 @@ from recover.etcd.etcd_fabric import EtcdFabric
 from recover.etcd.etcd_server import EtcdServer, free_port
 from recover.liveness.board import Board
 
+TOKEN = "the token of these tests"
+
 
 class EtcdCluster:
     """Three members on this machine, each on an address of its own."""
@@ -91,20 +93,22 @@ class Fabrics:
     def __init__(self, server: EtcdServer, prefix: str, directory: Path) -> None:
         self.server, self.prefix, self.directory = server, prefix, directory
         self.made: list[EtcdFabric] = []
-        self.etcd = EtcdClient(server.endpoint, prefix=prefix)
+        self.etcd = EtcdClient(server.endpoint, prefix=prefix, token=TOKEN)
 
     def make(
         self, size: int, client: type[EtcdClient] = EtcdClient, **options: Any
     ) -> tuple[list[EtcdFabric], list[Any]]:
         board = Board(self.directory / "board", size)
-        clients = [client(self.server.endpoint, prefix=self.prefix) for _ in range(size)]
+        clients = [client(self.server.endpoint, prefix=self.prefix, token=TOKEN) for _ in range(size)]
+        options = {"token": TOKEN, "admits": True} | options
         made = [EtcdFabric(each, rank, size, board, **options) for rank, each in enumerate(clients)]
         self.made += made
         return made, clients
 
     def join(self, size: int, rank: int, client: type[EtcdClient] = EtcdClient, **options: Any) -> EtcdFabric:
         """One rank more; from `size` on it is one that joins."""
-        made = client(self.server.endpoint, prefix=self.prefix)
+        made = client(self.server.endpoint, prefix=self.prefix, token=TOKEN)
+        options = {"token": TOKEN, "admits": True} | options
         fabric = EtcdFabric(made, rank, size, Board(self.directory / f"board-{rank}", rank + 1), **options)
         self.made.append(fabric)
         return fabric

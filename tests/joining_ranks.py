@@ -44,7 +44,7 @@ class JoiningRanks:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.replica_size = directory, replica_size
-        self._etcd = EtcdClient(endpoint, prefix=prefix)
+        self._etcd = EtcdClient(endpoint, prefix=prefix, token="secret")
         self._read: dict[int, tuple[int, list[dict[str, Any]]]] = {}  # of each diary: how far, and its lines
         scenario = {
             "endpoint": endpoint,

@@ -33,6 +33,9 @@ class LabJob:
 
     def __init__(self, lab: Lab, place: Path, words: Iterable[str], shared: bool = False) -> None:
         self.lab, self.place, self.words, self._shared = lab, place, list(words), shared
+        if "--nnodes" in self.words and "--token-file" not in self.words:
+            (place / "token").write_text("the token of a job in a lab\n")
+            self.words[1:1] = ["--token-file", str(place / "token")]
         self.agents: dict[str, subprocess.Popen[Any]] = {}
 
     def start(

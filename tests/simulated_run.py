@@ -225,7 +225,7 @@ class Rank:
                 self.join()
             while self.number < self.schedule.steps and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
-            do_despite_losses(self.world, Call.TRAIN_END, self.journal.write, self.lost)
+            do_despite_losses(self.world, Call.TRAIN_END, self.journal.finish, self.lost)
             self.diary.members = self.world.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:

@@ -53,7 +53,7 @@ class LateWorker(Worker):
         self._failed: list[Work] = []
         self._running = False
 
-    def post(self, task: Callable[[], object]) -> Work:
+    def post(self, task: Callable[[], object], is_ready: Callable[[], bool] = lambda: True) -> Work:
         work = _LateWork(task)
         work.worker = self
         self._late.append(work)

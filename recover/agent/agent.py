@@ -28,12 +28,13 @@ from recover.agent.guarded_client import GuardedClient
 from recover.agent.host_facts import facts_of, words_of
 from recover.agent.host_options import HostPart, access_to, one_host, read_options
 from recover.agent.meeting import HostPlan, Meeting
-from recover.agent.own_etcd import OwnEtcd
+from recover.agent.own_etcd import OwnEtcd, check_token
 from recover.agent.placement import across
 from recover.agent.returns import MISSED, Returns
 from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
-from recover.etcd.etcd_client import EtcdClient, EtcdError
+from recover.etcd.etcd_client import UNIX, EtcdClient, EtcdError
 from recover.etcd.etcd_host import HostLease, parts_of, without_lease
+from recover.etcd.etcd_server import socket_in
 from recover.job.grid import Grid
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.job.outlet import OUTLET, say
@@ -96,6 +97,7 @@ def launch_host(
             host=part.host,
             etcd=access,
             records=own,
+            admits=part.admits,
         )
         if part.returns:
             spec = replace(spec, room=room_for(replica_size))
@@ -104,6 +106,7 @@ def launch_host(
         spec = replace(spec, faults=preflight.check_faults(faults, first, replica_size, later))
         preflight.check_module(str(script)) if module else preflight.check_script(script)
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
+        check_token(access, alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address), lease=options.lease)
         FILES.report = say
         directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
@@ -117,7 +120,9 @@ def launch_host(
             Session() as session,
             catching(lambda: _end_later(session)) as caught,
         ):
-            spec = replace(spec, run_dir=str(directory), session=str(session.directory))
+            if access.endpoints == (UNIX,):
+                access = replace(access, endpoints=(socket_in(session.directory / "etcd"),))
+            spec = replace(spec, run_dir=str(directory), session=str(session.directory), etcd=access)
             agent = Agent(part, spec, check, caught, witness)
             place = options.etcd_dir or session.directory / "etcd"
             with OwnEtcd(access, place, alone=part.most == 1) as etcd:
@@ -215,13 +220,14 @@ class Agent:
         with SeenDirectories(Path(self._spec.run_dir), meeting) as directories:
             meeting.enter(stopped)
             plan = meeting.wait_for_plan(options.join_timeout, stopped)
-            access = replace(self._access, prefix=f"{self._access.prefix}{plan.run}/")
+            token = plan.token or self._part.token
+            access = replace(self._access, prefix=f"{self._access.prefix}{plan.run}/", token=token)
             groups = directories.compare(client_of(access), plan, stopped)
         spec = replace(
             self._spec,
             ranks=len(plan.seats),
             etcd=access,
-            token=plan.token or self._part.token,
+            token=token,
             across=across(plan.seats, self._spec.replica_size),
             directories=groups,
             limit=len(plan.seats) if self._part.standby else None,
@@ -400,6 +406,8 @@ def _client(access: EtcdAccess, patience: float) -> EtcdClient:
 
 
 def _pairs(part: HostPart) -> list[tuple[str, int]]:
+    if part.endpoints == (UNIX,):
+        return [("127.0.0.1", 1)]
     pairs = (endpoint.rpartition(":") for endpoint in part.endpoints)
     return [(host.strip("[]"), int(port)) for host, _, port in pairs]
 

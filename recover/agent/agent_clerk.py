@@ -188,7 +188,10 @@ class Clerk:
 
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
-        ends, dead, order, decision = self._client.read(*asked).found
+        answer = self._client.read(*asked)
+        # A forged order would keep a real one from being given, and a forged death a rank from voting.
+        self._client.remove_forged(found for found in answer.forged if found.key != DECISION)
+        ends, dead, order, decision = answer.found
         plan, there = self._meeting.present(self._plan)
         self.hosts = plan.hosts
         new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self.ends}
@@ -197,8 +200,9 @@ class Clerk:
         markers = map(as_marker, new.values())
         self._finished |= any(marker is not None and marker["end"] == End.DONE for marker in markers)
         lost = {rank_of(found): found.value.decode() for found in dead}
-        if decision:  # whose deaths all know of may be forgotten by now
-            participants = Decision.of(decision[0]).participants
+        # Those whose deaths all know of may be forgotten by now.
+        if decision and (decided := Decision.in_place(decision[0])) is not None:
+            participants = decided.participants
             lost = dict.fromkeys(self.counted - participants, "") | lost
             self.counted |= participants
         self.counted |= self.ends.keys()

@@ -30,9 +30,6 @@ def facts_of(
         "the version of torch": version_of("torch"),
         "the version of recover": recover_version(),
         f"the script {script.name}": "a module" if module else digest_of([script.read_bytes()]),
-        "the token in --token-file": digest_of([b"recover token", part.token.encode()])
-        if part.token
-        else "not given",
         **more,
     }
 

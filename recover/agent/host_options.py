@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recover.etcd.etcd_client import UNIX
 from recover.etcd.etcd_host import MOST_RANKS
-from recover.etcd.etcd_server import NoEtcdError, free_port
 from recover.job.gpus import gpus_on_host
 from recover.job.hosts_asked import WARM_UP, HostOptions
 from recover.job.spec import EtcdAccess
@@ -20,7 +20,6 @@ from recover.launch.preflight import Refusal
 PORT = 2379  # etcd's own
 LEAST_LEASE = 2.0
 MOST = 1e7  # seconds: etcd grants leases of no more than 9e9
-LOOPBACK = "127.0.0.1"
 ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
 
 
@@ -39,6 +38,11 @@ class HostPart:
     returns: bool = False
     standby: int = 0  # replicas that are ready, and wait for a loss
     warm_up: float = WARM_UP
+
+    @property
+    def admits(self) -> bool:
+        """Whether ranks may join after the start."""
+        return self.returns or self.most > self.least
 
     @property
     def nnodes(self) -> str:
@@ -60,6 +64,10 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
             "where do the hosts meet? give --rdzv-endpoint HOST:PORT, one or three of them, with commas"
         )
     endpoints = tuple(map(_read_endpoint, endpoint.split(",")))
+    if UNIX in endpoints and (most > 1 or len(endpoints) > 1):
+        raise Refusal(
+            f"--rdzv-endpoint is {endpoint!r}, a socket of this host, which no other host reaches; give HOST:PORT"
+        )
     job = options.rdzv_id or slurm.get("SLURM_JOB_ID")
     if not job:
         raise Refusal(
@@ -91,7 +99,8 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         job,
         host,
         int(order) if order and order.isdecimal() else None,
-        options.token or _read_secret("--token-file", options.token_file),
+        # With one host nobody else need know it; with several an etcd that is not ours to protect may hold it.
+        _read_secret("--token-file", options.token_file) or (secrets.token_hex(32) if most == 1 else ""),
         options.restarts,
         options.standby,
         options.warm_up,
@@ -100,18 +109,13 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
 
 def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
     """For a job on this host alone, with an etcd of its own: what `options` say of returns, for so many ranks."""
-    try:
-        port = free_port(LOOPBACK)
-    except NoEtcdError as error:
-        raise Refusal(str(error)) from None
     return replace(
         options,
         nnodes="1",
         nproc_per_node=str(ranks + options.standby * replica_size),
-        rdzv_endpoint=f"{LOOPBACK}:{port}",
+        rdzv_endpoint=UNIX,
         rdzv_id=f"alone-{secrets.token_hex(4)}",
         lease=ALONE_LEASE,
-        token=secrets.token_hex(16),  # others on this host may look into its etcd
     )
 
 
@@ -133,6 +137,7 @@ def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
     return EtcdAccess(
         part.endpoints,
         f"{options.etcd_prefix.rstrip('/')}/{part.job}/",
+        part.token,
         options.etcd_user,
         _read_secret("--etcd-password-file", options.etcd_password_file),
         ca,
@@ -170,6 +175,9 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
 
 
 def _read_endpoint(text: str) -> str:
+    """`unix:` is a socket in the job's own session."""
+    if text.strip() == UNIX:
+        return UNIX
     text = text.strip().removeprefix("http://").removeprefix("https://")
     found = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+)(?::(\d+))?", text)
     if not found or not 0 < int(found[2] or PORT) < 1 << 16:

@@ -29,6 +29,7 @@ TRIES = 8  # of the clocks: the quickest answer says most
 SECONDS, PIECE = 0.5, 1 << 18  # of sending, and bytes at a time
 IP_MTU_DISCOVER, IP_PMTUDISC_DO = 10, 2  # of <linux/in.h>: never cut a packet into pieces
 HEADERS = 28  # bytes, of IP and UDP
+MOST = 100  # bytes of a word; nothing that comes over the wire is unpickled
 
 
 def main() -> None:
@@ -102,13 +103,13 @@ def _try(mine: dict[str, Any], theirs: dict[str, Any], job: JobSpec) -> dict[str
         socket.create_connection(tuple(theirs["door"]), timeout=5.0).close()
         with Client(tuple(theirs["door"]), authkey=job.token.encode()) as line:
             found |= _clocks(line)
-            line.send("bytes")
+            line.send_bytes(b"bytes")
             piece, deadline, sent = bytes(PIECE), time.monotonic() + SECONDS, 0
             while time.monotonic() < deadline:
                 line.send_bytes(piece)
                 sent += PIECE
             line.send_bytes(b"")
-            found["mbit"] = sent * 8 / 1e6 / float(line.recv())
+            found["mbit"] = sent * 8 / 1e6 / float(line.recv_bytes(MOST))
     except (OSError, EOFError, AuthenticationError) as error:
         return found | {"error": f"{type(error).__name__}: {error}"}
     sizes = [size for size in (mine["mtu"], theirs["mtu"]) if size]
@@ -121,8 +122,8 @@ def _clocks(line: Connection) -> dict[str, float]:
     best = (float("inf"), 0.0)
     for _ in range(TRIES):
         before = time.time()
-        line.send("time")
-        theirs, after = float(line.recv()), time.time()
+        line.send_bytes(b"time")
+        theirs, after = float(line.recv_bytes(MOST)), time.time()
         best = min(best, ((after - before) / 2, theirs - (before + after) / 2))
     return {"ahead": best[1], "unsure": best[0]}
 
@@ -154,13 +155,13 @@ def _answer(door: Listener) -> None:
 
 def _serve(line: Connection) -> None:
     try:
-        while (word := line.recv()) == "time":
-            line.send(time.time())
-        assert word == "bytes"
+        while (word := line.recv_bytes(MOST)) == b"time":
+            line.send_bytes(repr(time.time()).encode())
+        assert word == b"bytes"
         began = time.monotonic()
         while line.recv_bytes():
             pass
-        line.send(time.monotonic() - began)
+        line.send_bytes(repr(time.monotonic() - began).encode())
     except (OSError, EOFError):
         pass
 

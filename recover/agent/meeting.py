@@ -112,7 +112,12 @@ class Meeting:
         """Say that this host is there. Raises Refusal if it cannot take part."""
         began = time.monotonic()
         while not stopped():
-            there, plan, _, _ = self._look()
+            there, plan, answer, _ = self._look()
+            if others := self._with_another_token(answer):
+                if time.monotonic() - began > SETTLE:
+                    raise Refusal(self._refusal_of_token(others))
+                time.sleep(LOOK)
+                continue
             if plan is None or not (present := plan.present(there)):
                 break
             if self.me.host not in present and len(present) < plan.most:
@@ -145,6 +150,8 @@ class Meeting:
         fresh, count = began, 0
         while not stopped():
             there, plan, answer, version = self._look()
+            if others := self._with_another_token(answer):
+                raise Refusal(self._refusal_of_token(others))
             if plan is not None and plan.present(there):
                 if not self.late or plan.hosts.get(self.me.host, {}).get("id") == self.me.id:
                     return self._mine(plan)
@@ -222,11 +229,32 @@ class Meeting:
         answer = self._client.read(get_all(MEET), get(PLAN), get_all(REFUSED))
         came = sorted(answer.found[0], key=lambda found: found.modified)
         plan = answer.found[1][0] if answer.found[1] else None
+        # One of an earlier job with another token is a thing of the past, too: it is replaced.
+        versions = [found.version for found in (*answer.found[1], *answer.forged) if found.key == PLAN]
         return (
             {_host_of(found): Attendance.of(found) for found in came},
             HostPlan.from_bytes(plan.value) if plan else None,
             answer,
-            plan.version if plan else 0,
+            versions[0] if versions else 0,
+        )
+
+    def _with_another_token(self, answer: Answer) -> list[str]:
+        """Hosts that came before this one, and whose words were not written with this one's token. None where another
+        host has the same token: then these are strangers, whom nobody heeds."""
+        if any(_host_of(found) != self.me.host for found in answer.found[0]):
+            return []
+        mine = [found.modified for found in answer.found[0] if _host_of(found) == self.me.host]
+        return sorted(
+            _host_of(found)
+            for found in answer.forged
+            if found.key.startswith(MEET) and not any(found.modified > own for own in mine)
+        )
+
+    def _refusal_of_token(self, others: list[str]) -> str:
+        hosts = ", ".join(others)
+        return (
+            f"--rdzv-id {self._part.job}: a job of that name runs already, on {hosts}, with another token; "
+            "give all hosts of a job the same --token-file, and this job a name of its own if it is another one"
         )
 
     def _mine(self, plan: HostPlan) -> HostPlan:

@@ -1,7 +1,8 @@
 """The etcd in which the hosts of a job meet: the one that answers, or, where nobody does, members of our own.
 
 A host whose address is named in --rdzv-endpoint, and on whose port nobody listens, starts a member there: the only one,
-or one of three. It listens at that address and on that port, and, for the other members, on the next one.
+or one of three. It listens at that address and on that port, and, for the other members, on the next one. On one host
+alone it may listen on a socket in a directory of the job's instead, which nobody else can enter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recover.agent.addresses import is_loopback, is_of_this_host, resolved
-from recover.etcd.etcd_client import EtcdClient, EtcdError, UnansweredError
+from recover.etcd.etcd_client import UNIX, EtcdClient, EtcdError, UnansweredError
 from recover.etcd.etcd_server import EtcdServer, NoEtcdError, peer_of
 from recover.job.outlet import say
 from recover.job.spec import EtcdAccess
@@ -24,9 +25,22 @@ from recover.launch.preflight import Refusal
 _AGAIN = 0.1  # seconds between two looks
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
+MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
 # What etcd says of a member whose name is known and whose data are lost: by a peer that it reaches, or later.
 _KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
+
+
+def check_token(access: EtcdAccess, alone: bool) -> None:
+    """Raises Refusal where an etcd that this host would start had to hold the job's token, for all to read."""
+    if alone or access.token or _is_protected(access):
+        return
+    if (endpoint := _missing_here(access, alone)) is not None:
+        raise Refusal(
+            f"--token-file is not given, and nobody listens at {endpoint}: whoever reaches the etcd that is started "
+            f"there could read the job's token in it, and take part; make a token, {MAKE_TOKEN}, copy it to all hosts, "
+            "and give each of them --token-file token"
+        )
 
 
 class OwnEtcd:
@@ -73,24 +87,9 @@ class OwnEtcd:
         return client_of(self._access)
 
     def _mine(self) -> str | None:
-        """The endpoint at which this host is to start a member, if nobody is there; named by its address."""
-        found = None
-        for endpoint in self._access.endpoints:
-            host, port = _parts(endpoint)
-            addresses = resolved(host)
-            if not addresses:
-                raise Refusal(
-                    f"--rdzv-endpoint: {host} has no address on this host; check the name, or /etc/hosts"
-                )
-            here = [address for address in addresses if is_of_this_host(address)]
-            if any(map(is_loopback, here)) and not self._alone:
-                raise Refusal(
-                    f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
-                    "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
-                )
-            if here and not _listens(here[0], port):
-                found = endpoint
-        if found is not None and (self._access.ca or self._access.user):
+        """The endpoint at which this host is to start a member, if nobody is there."""
+        found = _missing_here(self._access, self._alone)
+        if found is not None and _is_protected(self._access):
             say(
                 f"nobody listens at {found}; an etcd with users or TLS is not started here, so it is waited for"
             )
@@ -108,12 +107,16 @@ class OwnEtcd:
                 f"--rdzv-endpoint names {len(endpoints)} hosts, and nobody answers: an etcd of {len(endpoints)} "
                 "members is lost with half of them; give one, or three"
             )
-        host, port = _parts(_numeric(endpoint))
-        members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                self.server = EtcdServer(self._directory, host, port, members=members)
+                if endpoint.startswith(UNIX):
+                    sockets = Path(endpoint.removeprefix(UNIX)).parent
+                    self.server = EtcdServer(self._directory, sockets=sockets)
+                else:
+                    host, port = _parts(_numeric(endpoint))
+                    members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
+                    self.server = EtcdServer(self._directory, host, port, members=members)
             for warning in told:
                 say(str(warning.message))
             self.server.begin()
@@ -143,7 +146,7 @@ class OwnEtcd:
 
     def _nobody(self, patience: float) -> str:
         names = ", ".join(self._access.endpoints)
-        pairs = map(_parts, self._access.endpoints)
+        pairs = [_parts(endpoint) for endpoint in self._access.endpoints if not endpoint.startswith(UNIX)]
         if there := [f"{host}:{port}" for host, port in pairs if _listens(host, port)]:
             return (
                 f"somebody listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
@@ -153,6 +156,34 @@ class OwnEtcd:
             f"no etcd answers at {names} after {patience:g} s; is this command running on the hosts named there, with "
             "the same --rdzv-endpoint, and is the port open between them?"
         )
+
+
+def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
+    """The endpoint that is one of this host's, and at which nobody listens. Raises Refusal."""
+    found = None
+    for endpoint in access.endpoints:
+        if endpoint.startswith(UNIX):
+            return endpoint
+        host, port = _parts(endpoint)
+        addresses = resolved(host)
+        if not addresses:
+            raise Refusal(
+                f"--rdzv-endpoint: {host} has no address on this host; check the name, or /etc/hosts"
+            )
+        here = [address for address in addresses if is_of_this_host(address)]
+        if any(map(is_loopback, here)) and not alone:
+            raise Refusal(
+                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
+                "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
+            )
+        if here and not _listens(here[0], port):
+            found = endpoint
+    return found
+
+
+def _is_protected(access: EtcdAccess) -> bool:
+    """Whether etcd asks for users or TLS. Such a one is never started here."""
+    return bool(access.ca or access.user)
 
 
 def _is_awaited(cluster: EtcdClient, peer: str) -> bool:

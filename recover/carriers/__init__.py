@@ -33,11 +33,12 @@ def choose(
     mpi: bool = True,
     address: str | None = None,
     link_timeout: float = LINK_TIMEOUT,
+    token: str = "",
 ) -> DataCarriers:
     """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for.
 
     `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `link_timeout`: seconds
-    after which a silent connection is lost.
+    after which a silent connection is lost. `token`: the job's.
     """
     if name == "auto":
         on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
@@ -54,14 +55,14 @@ def choose(
     if name == "gloo":
         from recover.carriers.gloo import GlooCarriers
 
-        return GlooCarriers(fabric, grid, worker, address, link_timeout)
+        return GlooCarriers(fabric, grid, worker, address, link_timeout, token)
     if name == "nccl":
         from recover.carriers.nccl import NcclCarriers
         from recover.carriers.two_wires import TwoWireCarriers
 
         return TwoWireCarriers(
             NcclCarriers(fabric, grid, worker),
-            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, link_timeout),
+            choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, link_timeout, token),
             worker,
         )
     raise ValueError(f"there is no carrier {name!r}; it must be one of {', '.join(CARRIERS)}")

@@ -7,7 +7,8 @@ forgets a waiter whose message was halfway through when its connection closed: s
 its group is kept, because to destroy it would be to wait for it.
 
 Peers find each other by the census, which members alone take part in: there is no store that listens. Gloo's own
-listener takes whoever names a small number for a peer, so every connection must show a token before it is used.
+listener takes whoever names a small number for a peer, so every connection must show a proof before it is used: that it
+knows the job's token, which is never sent, in this epoch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from recover.carriers.contract import CarrierError, TookTooLongError, UnreachedE
 from recover.carriers.host import AllLanes, HostCarrier, Wait
 from recover.carriers.worker import Worker
 from recover.fabrics.base import Fabric
+from recover.job.authentication import Authenticator
 from recover.job.grid import Grid
 from recover.job.process import on_one_host
 from recover.job.sockets import notice_loss
@@ -61,9 +63,10 @@ class GlooCarriers(DataCarriers):
         worker: Worker,
         address: str | None = None,
         link_timeout: float = LINK_TIMEOUT,
+        token: str = "",
     ) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
-        self._address, self._link_timeout = address, link_timeout
+        self._address, self._link_timeout, self._token = address, link_timeout, token
         self._lanes = AllLanes()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
@@ -76,6 +79,7 @@ class GlooCarriers(DataCarriers):
             self._lanes,
             self._address,
             self._link_timeout,
+            self._token,
         )
 
 
@@ -89,13 +93,15 @@ class GlooCarrier(HostCarrier):
         lanes: AllLanes,
         address: str | None = None,
         link_timeout: float = LINK_TIMEOUT,
+        token: str = "",
     ) -> None:
         super().__init__(worker, grid.peers(rank, members), rank, lanes)
         self._before = _sockets()
         self._address, self._link_timeout = address or _own_address(), link_timeout
         self._device = dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
         self._listener = _listening_port(self._before)
-        self._token = secrets.token_hex(16)
+        self._authenticator = Authenticator(token, "gloo")
+        self._nonce = secrets.token_hex(16)  # makes the proofs of this epoch those of no other
         self._meeting = _Meeting()
         self._group: Any = None
         self._error: Exception | None = None
@@ -111,14 +117,14 @@ class GlooCarrier(HostCarrier):
         words = self._meeting.own_words(self._maker)
         if words is None:
             raise CarrierError(f"gloo: {self._error}")
-        return json.dumps([self._listener, self._token, words, self._address]).encode()
+        return json.dumps([self._listener, self._nonce, words, self._address]).encode()
 
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
         try:
             told = zip(*(json.loads(offers[rank]) for rank in self.peers), strict=True)
-            listeners, tokens, words, addresses = told
+            listeners, nonces, words, addresses = told
         except ValueError:
             self.free()
             raise CarrierError("a member could not offer a carrier") from None
@@ -130,10 +136,11 @@ class GlooCarrier(HostCarrier):
             found = len(self._lines)
             self.free()
             raise CarrierError(f"gloo has {found} connections, {self.size - 1} were expected")
-        # Only members have seen the tokens. Together they are the secret that each connection is asked for.
-        secret = "".join(tokens).encode()
+        # Whoever reads the census sees the nonces; the proof needs the token, too. (Without a launcher of ours there is
+        # no token, and members alone take part in the census.)
+        epoch = json.dumps([self.peers, nonces])
         self._maker = threading.Thread(
-            target=self._introduce, args=[secret], name="recover-gloo-introduce", daemon=True
+            target=self._introduce, args=[epoch], name="recover-gloo-introduce", daemon=True
         )
         self._maker.start()
         self._await(alarmed, doors)
@@ -174,11 +181,11 @@ class GlooCarrier(HostCarrier):
         except Exception as error:
             self._error = error
 
-    def _introduce(self, secret: bytes) -> None:
+    def _introduce(self, epoch: str) -> None:
         """Show every peer what only a member can know, and see the same of it."""
         others = [peer for peer in range(self.size) if peer != self.index]
         shown = {
-            peer: torch.frombuffer(_proof(secret, self.index, peer), dtype=torch.uint8) for peer in others
+            peer: torch.frombuffer(self._proof(epoch, self.index, peer), dtype=torch.uint8) for peer in others
         }
         seen = {peer: torch.zeros_like(mine) for peer, mine in shown.items()}
         self._introduced = shown, seen  # as long as the group may write to them
@@ -188,10 +195,14 @@ class GlooCarrier(HostCarrier):
             for work in works:
                 work.wait()
             for peer in others:
-                if not hmac.compare_digest(bytes(seen[peer].tolist()), _proof(secret, peer, self.index)):
+                if not hmac.compare_digest(bytes(seen[peer].tolist()), self._proof(epoch, peer, self.index)):
                     raise CarrierError(f"who is connected in the place of rank {self.peers[peer]} is not it")
         except Exception as error:
             self._error = error
+
+    def _proof(self, epoch: str, sender: int, receiver: int) -> bytearray:
+        """What `sender` shows to `receiver`: of no use to anybody else, and at no other time."""
+        return bytearray(self._authenticator.mac(epoch, f"{sender} to {receiver}".encode()))
 
     def _collect(self, ports: set[int]) -> None:
         """Duplicates of the sockets that connect this rank to its peers: by shutting them down it is freed."""
@@ -432,11 +443,6 @@ class _Meeting(dist.Store):
             self._changed.wait_for(lambda: self._open or self._cancelled)
             if missing := [key for key in keys if key not in self._words]:
                 raise RuntimeError(f"no member has offered {', '.join(missing)}")
-
-
-def _proof(secret: bytes, sender: int, receiver: int) -> bytearray:
-    """What `sender` shows to `receiver`: of no use to anybody else, and at no other time."""
-    return bytearray(hmac.digest(secret, f"{sender} to {receiver}".encode(), "sha256"))
 
 
 def _own_address() -> str:

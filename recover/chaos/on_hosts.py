@@ -25,6 +25,7 @@ from recover.faults.draw import EVEN, EVERYWHERE, draw_by_clock, draw_schedule
 from recover.faults.fault import OF_HOST
 from recover.faults.locations import AFTER_VERDICT, ANYTIME, IN_RECOVERY
 from recover.faults.schedule import impossible, write_schedule
+from recover.job.authentication import make_token_file
 from recover.lab.hosts import Host, Lab
 from recover.saving import checkpoint
 from recover.train.config import Config
@@ -256,6 +257,7 @@ class Hosts:
         command += ["--nnodes", str(len(self.names)), "--nproc-per-node", str(self.ranks_on_each(config))]
         command += ["--rdzv-endpoint", ",".join(f"{name}:{PORT}" for name in self.members)]
         command += ["--rdzv-id", "chaos", "--page", "off"]
+        command += ["--token-file", str(make_token_file(run_dir / "token"))]
         return [*command, "--lease", f"{LEASE:g}", "--rdzv-patience", f"{RDZV_PATIENCE:g}"]
 
     # What must hold of it.

@@ -110,6 +110,7 @@ def _on_hosts(count: int, place: Path) -> int:
     import sys
     import time
 
+    from recover.job.authentication import make_token_file
     from recover.lab.hosts import Lab, unavailable
     from recover.records.lines import read
     from recover.report import reasons
@@ -137,6 +138,8 @@ def _on_hosts(count: int, place: Path) -> int:
         "demo",
         "--lease",
         "4",  # all hosts share one machine
+        "--token-file",
+        str(make_token_file(place / "token")),
     ]
     keys = [f"steps={STEPS}", *(word for word in WORDS if not word.startswith("replicas"))]
     steps = place / "h2" / "steps.jsonl"

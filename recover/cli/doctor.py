@@ -11,7 +11,7 @@ from recover.cli.host_words import about_hosts
 from recover.job.hosts_asked import HostOptions
 
 
-@about_hosts("nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name")
+@about_hosts("nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file")
 def doctor(
     mpirun: Annotated[
         str | None, typer.Option(help="Open MPI's mpirun.  [default: the one beside this Python, then PATH]")

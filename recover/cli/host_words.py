@@ -45,7 +45,10 @@ WORDS: dict[str, Any] = {
     ],
     "token_file": Annotated[
         Path | None,
-        _option("A secret that every host has a copy of.  [default: made anew, and kept in etcd]", "FILE"),
+        _option(
+            "A secret that every host has a copy of; with several hosts needed unless etcd is there already.",
+            "FILE",
+        ),
     ],
     "etcd_dir": Annotated[
         Path | None, _option("Where an etcd that is started keeps its data.  [default: in memory]", "DIR")

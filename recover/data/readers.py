@@ -130,7 +130,7 @@ class Readers:
         for line in [wait_for.line] if wait_for.line.poll() else wait(list(lines)):
             worker = lines[line]  # type: ignore[index]
             try:
-                value = worker.line.recv()
+                value = worker.line.recv()  # by pickle: from a process of our own, through a pipe
             except (EOFError, OSError):
                 self._bury(worker)
             else:
@@ -185,7 +185,7 @@ def _serve(line: Connection, other_end: Connection, read: Callable[[int], Any], 
     other_end.close()
     while True:
         try:
-            index = line.recv()
+            index = line.recv()  # from the rank that has forked this process
         except (EOFError, OSError):
             os._exit(0)
         try:

@@ -13,9 +13,7 @@ from recover.etcd.etcd_client import (
     LostDataError,
     Operation,
     absent,
-    all_are,
     count,
-    delete,
     delete_all,
     delete_range,
     either,
@@ -24,15 +22,15 @@ from recover.etcd.etcd_client import (
     none_under,
     present,
     put,
+    value_is,
     version_is,
 )
 
 DECISION, ENDED = "seen/decision", "seen/ended"
 DEAD, ASKING, CLAIM, VOTE = "seen/dead/", "seen/asking/", "claim/", "vote/"
 TOLD = "seen/told/"
-TALLY = "tally"  # written with every vote: its version is how many there are, which a transaction can compare
 # Once an agreement is decided, all the living have voted, so they are through with the messages before it.
-THROUGH = (delete_all(VOTE), delete(TALLY), delete_all("mail/"), delete_all(TOLD))
+THROUGH = (delete_all(VOTE), delete_all("mail/"), delete_all(TOLD))
 # Every transaction about an agreement brings back a glance: how many have voted, not what.
 GLANCE = (get(DECISION), get_all(DEAD), count(VOTE))
 # One consistent look at all of it, for whoever is about to decide.
@@ -41,6 +39,8 @@ FORGOTTEN, JOINED = (
     20,
     15,
 )  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
+OPERATIONS = 120  # that may be in a transaction and the one inside of it together, by etcd's count
+COMPARED = 8  # others whose votes are compared by every vote: with more of them, by the one that finds that it is last
 
 
 def key_of(kind: str, rank: int) -> str:
@@ -57,6 +57,7 @@ class Vote:
     word: int
     acknowledged: frozenset[int]
     admit: frozenset[int] = frozenset()
+    number: int = 1  # of the agreement: a vote of an earlier one that somebody puts back does not count
 
     @classmethod
     def of_all(cls, votes: Sequence[Vote]) -> Vote:
@@ -65,15 +66,17 @@ class Vote:
         for vote in votes:
             word &= vote.word
         acknowledged, admit = ([getattr(vote, name) for vote in votes] for name in ("acknowledged", "admit"))
-        return cls(word, frozenset.intersection(*acknowledged), frozenset.intersection(*admit))
+        both = frozenset.intersection(*acknowledged), frozenset.intersection(*admit)
+        return cls(word, *both, number=votes[0].number)
 
     def to_bytes(self) -> bytes:
-        return f"{self.word:x}:{_to_runs(self.acknowledged)}:{_to_runs(self.admit)}".encode()
+        runs = f"{_to_runs(self.acknowledged)}:{_to_runs(self.admit)}"
+        return f"{self.number}:{self.word:x}:{runs}".encode()
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Vote:
-        word, acknowledged, admit = value.decode().split(":")
-        return cls(int(word, 16), _from_runs(acknowledged), _from_runs(admit))
+        number, word, acknowledged, admit = value.decode().split(":")
+        return cls(int(word, 16), _from_runs(acknowledged), _from_runs(admit), int(number))
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,22 @@ class Decision:
 
     @classmethod
     def of(cls, found: KeyValue) -> Decision:
+        """As its writer meant it. See `in_place`."""
         content = json.loads(found.value)
         return cls(
-            found.version,
+            content["number"],
             content["word"],
             frozenset(content["dead"]),
             frozenset(content["joined"]),
             _from_runs(content["participants"]),
             found.value,
         )
+
+    @classmethod
+    def in_place(cls, found: KeyValue) -> Decision | None:
+        """None for an earlier decision that somebody has put back: its key has another version than it had."""
+        decision = cls.of(found)
+        return decision if decision.number == found.version else None
 
 
 @dataclass(frozen=True)
@@ -128,12 +138,10 @@ class Look:
 
     @classmethod
     def of(cls, answer: Answer) -> Look:
-        votes, asking = answer.found[3:5]
-        return cls(
-            Glance.of(answer),
-            {rank_of(found): Vote.from_bytes(found.value) for found in votes},
-            frozenset(map(rank_of, asking)),
-        )
+        glance = Glance.of(answer)
+        votes = {rank_of(found): Vote.from_bytes(found.value) for found in answer.found[3]}
+        current = {rank: vote for rank, vote in votes.items() if vote.number == glance.decided + 1}
+        return cls(glance, current, frozenset(map(rank_of, answer.found[4])))
 
 
 def decided(
@@ -150,7 +158,7 @@ def decided(
         word, admitted = counted.word, counted.admit & look.asking - look.glance.dead
         joined = first_of(whole(admitted, replica_size), replica_size * JOINED)
         participants = participants - dead | joined
-    content = _content(word, dead, joined, participants, by)
+    content = _content(look.glance.decided + 1, word, dead, joined, participants, by)
     # Of those who have left, and of those who died while they asked. A replica that lacks one can never be whole again.
     gone = {rank // replica_size for rank in look.glance.dead - participants}
     cleaned = [
@@ -168,22 +176,31 @@ def decided(
 def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int) -> list[Operation]:
     """A vote; and the decision at once, where it is the last one, all say the same, and nobody is dead or let in.
 
-    For a writer whose vote was not there before, and whose agreement is not decided.
+    For a writer whose vote was not there before, and whose agreement is not decided. That the others say the same is
+    compared in etcd, with what each of them would have signed: so no forged vote can take part in it.
     """
-    key, value = key_of(VOTE, rank), vote.to_bytes()
-    write = [put(key, value), put(TALLY, b"")]
-    if vote.admit:
-        return write
-    voters = len(speakers(participants, replica_size))
-    last = [version_is(TALLY, voters - 1), none_under(DEAD)]
-    if voters > 1:  # of no vote at all this would not hold
-        last.append(all_are(VOTE, value))
-    alike = _content(vote.word, frozenset(), frozenset(), participants, rank)
-    return [either(last, [put(DECISION, alike), *THROUGH], write)]
+    write = [put(key_of(VOTE, rank), vote.to_bytes())]
+    # A vote is guarded by the lives of its replica's ranks, and by the leases of their hosts.
+    decision = unanimous(rank, vote, participants, replica_size, min(COMPARED, OPERATIONS - 2 * replica_size))
+    return write if decision is None else [either(*decision, write)]
+
+
+def unanimous(
+    rank: int, vote: Vote, participants: frozenset[int], replica_size: int, most: int
+) -> tuple[list[Operation], list[Operation]] | None:
+    """Guards that all others say what this one does, and the decision that follows. None where more than `most` others
+    would have to be compared, or somebody is let in."""
+    others = sorted(speakers(participants, replica_size) - {rank})
+    if vote.admit or len(others) > most:
+        return None
+    value = vote.to_bytes()
+    last = [none_under(DEAD), *(value_is(key_of(VOTE, other), value) for other in others)]
+    alike = _content(vote.number, vote.word, frozenset(), frozenset(), participants, rank)
+    return last, [put(DECISION, alike), *THROUGH]
 
 
 def check_kept(glance: Glance, through: int) -> None:
-    """Etcd must know of all agreements that a rank has been through."""
+    """Etcd must know of all agreements that a rank has been through. Raises LostDataError."""
     if glance.decided < through:
         raise LostDataError(
             f"etcd has lost its data: it knows of {glance.decided} agreements, and this rank has been through "
@@ -201,7 +218,8 @@ def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None
     write = [put(key, why.encode())]
     early = either([version_is(DECISION, 0)], write)
     known = either([present(key_of(CLAIM, rank))], write, [early])
-    client.txn([absent(key), *guards], [known])
+    while forged := client.txn([absent(key), *guards], [known], [get(key)]).forged:
+        client.remove_forged(forged)  # it would keep a real death from being declared
 
 
 def intact(ranks: Iterable[int], dead: frozenset[int], replica_size: int) -> frozenset[int]:
@@ -233,10 +251,15 @@ def first_of(ranks: frozenset[int], most: int | None) -> frozenset[int]:
 
 
 def _content(
-    word: int | None, dead: Iterable[int], joined: Iterable[int], participants: Iterable[int], by: int
+    number: int,
+    word: int | None,
+    dead: Iterable[int],
+    joined: Iterable[int],
+    participants: Iterable[int],
+    by: int,
 ) -> bytes:
     """A decision as it is in etcd. The participants are those of the next agreement."""
-    told = {"word": word, "dead": sorted(dead), "joined": sorted(joined)}
+    told = {"number": number, "word": word, "dead": sorted(dead), "joined": sorted(joined)}
     return json.dumps(told | {"participants": _to_runs(participants), "by": by}).encode()
 
 

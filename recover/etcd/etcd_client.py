@@ -4,6 +4,10 @@ Timeouts are short: a member of the cluster that does not answer is left for the
 job pauses when one is lost. They grow while nobody answers in time, and shrink again: a network may be slow. A request
 without an answer may have been carried out all the same. So whatever is written goes into a transaction that does no
 harm when it is carried out twice, or late, and is asked for again.
+
+A client that is given the job's token seals every value that it writes or compares, for its key, and checks every value
+that it reads: one that was not written with the token, for this very key, is left out and named in the log. Guards on
+values still work, since the same value under the same key is sealed to the same bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ import ssl
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recover.etcd.etcd_errors import PERMISSION_DENIED, Kind, classify, read_error
 from recover.etcd.etcd_line import Line
 from recover.fabrics.base import WorldLostError
+from recover.job.authentication import Authenticator
+from recover.job.outlet import say
 
 TIMEOUT = 0.5  # seconds for one request at one endpoint ...
 SLOWEST = 8  # ... and up to so many times as long where the network is slow
 PATIENCE = 30.0  # seconds that a request is repeated while no endpoint answers
 BREATH = 0.02  # seconds between two tries
+UNIX = "unix:"  # before the path of a socket of this host
+MOST_NAMED = 1000  # forged values that are remembered, so that each is named once
 LOGIN = "/v3/auth/authenticate"
 LOGIN_PAUSE = 0.5  # seconds between two logins for one request: each costs etcd a tenth of a second of a core
 
@@ -71,7 +79,8 @@ class Answer:
     succeeded: bool
     revision: int
     found: tuple[tuple[KeyValue, ...], ...]
-    counts: tuple[int, ...] = ()  # how many keys each of its reads has found
+    counts: tuple[int, ...] = ()  # how many keys each of its reads has found, forged ones included
+    forged: tuple[KeyValue, ...] = ()  # what was left out of `found`, as it lies there
 
 
 # What a transaction may ask ...
@@ -93,9 +102,8 @@ def value_is(key: str, value: bytes) -> Operation:
     return {"key": key, "target": "VALUE", "result": "EQUAL", "value": value}
 
 
-def all_are(prefix: str, value: bytes) -> Operation:
-    """Every key under `prefix` has this value. (False if there is none at all.)"""
-    return {"key": prefix, "range_end": after(prefix), "target": "VALUE", "result": "EQUAL", "value": value}
+def modified_at(key: str, revision: int) -> Operation:
+    return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
 
 
 def none_under(prefix: str) -> Operation:
@@ -153,9 +161,10 @@ def after(prefix: str) -> str:
 
 
 class EtcdClient:
-    """Of one or several endpoints (`host:port`) of one cluster. Each thread has a connection of its own.
+    """Of one or several endpoints (`host:port`, `unix:/path`) of one cluster. Each thread has a connection of its own.
 
     All keys are those under `prefix`. `patience`: seconds that a request is repeated while nobody answers.
+    `token`: the job's; values are sealed and checked with it. None: they are written and read as they are.
     """
 
     def __init__(
@@ -167,6 +176,7 @@ class EtcdClient:
         tls: ssl.SSLContext | None = None,
         timeout: float = TIMEOUT,
         patience: float = PATIENCE,
+        token: str | None = None,
     ) -> None:
         if not prefix:
             raise ValueError("a client of etcd needs a prefix for its keys; give one, / at the least")
@@ -176,6 +186,8 @@ class EtcdClient:
         self.unanswered = 0  # how often nobody has answered so far: times of silence say nothing about ranks
         self._user, self._password, self._tls = user, password, tls
         self._token: str | None = None
+        self._authenticator = None if token is None else Authenticator(token, "etcd")
+        self._named: set[tuple[str, int]] = set()  # forged values that the log knows of: key and revision
         self._mine = threading.local()
         self._has_given_up = False
 
@@ -190,9 +202,12 @@ class EtcdClient:
         body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
         out = self.ask("/v3/kv/txn", self._encoded(body))
         reads = [one["response_range"] for one in out.get("responses", []) if "response_range" in one]
-        found = tuple(tuple(map(self.decoded, read.get("kvs", []))) for read in reads)
+        forged: list[KeyValue] = []
+        found = tuple(self.authentic(read.get("kvs", []), forged) for read in reads)
         counts = tuple(int(read.get("count", 0)) for read in reads)
-        return Answer(bool(out.get("succeeded")), int(out["header"]["revision"]), found, counts)
+        return Answer(
+            bool(out.get("succeeded")), int(out["header"]["revision"]), found, counts, tuple(forged)
+        )
 
     def read(self, *reads: Operation) -> Answer:
         """Several reads, of one moment.
@@ -204,14 +219,19 @@ class EtcdClient:
 
     def get(self, key: str) -> KeyValue | None:
         out = self.ask("/v3/kv/range", {"key": to_base64(self.prefix + key)})
-        return next(map(self.decoded, out.get("kvs", [])), None)
+        return next(iter(self.authentic(out.get("kvs", []))), None)
 
     def get_all(self, prefix: str = "", since: int = 0) -> tuple[tuple[KeyValue, ...], int]:
         """All keys under `prefix` that were written at revision `since` or later; the store's revision just then."""
         keys = {"key": self.prefix + prefix, "range_end": after(self.prefix + prefix)}
         body = {name: to_base64(key) for name, key in keys.items()} | {"min_mod_revision": since}
         out = self.ask("/v3/kv/range", body)
-        return tuple(map(self.decoded, out.get("kvs", []))), int(out["header"]["revision"])
+        return self.authentic(out.get("kvs", [])), int(out["header"]["revision"])
+
+    def remove_forged(self, forged: Iterable[KeyValue]) -> None:
+        """Remove values that were left out of an answer, unless their keys were written again meanwhile."""
+        for found in forged:
+            self.txn([modified_at(found.key, found.modified)], [delete(found.key)])
 
     def put(self, key: str, value: bytes) -> None:
         self.txn([], [put(key, value)])
@@ -254,14 +274,14 @@ class EtcdClient:
 
     def _silence(self, error: UnansweredError) -> str:
         """For how long, where, and what helps."""
-        names = ", ".join(f"{host}:{port}" for host, port in self.endpoints)
+        names = ", ".join(map(_name, self.endpoints))
         if error.remedy:
             return f"so for {self.patience:g} s, at {names}: {error.remedy}"
         return f"nobody has answered for {self.patience:g} s: is etcd running at {names}, and does a majority of it?"
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
-        where, limit, started = "{}:{}".format(*self.endpoint()), self._limit, time.monotonic()
+        where, limit, started = _name(self.endpoint()), self._limit, time.monotonic()
         headers = self._headers(path)
         try:
             status, data = self._connection().ask(path, json.dumps(body).encode(), headers)
@@ -373,7 +393,7 @@ class EtcdClient:
             raise
 
     def _encoded(self, part: Any) -> Any:
-        """As the gateway wants it: keys under the prefix, keys and values in base64."""
+        """As the gateway wants it: keys under the prefix, values sealed for their keys, both in base64."""
         if isinstance(part, list):
             return [self._encoded(one) for one in part]
         if not isinstance(part, Mapping):
@@ -381,15 +401,39 @@ class EtcdClient:
         return {
             name: to_base64(self.prefix + value)
             if name in ("key", "range_end")
-            else to_base64(value)
+            else to_base64(self._sealed(part["key"], value))
             if name == "value"
             else self._encoded(value)
             for name, value in part.items()
         }
 
-    def decoded(self, found: Mapping[str, Any]) -> KeyValue:
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        return self._authenticator.seal(self.prefix + key, value) if self._authenticator else value
+
+    def authentic(
+        self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
+    ) -> tuple[KeyValue, ...]:
+        """What was written with the job's token, and deletions, which carry no value. The rest goes into `forged`."""
+        kept = []
+        for one in map(self._decoded, found):
+            value: bytes | None = one.value
+            if self._authenticator is not None and one.version:
+                value = self._authenticator.unsealed(self.prefix + one.key, one.value)
+            if value is not None:
+                kept.append(replace(one, value=value))
+                continue
+            if forged is not None:
+                forged.append(one)
+            if (one.key, one.modified) not in self._named:
+                if len(self._named) >= MOST_NAMED:
+                    self._named.clear()
+                self._named.add((one.key, one.modified))
+                say(f"ignored {self.prefix}{one.key} in etcd: it was not written with this job's token")
+        return tuple(kept)
+
+    def _decoded(self, found: Mapping[str, Any]) -> KeyValue:
         return KeyValue(
-            base64.b64decode(found["key"]).decode().removeprefix(self.prefix),
+            base64.b64decode(found["key"]).decode(errors="replace").removeprefix(self.prefix),
             base64.b64decode(found.get("value", "")),
             int(found.get("version", 0)),
             int(found["mod_revision"]),
@@ -407,7 +451,14 @@ def to_base64(data: str | bytes) -> str:
     return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
 
 
+def _name(endpoint: tuple[str, int]) -> str:
+    host, port = endpoint
+    return f"{UNIX}{host}" if host.startswith("/") else f"{host}:{port}"
+
+
 def _read_endpoint(name: str) -> tuple[str, int]:
+    if name.startswith(f"{UNIX}/"):
+        return name.removeprefix(UNIX), 0
     host, _, port = name.removeprefix("http://").removeprefix("https://").rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"{name!r} is no endpoint of etcd; give host:port, several with commas in between")

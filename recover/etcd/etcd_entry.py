@@ -7,7 +7,6 @@ placed, and each of their ids has a claim from then on, which waits for its proc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from recover.fabrics.base import NotAdmittedError
 
 JOB, IDS = "job", "ids"
 UNCLAIMED, CLAIMED = 1, 2  # versions of the claim of one that joins
+CLOSED = "admits nobody after its start: start it with --return, or with --nnodes MIN:MAX"
 
 
 class OtherJobError(RuntimeError):
@@ -35,15 +35,14 @@ class NoRoomError(NotPlacedError):
 
 @dataclass(frozen=True)
 class EnteredJob:
-    """What all processes of a job must agree on. `token`: a secret; etcd gets to see its digest only."""
+    """What all processes of a job must agree on."""
 
     size: int  # at the start
     replica_size: int = 1
-    token: str = ""
+    admits: bool = False  # whether ranks may join later
 
     def to_bytes(self) -> bytes:
-        digest = hashlib.sha256(self.token.encode()).hexdigest()
-        return json.dumps({"size": self.size, "replica_size": self.replica_size, "token": digest}).encode()
+        return json.dumps(self.__dict__).encode()
 
 
 def place(client: EtcdClient) -> range:
@@ -72,6 +71,8 @@ def place_replica(
                 f"etcd holds no job under {client.prefix}: it has not started, or was cleaned away"
             )
         known, placed = json.loads(job.value), ids.version if ids else 0
+        if not known["admits"]:
+            raise NotAdmittedError(f"the job under {client.prefix} {CLOSED}")
         first = known["size"] + placed * known["replica_size"]
         ranks = range(first, first + known["replica_size"])
         if most is not None and ranks.stop > most:
@@ -93,6 +94,11 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
     content, joins = job.to_bytes(), rank >= job.size
     create = [] if joins else [put(JOB, content)]
     answer = client.txn([absent(JOB)], [*create, get(JOB)], [get(JOB)])
+    if answer.forged:
+        raise OtherJobError(
+            f"what etcd holds under {client.prefix}{JOB} was not written with this job's token: the token of this "
+            "process is another one, or somebody without it wrote there"
+        )
     there = answer.found[0][0].value if answer.found[0] else b""
     if not there:
         raise NotAdmittedError(
@@ -105,6 +111,8 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
             f"{known['replica_size']}; this one has {job.size} in replicas of {job.replica_size}); give the job a name "
             "of its own, or remove what a job that has ended left there"
         )
+    if joins and not job.admits:
+        raise NotAdmittedError(f"rank {rank} is to join the job under {client.prefix}, which {CLOSED}")
     key = key_of(CLAIM, rank)
     claim = json.dumps({"process": uuid.uuid4().hex, "address": address}).encode()
     guards = [version_is(key, UNCLAIMED)] if joins else [absent(key), version_is(DECISION, 0)]
@@ -118,10 +126,11 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
 
 
 def ask(client: EtcdClient, rank: int, claim: bytes) -> None:
-    """It is ready, and wants to be admitted. Once only, also if it is carried out late."""
+    """It is ready, and wants to be admitted. Once only, also if it is carried out late. The request names its process,
+    as the claim does."""
     mine = key_of(CLAIM, rank)
     guards = [version_is(mine, CLAIMED), value_is(mine, claim), absent(key_of(DEAD, rank)), absent(ENDED)]
-    client.txn(guards, [put(mine, claim), put(key_of(ASKING, rank), b"")])
+    client.txn(guards, [put(mine, claim), put(key_of(ASKING, rank), claim)])
 
 
 def end_job(client: EtcdClient, why: str) -> None:

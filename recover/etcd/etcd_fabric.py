@@ -5,14 +5,16 @@ Keys, all under the prefix of the client, which is the job's own:
     job                what the job is, so that another one of the same name is refused
     ids                its version: how many replicas were placed later (`recover.etcd.etcd_entry`)
     claim/<rank>       which process is this rank; made once, so nobody comes back under a number that was used
-    vote/<rank>        of a replica, by its lowest rank: word, the deaths it has acknowledged, whom it admits
-    tally              its version: how many have voted
+    vote/<rank>        of a replica, by its lowest rank: agreement, word, deaths it has acknowledged, whom it admits
     seen/decision      the last agreement. Its version is the agreement's number: it is written once for each
     seen/dead/<rank>   a death; made once, never taken back
     seen/asking/<rank> it is ready, and asks to join
     seen/ended         the job has come to its end: nobody can join any more
     seen/host/<host>   bound to the host's lease (`recover.etcd.etcd_host`); seen/placed/<host>: its ranks
     mail/...           messages, until the next agreement is decided; seen/told/...: those to all
+
+Every value is signed with the job's token for its key, and checked by whoever reads it (`recover.etcd.etcd_client`).
+Keys hold rank and agreement, or the value does: so a member's bytes are of no use in another place, or later.
 
 What is under `seen/` is watched by one rank of every replica, which tells its mates. Votes are not watched: who votes
 is told how many there are, and the last one decides.
@@ -46,6 +48,7 @@ from recover.etcd.etcd_agreement import (
     DECISION,
     GLANCE,
     LOOK,
+    OPERATIONS,
     VOTE,
     Decision,
     Glance,
@@ -60,18 +63,21 @@ from recover.etcd.etcd_agreement import (
     key_of,
     mates,
     speakers,
+    unanimous,
     whole,
 )
 from recover.etcd.etcd_client import (
     Answer,
     EtcdClient,
     KeyValue,
+    LostDataError,
     Operation,
     absent,
     get,
     present,
     put,
     unchanged_since,
+    value_is,
     version_is,
 )
 from recover.etcd.etcd_host import GRACE, HOST, HostsSeen
@@ -100,6 +106,7 @@ class EtcdFabric:
     `end`: called with the reason, from any thread, when this rank was declared dead; it must not return. By default
     the next call raises DeclaredDeadError.
     `address`: of this host, for its mates. `limit`: of ranks at work; who asks beyond it stands by until a loss.
+    `admits`: whether ranks may join after the start; otherwise nobody who asks is heard.
     """
 
     waiting_in: int | None = None  # no agreement can forget a rank here: their results lie in etcd
@@ -118,12 +125,13 @@ class EtcdFabric:
         replica_size: int = 1,
         address: str = "127.0.0.1",
         limit: int | None = None,
+        admits: bool = False,
     ) -> None:
         self.rank, self.size, self.replica_size, self.board = rank, size, replica_size, board
         self.lock = threading.RLock()
         self.agreed = Decision.before_all(size)  # the last agreement that this rank was in
         self._client, self._host, self._hang_limit, self._end = client, host, hang_limit, end
-        self._replica, self._limit = mates(rank, replica_size), limit
+        self._replica, self._limit, self._admits = mates(rank, replica_size), limit, admits
         self._news = News(rank, self.agreed, rank < size, self._replica)
         self._acknowledged: frozenset[int] = frozenset()
         self._mailbox = Mailbox(client, rank)
@@ -134,7 +142,7 @@ class EtcdFabric:
         self._speaker = Speaker(address, token, self._news.wake) if speaks else None
         self._spoken = Spoken(client, "seen/", self._heard, rank, first, token) if rank != first else None
         self._watch = self._spoken or EtcdWatch(client, "seen/", self._heard_by_watch)
-        job = etcd_entry.EnteredJob(size, replica_size, token)
+        job = etcd_entry.EnteredJob(size, replica_size, admits)
         where = self._speaker.address if self._speaker else ""
         try:
             self._claim = etcd_entry.enter(client, job, rank, where)
@@ -164,11 +172,13 @@ class EtcdFabric:
         with self.lock:
             number = self.agreed.number + 1
             self.board.enter(self.rank, number)
-            said = Said(number, Vote(word, self._acknowledged & self.participants, admit), self._host)
+            vote = Vote(word, self._acknowledged & self.participants, admit, number)
+            said = Said(vote, self._host)
             if self._spoken is not None:
                 self._leave_it_to_the_speaker(said, self._spoken)
             elif all_said := self._gathered(said):
-                self._see_through(number, self._vote(number, all_said))
+                vote = Vote.of_all([one.vote for one in all_said])
+                self._see_through(number, self._decide_if_unanimous(self._vote(number, all_said), vote))
             # Once: if they take this rank for dead, the others may go on any time.
             decision = self._news.decision
             if decision.number > number:
@@ -180,6 +190,8 @@ class EtcdFabric:
             return decision.word
 
     def asking(self) -> frozenset[int]:
+        if not self._admits:
+            return frozenset()
         there = self._news.asking - self.participants - self.failed()
         # One whose host is about to be given up need not be let in first.
         ready = whole(there - self._hosts.missed(), self.replica_size)
@@ -307,8 +319,24 @@ class EtcdFabric:
             for there in answer.found[3]:
                 if there.value == vote.to_bytes():
                     return glance  # the answer was lost
+                if Vote.from_bytes(there.value).number != number:
+                    self._client.remove_forged(
+                        [there]
+                    )  # somebody has put back a vote of an earlier agreement
+                    continue
                 self._leave(f"another process has voted as rank {self.rank}")
             time.sleep(LEASE_PAUSE)  # a lease is gone: its holder gets a new one, or the others declare us
+
+    def _decide_if_unanimous(self, glance: Glance, vote: Vote) -> Glance:
+        """Where too many vote for each to compare all: the last one does, and need not read them."""
+        voters = speakers(self.participants, self.replica_size)
+        if self._is_decided(vote.number) or glance.dead or glance.cast < len(voters):
+            return glance
+        decision = unanimous(self.rank, vote, self.participants, self.replica_size, OPERATIONS)
+        if decision is None:
+            return glance
+        guards = [version_is(DECISION, vote.number - 1), value_is(key_of(VOTE, self.rank), vote.to_bytes())]
+        return self._learn(self._client.txn([*guards, *decision[0]], [*decision[1], *GLANCE], GLANCE))
 
     def _see_through(self, number: int, glance: Glance) -> None:
         """Wait for the decision, or write it."""
@@ -366,8 +394,15 @@ class EtcdFabric:
             self.declare(rank, f"it was waited for in agreement {number} for {self._hang_limit:g} s", *guards)
 
     def _learn(self, answer: Answer) -> Glance:
-        """Take in what a glance has brought."""
+        """Take in what a glance has brought. Raises LostDataError if nobody can know any more what was decided."""
         decision, dead = answer.found[:2]
+        if DECISION in {found.key for found in answer.forged} or not all(map(Decision.in_place, decision)):
+            raise LostDataError(
+                f"{self._client.prefix}{DECISION} in etcd was overwritten without the job's token: what was agreed on "
+                "is lost; go on from the last checkpoint, with an etcd that others cannot write to"
+            )
+        # Guards ask whether these keys are there, not who wrote them.
+        self._client.remove_forged(f for f in answer.forged if f.key.startswith((DEAD, VOTE)))
         self._heard([*dead, *decision])
         self._check()
         return Glance.of(answer)

@@ -6,8 +6,9 @@ get a new one, unless it is too late. That etcd is silent is no reason for eithe
 
 What users call a lease is all of it, etcd's and the grace: about so long after its last sign a host is dead to all.
 
-Both keys of a host begin with the id of the agent that has written them. An agent that was stopped for so long that its
-host was given up may find those of a successor of the same name there when it wakes: it changes neither, and ends.
+A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are placed. An agent that
+was stopped for so long that its host was given up may find a successor of the same name there when it wakes: all that
+it writes is guarded by its id, so it changes nothing, and ends.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from recover.etcd.etcd_client import (
 from recover.job.hosts_asked import LEASE
 from recover.job.outlet import say
 
-HOST, PLACED = "seen/host/", "seen/placed/"
+HOST, PLACED, AGENT = "seen/host/", "seen/placed/", "seen/agent/"
 EXPIRY = 0.5  # seconds between two looks of etcd at what has run out
 KEEP = 0.15  # seconds between two requests to keep a lease: one that was revoked must be renewed within the grace
 KEEPERS = 8  # of these that may be under way: on a bad cable, or a busy machine, one may take seconds
@@ -58,13 +59,9 @@ def without_lease(host: str) -> str:
     return f"host {host} has lost its lease"
 
 
-def held_by(key: str, agent: str) -> list[Operation]:
-    """The value of the key begins with this id. (Not if there is no such key.)"""
-    value = {"key": key, "target": "VALUE"}
-    return [
-        {**value, "result": "GREATER", "value": f"{agent} ".encode()},
-        {**value, "result": "LESS", "value": f"{agent}!".encode()},
-    ]
+def held_by(host: str, agent: str) -> list[Operation]:
+    """The ranks of the host were placed by this agent. (Values are sealed, and can be compared as a whole only.)"""
+    return [value_is(f"{AGENT}{host}", agent.encode())]
 
 
 def _holder(value: bytes) -> str:
@@ -87,7 +84,7 @@ class HostLease:
         if "/" in name or not name:
             raise ValueError(f"host {name!r}: give a name without /")
         self.name, self._agent = name, agent or secrets.token_hex(8)
-        self._host, self._placed = f"{HOST}{name}", f"{PLACED}{name}"
+        self._host, self._placed, self._by = f"{HOST}{name}", f"{PLACED}{name}", f"{AGENT}{name}"
         self.ranks = self._checked(ranks)
         self._client, self._ttl, self._lost = client, ttl, lost
         self._lease, self._placings = 0, 1
@@ -104,12 +101,13 @@ class HostLease:
         """Register the host. From here on its ranks may vote."""
         self._lease, self.granted = self._client.grant(self._ttl)
         bound = self._bound_to(self._lease)
-        writes = [put(self._placed, self._placing(self.ranks)), put(self._host, bound, self._lease)]
+        writes = [put(self._placed, self._placing(self.ranks)), put(self._by, self._agent.encode())]
+        writes.append(put(self._host, bound, self._lease))
         # One of this name that was lost while it had no ranks was missed by nobody.
         there = self._client.get(self._placed)
         if there is not None and not _ranks_in(there.value):
             guards = [value_is(self._placed, there.value), absent(self._host)]
-            self._client.txn(guards, [delete(self._placed)])
+            self._client.txn(guards, [delete(self._placed), delete(self._by)])
         answer = self._client.txn([absent(self._placed)], writes, [get(self._host)])
         # The answer to a first try may have been lost.
         if not answer.succeeded and [found.value for found in answer.found[0]] != [bound]:
@@ -119,7 +117,7 @@ class HostLease:
 
     def guards(self) -> list[Operation]:
         """They hold for as long as this agent is the host: not if it was given up, whoever has come in its place."""
-        return held_by(self._placed, self._agent)
+        return held_by(self.name, self._agent)
 
     def place(self, ranks: Sequence[int]) -> bool:
         """These are the host's ranks from now on: new ones before they start, without those that have ended. False if
@@ -163,8 +161,7 @@ class HostLease:
         for thread in self._threads:
             if thread.is_alive():  # not even begun, where etcd has refused the lease
                 thread.join()
-        mine = [either(held_by(key, self._agent), [delete(key)]) for key in (self._placed, self._host)]
-        self._client.txn([], mine)
+        self._client.txn(self.guards(), [delete(key) for key in (self._placed, self._by, self._host)])
         try:
             self._client.revoke(self._lease)
         except EtcdError:
@@ -282,8 +279,8 @@ class HostsSeen:
         """All its ranks at once, unless it has come back, or somebody else was faster, or has come in its place."""
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
-        guards = [absent(f"{HOST}{host}"), *held_by(f"{PLACED}{host}", agent)]
-        self._client.txn(guards, [delete(f"{PLACED}{host}"), *deaths])
+        guards = [absent(f"{HOST}{host}"), *held_by(host, agent)]
+        self._client.txn(guards, [delete(f"{PLACED}{host}"), delete(f"{AGENT}{host}"), *deaths])
 
 
 def _ranks_in(placed: bytes) -> tuple[int, ...]:

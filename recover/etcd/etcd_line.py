@@ -6,6 +6,7 @@ standard library's client spends most of its time on headers that nobody reads.
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Mapping
@@ -13,17 +14,25 @@ from collections.abc import Mapping
 from recover.job.sockets import notice_loss
 
 LOST = 10.0  # seconds; requests have limits of their own, far shorter
+LONGEST = 100  # characters of a socket's path that the kernel takes
 
 
 class Line:
-    """Whatever goes wrong on it is an OSError; then it is of no use any more."""
+    """To `host` and `port`, or to a socket of this host, whose path is the host.
+
+    Whatever goes wrong on it is an OSError; then it is of no use any more.
+    """
 
     def __init__(self, host: str, port: int, timeout: float, tls: ssl.SSLContext | None = None) -> None:
-        self._host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        opened = socket.create_connection((host, port), timeout)
+        if host.startswith("/"):
+            self._host, opened = "localhost", _connected(host, timeout)
+        else:
+            self._host = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            opened = socket.create_connection((host, port), timeout)
         try:
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            notice_loss(opened, LOST)
+            if opened.family != socket.AF_UNIX:
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                notice_loss(opened, LOST)
             self._socket = opened if tls is None else tls.wrap_socket(opened, server_hostname=host)
         except BaseException:
             opened.close()
@@ -111,3 +120,20 @@ class Line:
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection was closed")
         return line.rstrip(b"\r\n")
+
+
+def _connected(path: str, timeout: float) -> socket.socket:
+    """To a socket of this host. One whose path is too long for the kernel is reached through its directory."""
+    opened = socket.socket(socket.AF_UNIX)
+    directory = os.open(os.path.dirname(path), os.O_PATH) if len(path) > LONGEST else None
+    try:
+        opened.settimeout(timeout)
+        name = path if directory is None else f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+        opened.connect(name)
+        return opened
+    except BaseException:
+        opened.close()
+        raise
+    finally:
+        if directory is not None:
+            os.close(directory)

@@ -1,7 +1,7 @@
 """Inside a replica: its lowest rank speaks for all of it, so that etcd sees one vote per replica, and one watch.
 
-The others, its mates, tell it what they vote, over a connection that begins with a proof by both that they know the
-job's token, and it passes on to them whatever it hears from etcd. Where it listens is part of its claim. Nothing is
+The others, its mates, tell it what they vote, over a connection on which every message is signed with the job's token,
+and it passes on to them whatever it hears from etcd. Where it listens is part of its claim. Nothing is
 lost with a connection: a mate connects again, reads for itself what there is, and says again what it votes. Nothing
 that is decided depends on this: who dies, or is silent, is declared in etcd like any other.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import socket
 import struct
 import threading
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 
 from recover.etcd.etcd_agreement import CLAIM, Vote, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue
 from recover.etcd.etcd_watch import EtcdWatch
+from recover.job.authentication import Authenticator
 from recover.job.sockets import notice_loss
 
 CONNECT, SEND = 2, 1  # seconds; who does not take what it is sent is left, and may come again
@@ -37,17 +39,69 @@ LOST = (
 class Said:
     """What a mate votes in an agreement, and the host whose lease its vote needs."""
 
-    number: int
     vote: Vote
     host: str | None
 
+    @property
+    def number(self) -> int:
+        return self.vote.number
+
     def to_bytes(self) -> bytes:
-        return json.dumps([self.number, self.vote.to_bytes().decode(), self.host]).encode()
+        return json.dumps([self.vote.to_bytes().decode(), self.host]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Said:
-        number, vote, host = json.loads(data)
-        return cls(number, Vote.from_bytes(vote.encode()), host)
+        vote, host = json.loads(data)
+        return cls(Vote.from_bytes(vote.encode()), host)
+
+
+class Channel:
+    """A connection on which every message is signed: for the session, who speaks, and how many came before.
+
+    The session is what both ends have drawn for it, so nothing of another connection can be brought into it.
+    """
+
+    def __init__(
+        self, connection: Connection, authenticator: Authenticator, speaks: bool, session: str
+    ) -> None:
+        self.connection, self.session = connection, session
+        self._authenticator = authenticator
+        self._mine, self._theirs = ("speaker", "mate") if speaks else ("mate", "speaker")
+        self._sent = self._received = 0
+
+    def send(self, data: bytes) -> None:
+        place = f"{self.session} {self._mine} {self._sent}"
+        self._sent += 1
+        self.connection.send_bytes(self._authenticator.sign(place, data))
+
+    def receive(self, most: int | None = None) -> bytes:
+        """Raises AuthenticationError for what the other end has not signed."""
+        place = f"{self.session} {self._theirs} {self._received}"
+        self._received += 1
+        data = self._authenticator.opened(place, self.connection.recv_bytes(most))
+        if data is None:
+            raise AuthenticationError("a message between mates was not signed with the job's token")
+        return data
+
+    @classmethod
+    def of_speaker(cls, connection: Connection, authenticator: Authenticator) -> tuple[Channel, int]:
+        """And the rank of the mate, which has shown that it knows the token."""
+        mine = secrets.token_hex(16)
+        connection.send_bytes(mine.encode())
+        channel = cls(connection, authenticator, True, mine)
+        rank, theirs = json.loads(channel.receive(MOST))
+        channel.session = f"{mine} {theirs} {rank}"
+        return channel, rank
+
+    @classmethod
+    def of_mate(cls, connection: Connection, authenticator: Authenticator, rank: int) -> Channel:
+        """Returns when the speaker has shown that it knows the token, and tells this mate all from here on."""
+        theirs, mine = connection.recv_bytes(MOST).decode(), secrets.token_hex(16)
+        channel = cls(connection, authenticator, False, theirs)
+        channel.send(json.dumps([rank, mine]).encode())
+        channel.session = f"{theirs} {mine} {rank}"
+        channel.receive()
+        return channel
 
 
 class Speaker:
@@ -57,10 +111,10 @@ class Speaker:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._door = socket.create_server((address, 0), family=family)
         self.address = f"{address}:{self._door.getsockname()[1]}"
-        self._key, self._woken = token.encode(), woken
+        self._authenticator, self._woken = Authenticator(token, "mates"), woken
         self._lock = threading.Lock()
         self._said: dict[int, Said] = {}
-        self._mates: dict[int, Connection] = {}
+        self._mates: dict[int, Channel] = {}
         threading.Thread(target=self._accept, name="recover-etcd-speaker", daemon=True).start()
 
     def said(self, number: int) -> dict[int, Said]:
@@ -72,9 +126,9 @@ class Speaker:
         told = [[one.key, base64.b64encode(one.value).decode(), one.version, one.modified] for one in news]
         data = json.dumps(told).encode()
         with self._lock:
-            for mate, connection in list(self._mates.items()):
+            for mate, channel in list(self._mates.items()):
                 try:
-                    connection.send_bytes(data)
+                    channel.send(data)
                 except OSError:
                     self._leave(mate)
 
@@ -99,23 +153,21 @@ class Speaker:
     def _listen(self, opened: socket.socket) -> None:
         """To one mate, until its connection is lost."""
         with suppress(OSError, EOFError, ValueError, AuthenticationError), _made_ready(opened) as connection:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            mate = int(connection.recv_bytes(MOST))
+            channel, mate = Channel.of_speaker(connection, self._authenticator)
             with self._lock:
                 self._leave(mate)
-                self._mates[mate] = connection
-                connection.send_bytes(b"[]")  # from here on it misses nothing
+                self._mates[mate] = channel
+                channel.send(b"[]")  # from here on it misses nothing
             _limit(connection, socket.SO_RCVTIMEO, 0)
             while True:
-                said = Said.from_bytes(connection.recv_bytes(MOST))
+                said = Said.from_bytes(channel.receive(MOST))
                 with self._lock:
                     self._said[mate] = said
                 self._woken()
 
     def _leave(self, mate: int) -> None:
-        if connection := self._mates.pop(mate, None):
-            _cut(connection)
+        if channel := self._mates.pop(mate, None):
+            _cut(channel.connection)
 
 
 class Spoken(EtcdWatch):
@@ -131,18 +183,18 @@ class Spoken(EtcdWatch):
         token: str,
     ) -> None:
         super().__init__(client, prefix, on_news)
-        self._rank, self._speaker, self._key = rank, speaker, token.encode()
+        self._rank, self._speaker, self._authenticator = rank, speaker, Authenticator(token, "mates")
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
         self._last: Said | None = None
 
     def say(self, said: Said) -> None:
         """To the speaker, now if it is reached, or else as soon as it is."""
         with self._lock:
             self._last = said
-            if self._connection is not None:
+            if self._channel is not None:
                 with suppress(OSError):
-                    self._connection.send_bytes(said.to_bytes())
+                    self._channel.send(said.to_bytes())
 
     def _follow(self, revision: int) -> None:
         claim = self._client.get(key_of(CLAIM, self._speaker))
@@ -152,35 +204,32 @@ class Spoken(EtcdWatch):
         host, _, port = json.loads(claim.value)["address"].rpartition(":")
         try:
             with _made_ready(socket.create_connection((host, int(port)), CONNECT)) as connection:
-                answer_challenge(connection, self._key)
-                deliver_challenge(connection, self._key)
-                connection.send_bytes(b"%d" % self._rank)
-                connection.recv_bytes()
+                channel = Channel.of_mate(connection, self._authenticator, self._rank)
                 _limit(connection, socket.SO_RCVTIMEO, 0)
-                self._hear(connection)
-        except (OSError, EOFError, AuthenticationError):
+                self._hear(channel)
+        except (OSError, EOFError, ValueError, AuthenticationError):
             time.sleep(AGAIN)
 
-    def _hear(self, connection: Connection) -> None:
+    def _hear(self, channel: Channel) -> None:
         with self._lock:
-            self._connection = connection
+            self._channel = channel
             if self._last is not None:
-                connection.send_bytes(self._last.to_bytes())
+                channel.send(self._last.to_bytes())
         try:
             self._read_all()  # what has happened before the speaker knew of this connection
             while not self._stopped:
-                told = json.loads(connection.recv_bytes())
+                told = json.loads(channel.receive())
                 self._tell(
                     [KeyValue(key, base64.b64decode(value), *numbers) for key, value, *numbers in told]
                 )
         finally:
             with self._lock:
-                self._connection = None
+                self._channel = None
 
     def _free(self) -> None:
         with self._lock:
-            if self._connection is not None:
-                _cut(self._connection)
+            if self._channel is not None:
+                _cut(self._channel.connection)
 
 
 def _made_ready(opened: socket.socket) -> Connection:

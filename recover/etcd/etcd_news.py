@@ -57,7 +57,10 @@ class News:
                 elif found.key == ENDED:
                     self.ended = found.value.decode()
                 elif found.key == DECISION and found.version > self.decision.number:
-                    self.decision = decision = Decision.of(found)
+                    decision = Decision.in_place(found)
+                    if decision is None:
+                        continue  # the next look of the main thread ends this rank
+                    self.decision = decision
                     if self._has_mates and self._rank in decision.dead and not self.over:
                         # Nobody has declared this one: a mate of its.
                         self.over = f"{WITH_REPLICA}: agreement {decision.number} counts it among the dead"

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from recover.etcd.etcd_client import EtcdClient, UnansweredError
+from recover.etcd.etcd_client import UNIX, EtcdClient, UnansweredError
 
 SAFE = (3, 5, 16)
 MEMORY = Path("/dev/shm")
@@ -34,6 +34,8 @@ ELECTION = (
     600  # milliseconds without a leader before there is another; 1.5 times that is the shortest lease, 1 s
 )
 LOG = "etcd.log"
+# Names of sockets in a directory: etcd wants them to look like a host and a port, and takes no path with them.
+FOR_CLIENTS, FOR_MEMBERS = "clients:1", "members:1"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,6 +81,7 @@ class EtcdServer:
     `members`: the endpoints of all members of the cluster as clients name them, this one's (`me`, by default address
     and port) included; the same on all of them. Members talk to each other on the port after the clients'. By default
     this one is alone.
+    `sockets`: a directory in which it listens, in place of an address: whoever cannot enter it cannot reach this etcd.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class EtcdServer:
         binary: Path | None = None,
         members: Sequence[str] = (),
         me: str = "",
+        sockets: Path | None = None,
     ) -> None:
         if members and (me or f"{address}:{port}") not in members:
             raise ValueError(
@@ -100,12 +104,12 @@ class EtcdServer:
         self._given, self._directory = directory, directory
         self._address, self._port = address, port
         self._told = port  # to clients: from then on it stays
-        self._members, self._me = members, me
+        self._members, self._me, self._sockets = members, me, sockets
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"{self._address}:{self._port}"
+        return f"{self._address}:{self._port}" if self._sockets is None else socket_in(self._sockets)
 
     @property
     def pid(self) -> int:
@@ -131,7 +135,8 @@ class EtcdServer:
 
     def begin(self) -> None:
         """Start it, and do not wait: the first of several members answers when there are more."""
-        self._port = self._told or free_port(self._address)
+        if self._sockets is None:
+            self._port = self._told or free_port(self._address)
         self._process = self._started()
 
     def check(self) -> None:
@@ -178,20 +183,25 @@ class EtcdServer:
             memory = MEMORY if os.access(MEMORY, os.W_OK) else None
             self._directory = Path(tempfile.mkdtemp(prefix="recover-etcd-", dir=memory))
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        me = self._me or self.endpoint
+        me, here, scheme = self._me or self.endpoint, self.endpoint, "http"
         peers = {member: peer_of(member) for member in self._members}
         listen = f"{self._address}:{self._port + 1}"
-        if not peers:  # alone: nobody else must know where
+        if self._sockets is not None:
+            self._sockets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            me = here = FOR_CLIENTS
+            scheme, listen = "unix", FOR_MEMBERS
+            peers = {me: listen}
+        elif not peers:  # alone: nobody else must know where
             listen = f"{self._address}:{free_port(self._address)}"
             peers = {me: listen}
         options = {
             "name": me,
-            "data-dir": self._directory / "data",
-            "listen-client-urls": f"http://{self.endpoint}",
-            "advertise-client-urls": f"http://{me}",
-            "listen-peer-urls": f"http://{listen}",
-            "initial-advertise-peer-urls": f"http://{peers[me]}",
-            "initial-cluster": ",".join(f"{member}=http://{peer}" for member, peer in peers.items()),
+            "data-dir": self._directory.absolute() / "data",
+            "listen-client-urls": f"{scheme}://{here}",
+            "advertise-client-urls": f"{scheme}://{me}",
+            "listen-peer-urls": f"{scheme}://{listen}",
+            "initial-advertise-peer-urls": f"{scheme}://{peers[me]}",
+            "initial-cluster": ",".join(f"{member}={scheme}://{peer}" for member, peer in peers.items()),
             "initial-cluster-token": ",".join(sorted(peers)),
             "auto-compaction-mode": "revision",
             "auto-compaction-retention": KEPT_REVISIONS,
@@ -201,7 +211,7 @@ class EtcdServer:
             "heartbeat-interval": ELECTION // 10,
             "election-timeout": ELECTION,
             "log-level": "warn",
-            "log-outputs": self._directory / LOG,
+            "log-outputs": self._directory.absolute() / LOG,
         }
         libc = ctypes.CDLL(None)
 
@@ -216,6 +226,7 @@ class EtcdServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment,
+            cwd=self._sockets,
             start_new_session=True,  # Ctrl-C is for the job, which still needs it to end in good order
             preexec_fn=with_parent,
         )
@@ -227,6 +238,11 @@ class EtcdServer:
             return " / ".join(lines[-3:]) or "it has said nothing"
         except OSError:
             return "it has left no log"
+
+
+def socket_in(directory: Path) -> str:
+    """The endpoint of an etcd that listens in this directory."""
+    return f"{UNIX}{directory.absolute() / FOR_CLIENTS}"
 
 
 def peer_of(endpoint: str) -> str:

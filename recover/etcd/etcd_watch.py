@@ -87,7 +87,7 @@ class EtcdWatch:
                     self._client.forget_login()
                     time.sleep(CANCELED)
                     return
-                self._tell([self._client.decoded(event["kv"]) for event in result.get("events", [])])
+                self._tell(self._client.authentic(event["kv"] for event in result.get("events", [])))
         finally:
             line.close()
 

@@ -51,7 +51,6 @@ class HostOptions:
     etcd_cert: Path | None = None
     etcd_key: Path | None = None
     token_file: Path | None = None
-    token: str = ""  # in place of a file
     returns: bool = False  # lost replicas are started again; see `restarts`
     return_delay: float = RETURN_DELAY
     forgive: float = FORGIVE

@@ -39,6 +39,7 @@ class EtcdAccess:
 
     endpoints: tuple[str, ...]
     prefix: str  # of all keys of the job
+    token: str = ""  # the job's: what is written is signed with it, what is read is checked
     user: str | None = None
     password: str = ""
     ca: str | None = None  # files, for TLS: who signed etcd's certificate, and what this job shows of itself
@@ -70,6 +71,7 @@ class JobSpec:
     joining: bool = False  # this process asks to be let into a world that is there already
     room: int = 0  # ids beyond the first ones, for those who join
     limit: int | None = None  # ranks at work at once, at the most; who asks beyond that waits for a loss
+    admits: bool = False  # whether ranks may join after the start; otherwise members hear nobody who asks
     link_timeout: float = LINK_TIMEOUT  # seconds without progress in a reduction that all members wait in
 
     @property

@@ -25,4 +25,12 @@ def client_of_kind(kind: type[Client], access: EtcdAccess) -> Client:
         tls = ssl.create_default_context(cafile=access.ca)
         if access.certificate is not None:
             tls.load_cert_chain(access.certificate, access.key)
-    return kind(access.endpoints, access.prefix, access.user, access.password, tls, patience=access.patience)
+    return kind(
+        access.endpoints,
+        access.prefix,
+        access.user,
+        access.password,
+        tls,
+        patience=access.patience,
+        token=access.token,
+    )

@@ -140,6 +140,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
         limit=job.limit,
+        admits=job.admits,
     )
     if job.room and not job.joining and process.given_environment is not None:
         try:
@@ -193,7 +194,9 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         worker=worker,
         carriers=LoneCarriers(worker)
         if alone
-        else choose(job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout),
+        else choose(
+            job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout, job.token
+        ),
         own=cast(Own, ending),  # a module, whose functions are what is asked for
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import recover
 from recover.carriers.nccl_library import Nccl
 from recover.models import SIZES, Llama
+from recover.replica.gathering import gather_json
 from recover.train.device import pick_device
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -48,9 +49,7 @@ class GpuRank:
             self.synchronize()
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        told: list[str] = [""] * self.ranks
-        dist.all_gather_object(told, said)
-        if refusals := [text for text in told if text]:
+        if refusals := [text for text in gather_json(said) if text]:
             self.refused[f"stock {backend}"] = refusals[0]
             return None
         return group

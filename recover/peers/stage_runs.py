@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recover.job.authentication import make_token_file
 from recover.launch import preflight
 from recover.peers.ended import BenchmarkError
 from recover.peers.events import Events, read_events
@@ -128,7 +129,8 @@ def start_ours(
     for number, host in enumerate(stage.names):
         command = [sys.executable, "-P", "-m", "recover.cli", "run", "--page", "off", "--run-dir", cast.place]
         command += ["--nnodes", len(stage.names), "--nproc-per-node", per_host, "--rdzv-endpoint", endpoint]
-        command += ["--rdzv-id", "bench", "--host-name", host, "--lease", lease, script, *arguments]
+        command += ["--rdzv-id", "bench", "--host-name", host, "--lease", lease]
+        command += ["--token-file", make_token_file(cast.place / "token"), script, *arguments]
         agents[host] = cast.start(host, command, {"GROUP_RANK": str(number), "TMPDIR": "/tmp"})
     return agents
 

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from recover.handover.packing import NamedTensors, NotPackableError, pack, unpack
 from recover.records.files import FILES
 from recover.replica import plain_name
+from recover.replica.gathering import gather_json
 from recover.saving.checkpoint import CheckpointError, file_digest
 from recover.saving.optimizer_state import load_state, named_state
 
@@ -105,12 +106,12 @@ class Tensors:
         """Write this rank's file. All ranks of the replica call it; it fails on all of them, or on none."""
         rank = 0 if self._group is None else dist.get_rank(self._group)
         path = directory / f"part-{rank}.safetensors"
-        held = self._tell({name: part.offsets for name, part in snapshot.parts.items()})
+        held = self._tell({name: list(part.offsets) for name, part in snapshot.parts.items()})
         mine = {
             name: part
             for name, part in snapshot.parts.items()  # what several hold is written by the first of them
             if (part.tensor.numel() or 0 in part.shape)
-            and not any(parts.get(name) == part.offsets for parts in held[:rank])
+            and not any(parts.get(name) == list(part.offsets) for parts in held[:rank])
         }
         digest = failure = ""
         try:
@@ -189,11 +190,7 @@ class Tensors:
 
     def _tell(self, word: Any) -> list[Any]:
         """What each rank of the replica says."""
-        if self._group is None:
-            return [word]
-        words: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(words, word, group=self._group)
-        return words
+        return [word] if self._group is None else gather_json(word, self._group)
 
 
 class Stored:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recover.step.belonging import Belonging
-from recover.step.difference import Digest, Kind
+from recover.step.difference import Digest, StateKind
 from recover.sums.exponents import Exponents
 from recover.sums.later import Later, fetch
 from recover.sums.moving import MovingBuffers
@@ -21,7 +21,7 @@ from recover.sums.state_hash import StateHash, fingerprint, leaves, settings, sh
 class Entry:
     """One tensor or one value of the state, under the name that a person knows it by."""
 
-    kind: Kind
+    kind: StateKind
     name: str
     value: Any
 
@@ -86,18 +86,20 @@ class ComparedState:
         for number, group in enumerate(settings(self._optimizer)):
             where = f" of parameter group {number}" if number else ""
             for name, value in group:
-                yield Entry(Kind.SETTING, f"{_SPOKEN.get(name, name)}{where}", _number(value))
+                yield Entry(StateKind.SETTING, f"{_SPOKEN.get(name, name)}{where}", _number(value))
         if self._exponents is not None:
-            yield Entry(Kind.SETTING, "maxima of the last steps, from which exponents follow", self._maxima())
+            yield Entry(
+                StateKind.SETTING, "maxima of the last steps, from which exponents follow", self._maxima()
+            )
         yield from self._scheduler_entries()
         of = self._belonging.names()
         names = [(of[parameter], parameter) for parameter in self._belonging.parameters()]
         for name, parameter in names:
-            yield Entry(Kind.TRAINED, name, parameter.requires_grad)
+            yield Entry(StateKind.TRAINED, name, parameter.requires_grad)
         for name, parameter in names:
-            yield Entry(Kind.PARAMETER, name, parameter)
+            yield Entry(StateKind.PARAMETER, name, parameter)
         for name, buffer in self._moving.at_start():
-            yield Entry(Kind.BUFFER, name, buffer)
+            yield Entry(StateKind.BUFFER, name, buffer)
         yield from self._optimizer_entries()
         yield from self._extra_entries()
 
@@ -108,23 +110,23 @@ class ComparedState:
         for parameter in held:
             if parameter in self._optimizer.state:
                 for path, value in leaves(self._optimizer.state[parameter]):
-                    yield Entry(Kind.OPTIMIZER, f"{_dotted(path)} of {names[parameter]}", value)
+                    yield Entry(StateKind.OPTIMIZER, f"{_dotted(path)} of {names[parameter]}", value)
         known = set(held)
         others = {key: value for key, value in self._optimizer.state.items() if key not in known}
         for path, value in leaves({str(key): value for key, value in others.items()}):
-            yield Entry(Kind.OPTIMIZER, _dotted(path), value)
+            yield Entry(StateKind.OPTIMIZER, _dotted(path), value)
 
     def _scheduler_entries(self) -> Iterator[Entry]:
         if hasattr(self._scheduler, "state_dict"):
             for path, value in leaves(self._scheduler.state_dict()):
-                yield Entry(Kind.SCHEDULER, _dotted(path), value)
+                yield Entry(StateKind.SCHEDULER, _dotted(path), value)
 
     def _extra_entries(self) -> Iterator[Entry]:
         for name, value in sorted(self._extra().items()):
             if not getattr(value, "differs_between_replicas", False):
                 state = value.state_dict() if hasattr(value, "state_dict") else value
                 for path, leaf in leaves(state):
-                    yield Entry(Kind.EXTRA, _dotted((name, *path)), leaf)
+                    yield Entry(StateKind.EXTRA, _dotted((name, *path)), leaf)
 
 
 _SPOKEN = {"lr": "learning rate", "weight_decay": "weight decay"}

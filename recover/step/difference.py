@@ -23,7 +23,7 @@ SHOWN = 80  # characters of a name or a value
 UNKNOWN = "its state differs from the majority"
 
 
-class Kind(StrEnum):
+class StateKind(StrEnum):
     """What an entry belongs to, in the order in which differences are looked for: a cause before its effects."""
 
     SETTING = "setting"
@@ -39,27 +39,27 @@ class Kind(StrEnum):
 class Digest:
     """An entry: of a tensor a hash of its bits, of a plain value the value as text."""
 
-    kind: Kind
+    kind: StateKind
     name: str
     value: str
     is_tensor: bool = False
 
 
 @dataclass(frozen=True, order=True)
-class Question:
+class DigestQuestion:
     """Entries `start` to `stop` of one kind; of none: all kinds."""
 
     kind: str = ""
     start: int = 0
     stop: int = 0
 
-    def parts(self) -> list[Question]:
+    def parts(self) -> list[DigestQuestion]:
         size = -(-(self.stop - self.start) // PARTS)
         starts = range(self.start, self.stop, size) if size else ()
-        return [Question(self.kind, at, min(at + size, self.stop)) for at in starts]
+        return [DigestQuestion(self.kind, at, min(at + size, self.stop)) for at in starts]
 
 
-WHOLE = Question()
+WHOLE = DigestQuestion()
 
 
 @dataclass(frozen=True)
@@ -76,22 +76,22 @@ class Difference:
         first = f", first in {self.name}" if self.name else ""
         values = f"{self.name} {self.here}, the others have {self.there}"
         match self.kind:
-            case Kind.SETTING if self.name:
+            case StateKind.SETTING if self.name:
                 return values
-            case Kind.SETTING:
+            case StateKind.SETTING:
                 return "its optimizer has other parameter groups or settings than the majority"
-            case Kind.SCHEDULER:
+            case StateKind.SCHEDULER:
                 told = f": {values}" if self.here is not None else first
                 return f"its scheduler differs from the majority{told}"
-            case Kind.TRAINED:
+            case StateKind.TRAINED:
                 return f"it trains other parameters than the majority{first}"
-            case Kind.PARAMETER:
+            case StateKind.PARAMETER:
                 return f"its parameters differ from the majority{first}"
-            case Kind.BUFFER:
+            case StateKind.BUFFER:
                 return f"its buffers differ from the majority{first}"
-            case Kind.OPTIMIZER:
+            case StateKind.OPTIMIZER:
                 return f"its optimizer state differs from the majority{first}"
-            case Kind.EXTRA:
+            case StateKind.EXTRA:
                 told = f": {values}" if self.here is not None else first
                 return f"its extra state differs from the majority{told}"
         return UNKNOWN
@@ -114,8 +114,8 @@ class Inquiry:
     def forget(self) -> None:
         """All have what they asked for, or the state is no longer what it was."""
         self._entries: Mapping[str, list[Digest]] | None = None
-        self._asked: tuple[Question, ...] = ()
-        self._paths: dict[int, Question] = {}
+        self._asked: tuple[DigestQuestion, ...] = ()
+        self._paths: dict[int, DigestQuestion] = {}
         self.found: dict[int, Difference] = {}
 
     def answer(self) -> bytes:
@@ -124,7 +124,7 @@ class Inquiry:
             return b""
         if self._entries is None:
             made = self._make_entries()
-            self._entries = {kind: [entry for entry in made if entry.kind == kind] for kind in Kind}
+            self._entries = {kind: [entry for entry in made if entry.kind == kind] for kind in StateKind}
         return json.dumps([self._answer_to(question) for question in self._asked]).encode()
 
     def goes_on(self, compared: Mapping[int, tuple[bytes, bytes]]) -> bool:
@@ -143,17 +143,17 @@ class Inquiry:
         self._asked = tuple(sorted(set(self._paths.values()))[:ASKED])
         return bool(self._asked)
 
-    def _follow(self, replica: int, question: Question, here: Any, there: Any) -> None:
+    def _follow(self, replica: int, question: DigestQuestion, here: Any, there: Any) -> None:
         """One step nearer to the first entry that differs; or its name."""
         del self._paths[replica]
         if here is None or there is None or here == there:
             self.found.setdefault(replica, Difference(question.kind))
         elif question == WHOLE:
-            kind = next(kind for kind in Kind if here[kind] != there[kind])
+            kind = next(kind for kind in StateKind if here[kind] != there[kind])
             (count, _), (others, _) = here[kind], there[kind]
             self.found[replica] = Difference(kind)
             if count == others and count:
-                self._paths[replica] = Question(kind, 0, count)
+                self._paths[replica] = DigestQuestion(kind, 0, count)
         elif question.stop - question.start > 1:
             at = next(
                 (n for n in range(0, len(here), WIDTH) if here[n : n + WIDTH] != there[n : n + WIDTH]), 0
@@ -165,7 +165,7 @@ class Inquiry:
                 values = (None, None) if is_tensor else (mine, there[1])
                 self.found[replica] = Difference(question.kind, name, *values)
 
-    def _answer_to(self, question: Question) -> Any:
+    def _answer_to(self, question: DigestQuestion) -> Any:
         assert self._entries is not None
         if question == WHOLE:
             return {kind: (len(entries), _hash(entries)) for kind, entries in self._entries.items()}

@@ -11,7 +11,7 @@ from recover.step.record import Record
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DriftVerdict:
     """Which replicas must go; or, where nobody can tell, which of them hold which state."""
 
     evicted: frozenset[int] = frozenset()
@@ -23,7 +23,7 @@ class Verdict:
     compared: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def judge(grid: Grid, records: Mapping[int, Record]) -> Verdict:
+def judge(grid: Grid, records: Mapping[int, Record]) -> DriftVerdict:
     """A state is right if more than half of the replicas that count hold it. Shards are compared one by one.
 
     A majority of replicas that all joined after the oldest one that holds another state is none: they have their state
@@ -52,9 +52,9 @@ def judge(grid: Grid, records: Mapping[int, Record]) -> Verdict:
             if value != majority:
                 compared.setdefault(replica, (ranks[replica], ranks[holders[0]]))
     if not why:
-        return Verdict(frozenset(compared), compared=compared)
+        return DriftVerdict(frozenset(compared), compared=compared)
     states = _states(grid, records)
-    return Verdict(states=states, why=why, compared=_against_first(grid, records, states))
+    return DriftVerdict(states=states, why=why, compared=_against_first(grid, records, states))
 
 
 def _states(grid: Grid, records: Mapping[int, Record]) -> tuple[tuple[int, ...], ...]:

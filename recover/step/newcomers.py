@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from recover.handover.extra import Extra
 from recover.handover.packing import NotPackableError
 from recover.handover.parcel import OtherStateError, Parcel, buffers_like, refusal
 from recover.handover.stripes import Stripes
+from recover.job.authentication import Authenticator
 from recover.liveness.board import age
 from recover.step.admission import enter, take_in
 from recover.step.incident import Incident
@@ -20,6 +22,7 @@ from recover.step.position import Position
 from recover.step.randomness import generators, set_generators
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
+from recover.world import ending
 from recover.world.world import World
 
 
@@ -58,6 +61,7 @@ class Newcomers:
         # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.
         self._take_over()
         head, parts = self._packed()
+        head = self._authenticator.sign(self._place(givers), head)
         stripes = self._stripes(givers, takers, parts)
         return _size(parts) if stripes.send_head(head) and stripes.give(parts) else None
 
@@ -74,8 +78,12 @@ class Newcomers:
 
     def _take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         parcel = Parcel(*self._state)
-        head = self._stripes(givers, takers, []).receive_head()
-        if head is None:
+        signed = self._stripes(givers, takers, []).receive_head()
+        if signed is None:
+            return None
+        head = self._authenticator.opened(self._place(givers), signed)
+        if head is None:  # before anything of it is looked at
+            ending.log("the state that was offered was not signed with this job's token, and is not taken")
             return None
         parts = parcel.open(head)
         # From here on it is where the others are: if it does nothing for too long, it is fenced as any of them.
@@ -89,6 +97,15 @@ class Newcomers:
         set_generators(position["generators"], self._device)
         self._transaction.index = self._position.index + 1
         return _size(parts)
+
+    @cached_property
+    def _authenticator(self) -> Authenticator:
+        return Authenticator(self._world.token, "state")
+
+    def _place(self, givers: tuple[int, ...]) -> str:
+        """Where the head of the state comes from: it is of no use from another rank, or in another epoch."""
+        giver = next(rank for rank in givers if rank in self._world.cross.peers)
+        return f"epoch {self._world.epoch} from rank {giver}"
 
     def _stripes(
         self, givers: tuple[int, ...], takers: tuple[int, ...], parts: list[torch.Tensor]

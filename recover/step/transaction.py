@@ -19,7 +19,7 @@ import numpy as np
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
 from recover.step import poison
 from recover.step.difference import UNKNOWN, Digest, Inquiry
-from recover.step.drift import Verdict, judge, named
+from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident, met
 from recover.step.maxima import Maxima
@@ -446,7 +446,7 @@ class Transaction:
             for replica, (here, _) in sorted(verdict.compared.items())
         }
 
-    def _diverged(self, verdict: Verdict) -> StateDivergedError:
+    def _diverged(self, verdict: DriftVerdict) -> StateDivergedError:
         first, *others = map(named, verdict.states)
         told = [
             self._inquiry.found[replicas[0]].between(there, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from lab_jobs import ROOT, LabJob, etcd_on
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 
 from recover.etcd.etcd_client import EtcdClient
 from recover.lab import namespaces
@@ -34,6 +35,8 @@ class Agents:
     def __init__(self, place: Path) -> None:
         self._place = place
         (place / "script.py").write_text("print('ran')")
+        (place / "token").write_text("a secret")
+        (place / "another token").write_text("another secret")
         self._started: dict[tuple[str, str], subprocess.Popen[str]] = {}
 
     def start(self, job: str, host: Host, *words: str, script: str = "script.py", nnodes: str = "2") -> None:
@@ -41,6 +44,8 @@ class Agents:
         command = [sys.executable, "-P", "-m", "recover.cli", "run", "--rdzv-id", job, "--nnodes", nnodes]
         if "--rdzv-endpoint" not in words:
             command += ["--rdzv-endpoint", "h1:2379"]
+        if "--token-file" not in words and job != "no-token":
+            command += ["--token-file", str(self._place / "token")]
         command += ["--join-timeout", "5", "--run-dir", str(run_dir), *words, str(self._place / script)]
         self._started[job, host.name] = host.start(
             command,
@@ -49,6 +54,17 @@ class Agents:
             text=True,
             env=os.environ | {"TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)},
         )
+
+    def first_to_end(self, job: str, *hosts: str) -> list[str]:
+        """The hosts, in the order in which their agents end; only one of them need do so."""
+        assert wait_until(lambda: any(self._ended(job, host) for host in hosts), PATIENCE)
+        return sorted(hosts, key=lambda host: not self._ended(job, host))
+
+    def _ended(self, job: str, host: str) -> bool:
+        return self._started[job, host].poll() is not None
+
+    def stop(self, job: str, host: str) -> None:
+        self._started[job, host].send_signal(signal.SIGTERM)
 
     def end(self, job: str, host: str, code: int = 2) -> str:
         agent = self._started[job, host]
@@ -77,6 +93,9 @@ def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path
         agents.start("name", h2, "--rdzv-endpoint", "h9:2379")
         agents.start("nobody", h2, "--rdzv-endpoint", "10.77.0.99:2379")
         agents.start("loopback", h2, "--rdzv-endpoint", "localhost:2379")
+        agents.start("token", h1, "--join-timeout", "60")
+        agents.start("token", h2, "--join-timeout", "60", "--token-file", str(tmp_path / "another token"))
+        agents.start("no-token", h2, "--rdzv-endpoint", "h2:5000")
         agents.start("even", h2, "--rdzv-endpoint", "h1:5000,h2:5000")
         agents.start("good", h1, "--host-name", "first")
         agents.start("good", h2, "--host-name", "second")
@@ -92,6 +111,16 @@ def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path
         assert "no way leads from this host to h9:2379: the names have no address" in agents.end("name", "h2")
         assert "no etcd answers at 10.77.0.99:2379 after 5 s" in agents.end("nobody", "h2")
         assert "no other host can" in agents.end("loopback", "h2")
+        # Either may come first, and wait for the other.
+        refused, waits = agents.first_to_end("token", "h1", "h2")
+        said = agents.end("token", refused)
+        assert f"a job of that name runs already, on {waits}" in said
+        assert "with another token; give all hosts of a job the same --token-file" in said
+        agents.stop("token", waits)
+        assert "ended by SIGTERM" in agents.end("token", waits, 128 + signal.SIGTERM)
+        said = agents.end("no-token", "h2")
+        assert "--token-file is not given, and nobody listens at h2:5000" in said
+        assert "(umask 077; head -c 32 /dev/urandom | base64 > token)" in said
         assert "give one, or three" in agents.end("even", "h2")
         assert agents.end("good", "h1", 0).count("ran\n") == agents.end("good", "h2", 0).count("ran\n") == 1
         agents.start("running", h2, nnodes="1")
@@ -99,6 +128,7 @@ def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path
         (tmp_path / "go on").touch()
         assert "waits\n" in agents.end("running", "h1", 0)
 
+        # Read as it is, whoever has written it.
         keys = _at(h1, lambda: EtcdClient(f"{h1.address}:2379").get_all("")[0])
         assert {found.key for found in keys if "/refused/" not in found.key} == set()
         server.kill()

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from etcd_fabrics import Fabrics, agree, at_once
+from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from patience import PATIENCE, wait_until
 
-from recover.etcd import etcd_host
+from recover.etcd import etcd_agreement, etcd_host
 from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
 from recover.etcd.etcd_client import EtcdClient, KeyValue, UnansweredError, delete
 from recover.etcd.etcd_entry import OtherJobError, place
@@ -110,21 +110,38 @@ def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabr
             client.asked.clear()
         assert agree(ranks, 7) == [7] * 4
         assert [len(client.asked) for client in clients] == [1] * 4, number
-    assert fabrics.store().keys().isdisjoint({"tally", *(key_of("vote/", rank) for rank in range(4))})
+    assert fabrics.store().keys().isdisjoint(key_of("vote/", rank) for rank in range(4))
 
 
-@pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all"])
+def test_of_many_votes_the_last_voter_compares_all_without_reading_them(
+    fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_agreement, "COMPARED", 1)
+    ranks, clients = fabrics.make(4, Recording)
+    for number in range(1, 4):
+        assert agree(ranks, 7) == [7] * 4
+        assert fabrics.store()["seen/decision"].version == number
+    asked = [body for client in clients for _, body in client.asked if "compare" in body]
+    compared = [[one for one in body["compare"] if one["target"] == "VALUE"] for body in asked]
+    assert max(map(len, compared)) == 4, "its own vote, and those of all others"
+    assert agree(ranks, 7, 7, 3, 7) == [3] * 4
+    ranks[0].declare(3, "by decree")
+    assert agree(ranks[:3], 7) == [None] * 3
+
+
+@pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all", "earlier"])
 def test_the_last_vote_decides_by_itself_only_where_there_is_nothing_to_decide(
     fabrics: Fabrics, kind: str
 ) -> None:
     """Whatever the last voter knows: here it votes as if there was nothing."""
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 7) == [7] * 3
-    plain = Vote(7, frozenset(), frozenset())
+    plain = Vote(7, frozenset(), number=2)
     others = {
-        "another word": Vote(3, frozenset(), frozenset()),
-        "let in": Vote(7, frozenset(), frozenset({9})),
-        "let in by all": Vote(7, frozenset(), frozenset({9})),
+        "another word": Vote(3, frozenset(), number=2),
+        "let in": Vote(7, frozenset(), frozenset({9}), 2),
+        "let in by all": Vote(7, frozenset(), frozenset({9}), 2),
+        "earlier": Vote(7, frozenset(), number=1),
     }.get(kind, plain)
     voters = [1] if kind == "not all" else [1, 2]
     for rank in voters:
@@ -134,7 +151,7 @@ def test_the_last_vote_decides_by_itself_only_where_there_is_nothing_to_decide(
     last = others if kind == "let in by all" else plain
     fabrics.etcd.txn([], cast(0, last, frozenset(range(3)), 1))
     assert fabrics.store()["seen/decision"].version == 1, "it was decided"
-    assert fabrics.store()["tally"].version == len(voters) + 1
+    assert len([key for key in fabrics.store() if key.startswith("vote/")]) == len(voters) + 1
 
 
 def test_what_is_sent_to_all_is_written_once_and_nobody_asks_for_it(fabrics: Fabrics) -> None:
@@ -427,16 +444,15 @@ def test_ten_thousand_agreements_leave_no_keys_behind(fabrics: Fabrics) -> None:
 
 
 def test_another_job_and_a_second_process_of_a_rank_are_refused(fabrics: Fabrics) -> None:
-    fabrics.make(2, token="ours")
+    fabrics.make(2, admits=False)
     board = Board(fabrics.directory / "board", 3)
-    for size, rank, token, why in (
-        (3, 2, "ours", r"2 ranks in replicas of 1; this one has 3"),
-        (2, 0, "theirs", "another job"),
-    ):
-        with pytest.raises(OtherJobError, match=why):
-            EtcdFabric(fabrics.etcd, rank, size, board, token)
+    with pytest.raises(OtherJobError, match=r"2 ranks in replicas of 1; this one has 3"):
+        EtcdFabric(fabrics.etcd, 2, 3, board, TOKEN)
+    theirs = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix, token="theirs")
+    with pytest.raises(OtherJobError, match="was not written with this job's token"):
+        EtcdFabric(theirs, 0, 2, board, "theirs")
     with pytest.raises(OtherJobError, match="another process is or was rank 1"):
-        EtcdFabric(fabrics.etcd, 1, 2, board, "ours")
+        EtcdFabric(fabrics.etcd, 1, 2, board, TOKEN)
 
 
 def test_rank_that_was_declared_dead_cannot_enter(fabrics: Fabrics) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from etcd_fabrics import Fabrics, agree, at_once
+from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from patience import PATIENCE, wait_until
 
 from recover.etcd.etcd_agreement import (
@@ -163,7 +163,7 @@ class Schedule:
                 return answer
 
         self.client = Lossy
-        self.etcd = Lossy(fabrics.server.endpoint, prefix=fabrics.prefix)
+        self.etcd = Lossy(fabrics.server.endpoint, prefix=fabrics.prefix, token=TOKEN)
         for rank in range(self.size):
             self.run(rank)
 

@@ -17,6 +17,7 @@ from recover.etcd import etcd_mates
 from recover.etcd.etcd_agreement import declare, key_of
 from recover.etcd.etcd_fabric import DeclaredDeadError
 from recover.etcd.etcd_mates import Spoken
+from recover.job.authentication import Authenticator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -97,16 +98,12 @@ def test_who_does_not_know_the_token_is_not_heard(fabrics: Fabrics) -> None:
     claim = json.loads(fabrics.store()[key_of("claim/", 0)].value)
     host, port = claim["address"].split(":")
     assert host == "127.0.0.1"
-    # One that proves nothing, asks for no proof, and says that it is rank 1.
+    # One that guesses the token, and says that it is rank 1.
     heard = b""
     with suppress(OSError, EOFError), Client((host, int(port))) as stranger:
-        stranger.recv_bytes()
-        stranger.send_bytes(bytes(16))
-        stranger.recv_bytes()
-        stranger.send_bytes(b"#CHALLENGE#" + bytes(20))
-        stranger.recv_bytes()
-        stranger.send_bytes(b"#WELCOME#")
-        stranger.send_bytes(b"1")
+        nonce = stranger.recv_bytes().decode()
+        guess = Authenticator("a guess", "mates").sign(f"{nonce} mate 0", b'[1, "mine"]')
+        stranger.send_bytes(guess)
         heard = stranger.recv_bytes()
     assert heard == b"", "a stranger was taken for a mate"
     assert agree(ranks, 7) == [7] * 2

@@ -42,7 +42,7 @@ def test_a_world_on_etcd_goes_on_after_deaths_down_to_one_replica(
 def test_one_declared_dead_while_it_is_stopped_or_runs_ends_itself_and_never_commits(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
-    etcd = EtcdClient(server.endpoint, prefix=prefix)
+    etcd = EtcdClient(server.endpoint, prefix=prefix, token="secret")
     with EtcdRanks(server.endpoint, prefix, tmp_path, [range(5)]) as ranks:
         ranks.commit([0, 1, 2, 3, 4])
         ranks.strike(1, signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_no_mixture_of_deaths_decrees_pauses_and_silences_of_etcd_breaks_a_law(
     carrier, replica_size = ("gloo", 2) if seed % 2 else ("", 1)
     runs.mkdir()
     with EtcdServer(tmp_path / "etcd") as server:
-        etcd = EtcdClient(server.endpoint, prefix=prefix)
+        etcd = EtcdClient(server.endpoint, prefix=prefix, token="secret")
         with EtcdRanks(
             server.endpoint, prefix, runs, [range(4), range(4, 8)], carrier, replica_size=replica_size
         ) as ranks:

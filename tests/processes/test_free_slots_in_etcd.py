@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_fabrics import Fabrics, at_once
+from etcd_fabrics import TOKEN, Fabrics, at_once
 from patience import PATIENCE, wait_until
 
 from recover.agent.free_slots import HostSlots
@@ -29,7 +29,7 @@ def agents(
     found = {}
     for host, slots in free.items():
         fabrics.etcd.put(f"{HOST}{host}", b"")
-        client = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix)
+        client = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix, token=TOKEN)
         found[host] = Returns(
             client, host, HostSlots(slots, 0, 600), size, most, lambda newcomer: None, patience
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_fabrics import Fabrics, at_once
+from etcd_fabrics import TOKEN, Fabrics, at_once
 from patience import PATIENCE, wait_until
 from training import small_world
 
@@ -31,16 +31,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 @pytest.fixture
-def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Meeting]:
+def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Meeting]:
     """An agent's end of the meeting, of a job of two hosts to which hosts may come back."""
     monkeypatch.setattr(meetings, "LEASE", LONG)  # runs out when the test says so
     monkeypatch.setattr(meetings, "KEEP", 0.2)
     monkeypatch.setattr(meetings, "SETTLE", 0.5)
     prefix = f"meeting-{secrets.token_hex(4)}/"
 
-    def make(host: str) -> Meeting:
-        client = EtcdClient(fabrics.server.endpoint, prefix=prefix)
-        part = HostPart(2, 2, 1, (fabrics.server.endpoint,), "j", host, None, "", returns=True)
+    def make(host: str, token: str = TOKEN) -> Meeting:
+        client = EtcdClient(fabrics.server.endpoint, prefix=prefix, token=token)
+        part = HostPart(2, 2, 1, (fabrics.server.endpoint,), "j", host, None, token, returns=True)
         return Meeting(client, part, "10.0.0.1", {"the script": "same"}, 1)
 
     return make
@@ -57,6 +57,23 @@ def lose_power(meeting: Meeting, lease: HostLease) -> None:
         part._left.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_host_with_another_token_is_refused_and_the_others_wait_for_a_right_one(
+    meet: Callable[..., Meeting],
+) -> None:
+    first, second, stranger = meet("h1"), meet("h2"), meet("h3", "another token")
+    first.enter(lambda: False)
+    refusal = at_once(lambda: begin(stranger))[0]
+    assert isinstance(refusal, Refusal)
+    assert "a job of that name runs already, on h1, with another token; give all hosts" in str(refusal)
+    stranger._client.put("meet/h3", b"it says that it is here all the same")
+    second.enter(lambda: False)
+    plans = at_once(*(lambda each=each: each.wait_for_plan(10.0, lambda: False) for each in (first, second)))
+    assert [sorted(plan.hosts) for plan in plans] == [["h1", "h2"]] * 2
+    assert [plan.token for plan in plans] == [""] * 2, "it is in no plan"
+    for each in (first, second):
+        each.leave()
 
 
 def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_and_its_markers_stay(

@@ -134,7 +134,7 @@ def test_nothing_grows_in_one_that_stays_while_hundreds_come_and_go(
     """The same without a launcher, with ranks that are forked: a return takes moments, so there can be many."""
     rng, deaths, first, work = random.Random(SEED), 0, None, set(range(4))  # those at work
 
-    etcd = EtcdClient(server.endpoint, prefix=prefix)
+    etcd = EtcdClient(server.endpoint, prefix=prefix, token="secret")
 
     def is_whole() -> bool:
         return set(ranks.diary(0)[-1]["replicas"]) == work

@@ -44,7 +44,9 @@ if CARRIER:  # once, before the forks
 
 
 def client() -> EtcdClient:
-    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"], patience=scenario["patience"])
+    return EtcdClient(
+        scenario["endpoint"], prefix=scenario["prefix"], patience=scenario["patience"], token="secret"
+    )
 
 
 def die(why: str) -> NoReturn:
@@ -91,7 +93,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
         liveness=board,
         hooks=NoHooks(),
         worker=worker,
-        carriers=GlooCarriers(fabric, grid, worker),
+        carriers=GlooCarriers(fabric, grid, worker, token="secret"),
         own=cast(Own, ending),
         notes=RunNotes(str(DIRECTORY), fabric.rank),
         watch=lambda watcher: watcher.start(),

@@ -58,7 +58,7 @@ torch.set_num_threads(1)
 
 
 def client() -> EtcdClient:
-    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"])
+    return EtcdClient(scenario["endpoint"], prefix=scenario["prefix"], token="secret")
 
 
 def enter_world(rank: int) -> World:
@@ -73,13 +73,14 @@ def enter_world(rank: int) -> World:
         "secret",
         end=_leave_etcd,
         replica_size=grid.replica_size,
+        admits=True,
     )
     parts = Parts(
         fabric=fabric,
         liveness=board,
         hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
         worker=worker,
-        carriers=GlooCarriers(fabric, grid, worker),
+        carriers=GlooCarriers(fabric, grid, worker, token="secret"),
         own=cast(Own, ending),
         notes=RunNotes(str(DIRECTORY), rank),
         watch=lambda watcher: watcher.start(),

@@ -16,8 +16,8 @@ from lone_world import World
 import recover
 from recover.job.grid import Grid
 from recover.policy import Holding, Role, SlotSet
-from recover.step.difference import PARTS, Difference, Digest, Inquiry, Kind
-from recover.step.drift import Verdict, judge
+from recover.step.difference import PARTS, Difference, Digest, Inquiry, StateKind
+from recover.step.drift import DriftVerdict, judge
 from recover.step.record import Record
 from recover.step.seniority import STEPS, Seniority
 
@@ -28,7 +28,7 @@ def record(fingerprint: int, since: int = 0, counts: bool = True, answer: bytes 
     return Record(5, False, True, True, False, 0, fingerprint, since, counts, HOLDING, answer)
 
 
-def verdict(*replicas: tuple[int, int, bool]) -> Verdict:
+def verdict(*replicas: tuple[int, int, bool]) -> DriftVerdict:
     """Each with its fingerprint, when it joined, and whether it counts."""
     return judge(Grid(3, 1), {rank: record(*one) for rank, one in enumerate(replicas)})
 
@@ -50,7 +50,7 @@ OLD, JUNIOR, PROVEN = (0, True), (7, False), (7, True)
 def test_the_majority_of_the_replicas_that_count_is_right(
     replicas: list[tuple[int, int, bool]], evicted: set[int]
 ) -> None:
-    assert verdict(*replicas) == Verdict(frozenset(evicted), compared=verdict(*replicas).compared)
+    assert verdict(*replicas) == DriftVerdict(frozenset(evicted), compared=verdict(*replicas).compared)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def inquire(members: Sequence[Sequence[Digest]], against: Sequence[int] = ()) ->
     return [inquiries[0].found[number] for number in range(1, len(members))], rounds
 
 
-def entries(count: int, changed: int | None = None, kind: Kind = Kind.PARAMETER) -> list[Digest]:
+def entries(count: int, changed: int | None = None, kind: StateKind = StateKind.PARAMETER) -> list[Digest]:
     made = [Digest(kind, f"blocks.{number}.w1", "00", True) for number in range(count)]
     if changed is not None:
         made[changed] = Digest(kind, made[changed].name, "01", True)
@@ -147,7 +147,7 @@ def entries(count: int, changed: int | None = None, kind: Kind = Kind.PARAMETER)
 def test_the_first_entry_that_differs_is_found_in_a_few_rounds(count: int, data: some.DataObject) -> None:
     first = data.draw(some.integers(0, count - 1))
     (found,), rounds = inquire([entries(count), entries(count, first)])
-    assert found == Difference(Kind.PARAMETER, f"blocks.{first}.w1")
+    assert found == Difference(StateKind.PARAMETER, f"blocks.{first}.w1")
     assert rounds <= 5
 
 
@@ -162,10 +162,10 @@ def test_each_replica_has_a_reason_of_its_own() -> None:
 def test_a_cause_is_named_before_its_effects() -> None:
     def state(rate: str, moment: str, trained: str = "True") -> list[Digest]:
         return [
-            Digest(Kind.PARAMETER, "w", moment, True),
-            Digest(Kind.OPTIMIZER, "exp_avg of w", moment, True),
-            Digest(Kind.TRAINED, "w", trained),
-            Digest(Kind.SETTING, "learning rate", rate),
+            Digest(StateKind.PARAMETER, "w", moment, True),
+            Digest(StateKind.OPTIMIZER, "exp_avg of w", moment, True),
+            Digest(StateKind.TRAINED, "w", trained),
+            Digest(StateKind.SETTING, "learning rate", rate),
         ]
 
     told = [

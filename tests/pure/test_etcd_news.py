@@ -12,7 +12,7 @@ from recover.etcd.etcd_news import WITH_REPLICA, News
 
 
 def decided(dead: list[int]) -> KeyValue:
-    content = {"word": None, "dead": dead, "joined": [], "participants": "4-5", "by": 4}
+    content = {"number": 7, "word": None, "dead": dead, "joined": [], "participants": "4-5", "by": 4}
     return KeyValue(DECISION, json.dumps(content).encode(), version=7, modified=20)
 
 

@@ -11,7 +11,7 @@ from recover.agent.free_slots import SETTLE, HostSlots
 from recover.agent.host_options import HostPart, read_options
 from recover.job.hosts_asked import HostOptions, room_for
 from recover.launch.preflight import Refusal
-from recover.world.ending import End
+from recover.world.ending import UNFIT, End
 from recover.world.membership import ExcludedError
 
 KILLED = -signal.SIGKILL
@@ -74,7 +74,8 @@ def test_one_that_was_lost_because_of_others_leaves_a_good_place(end: End) -> No
 def test_one_with_which_no_carrier_could_be_built_strikes_its_place() -> None:
     """It would come again and again, and each time the others would wait for it."""
     slots = HostSlots(1, delay=0, forgive=600)
-    left = marker(End.EXCLUDED, str(ExcludedError(3, (0, 1), False, "the carrier failed here")))
+    reason = f"{UNFIT} 3 rounds of a repair (the carrier failed here)"
+    left = marker(End.EXCLUDED, str(ExcludedError(3, (0, 1), False, reason)))
     assert lose(slots, 0, left) == ""
     assert "the carrier failed here" in lose(slots, 10, left)
     assert slots.free(1e9) == []

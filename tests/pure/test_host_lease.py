@@ -120,7 +120,7 @@ class Watcher(HostsSeen):
         self.clock += self._pauses.pop(0)
         return False
 
-    def _declare(self, host: str, ranks: Any) -> None:
+    def _declare(self, host: str, ranks: Any, agent: str) -> None:
         self.declared.setdefault(host, self.clock)
 
 

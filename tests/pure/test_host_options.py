@@ -154,7 +154,7 @@ def test_what_has_an_effect_is_taken() -> None:
     paths = {
         name: Path("x") for name in ("token_file", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
     }
-    words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "etcd_user", "token"), "x")
+    words = dict.fromkeys(("nproc_per_node", "rdzv_backend", "etcd_user"), "x")
     of_hosts = {"lease": 5.0, **paths, **words}
     everything = several | of_both | of_hosts | of_returns | {"returns": True, "standby": 1}
     assert everything.keys() == {field.name for field in fields(HostOptions)}

@@ -23,7 +23,7 @@ WARM_UP = 3  # agreements that do not count
 def run_rank(rank: int, size: int) -> None:
     endpoints, prefix, _, agreements, work, directory = sys.argv[1:]
     board = Board(Path(directory, "board"), size)
-    fabric = EtcdFabric(EtcdClient(endpoints, prefix=prefix), rank, size, board)
+    fabric = EtcdFabric(EtcdClient(endpoints, prefix=prefix, token="bench"), rank, size, board)
     times = []
     for number in range(WARM_UP + int(agreements)):
         time.sleep(random.Random(f"{rank} {number}").uniform(0, float(work)))

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from recover.replica.blocks import plain_name
+from recover.replica.gathering import gather_json
 
 
 def gather_parameters(part: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """One by one, in the order of their names, on the first rank; all ranks must run through it."""
     rank = dist.get_rank()
     mine = {plain_name(name): parameter.detach() for name, parameter in part.named_parameters()}
-    told: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, {name: (p.shape, p.dtype) for name, p in mine.items()})
+    told = gather_json({name: (list(p.shape), str(p.dtype)) for name, p in mine.items()})
     holders: dict[str, int] = {}  # the first rank that has a part of it
     for holder, names in enumerate(told):
         for name in names:
@@ -30,8 +30,14 @@ def gather_parameters(part: torch.nn.Module, device: torch.device) -> Iterator[t
             dist.send(whole.contiguous(), dst=0)
         elif rank == 0 != holder:
             shape, dtype = told[holder][name]
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole = torch.empty(shape, dtype=_dtype(dtype), device=device)
             dist.recv(whole, src=holder)
         if rank == 0:
             assert whole is not None
             yield name, whole
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found

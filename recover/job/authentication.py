@@ -1,0 +1,68 @@
+"""Message authentication with the job's token: HMAC-SHA256 over a purpose, the place of a message and its bytes.
+
+A process without the token can write nothing that a member accepts: neither bytes of its own, nor a copy of a member's
+bytes in another place. The place names job, run, kind, rank and, where there is one, the epoch. Whatever else must not
+be exchanged is part of the bytes.
+
+What lies in etcd is hidden, too: addresses of groups are there, and whoever knows that of a group of NCCL can take part
+in it. The same data in the same place give the same bytes, so that etcd can compare them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+MAC_BYTES = 32
+
+
+class Authenticator:
+    """Signs and checks messages of one purpose. Keys of different purposes are independent of each other."""
+
+    def __init__(self, token: str, purpose: str) -> None:
+        self._key, self._hiding = (
+            hmac.digest(token.encode(), f"recover {purpose} {use}".encode(), "sha256")
+            for use in ("authentication", "encryption")
+        )
+
+    def mac(self, place: str, data: bytes) -> bytes:
+        # The length keeps place and data apart: no two pairs of them are the same message.
+        where = place.encode()
+        return hmac.digest(self._key, len(where).to_bytes(8, "little") + where + data, "sha256")
+
+    def sign(self, place: str, data: bytes) -> bytes:
+        return self.mac(place, data) + data
+
+    def opened(self, place: str, signed: bytes) -> bytes | None:
+        """The data, or None if they were not signed for this place with the job's token."""
+        mac, data = signed[:MAC_BYTES], signed[MAC_BYTES:]
+        return data if hmac.compare_digest(mac, self.mac(place, data)) else None
+
+    def seal(self, place: str, data: bytes) -> bytes:
+        """As `sign`, and hidden from whoever has not the token."""
+        mac = self.mac(place, data)
+        return mac + self._hidden(mac, data)
+
+    def unsealed(self, place: str, sealed: bytes) -> bytes | None:
+        """The data, or None if they were not sealed for this place with the job's token."""
+        mac = sealed[:MAC_BYTES]
+        return self.opened(place, mac + self._hidden(mac, sealed[MAC_BYTES:]))
+
+    def _hidden(self, mac: bytes, data: bytes) -> bytes:
+        """Or shown again. The MAC is the nonce, as in SIV (RFC 5297): no two messages share a key stream."""
+        stream = hashlib.shake_256(self._hiding + mac).digest(len(data))
+        return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
+
+
+def make_token_file(path: Path) -> Path:
+    """A file with a new token, for this user's eyes only, for `--token-file`. One that is there already is kept."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return path

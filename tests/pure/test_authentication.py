@@ -1,0 +1,473 @@
+"""What a process without the job's token writes, or copies to another place, is read by nobody."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError, Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recover.agent import own_etcd
+from recover.agent.host_options import one_host, read_options
+from recover.carriers import choose
+from recover.carriers.gloo import GlooCarrier
+from recover.carriers.worker import Worker
+from recover.etcd import etcd_client as etcd
+from recover.etcd.etcd_agreement import (
+    CLAIM,
+    DEAD,
+    DECISION,
+    GLANCE,
+    LOOK,
+    OPERATIONS,
+    VOTE,
+    Decision,
+    Look,
+    Vote,
+    cast,
+    key_of,
+    unanimous,
+)
+from recover.etcd.etcd_client import Answer, EtcdClient, KeyValue
+from recover.etcd.etcd_mail import mail_key, told_key
+from recover.etcd.etcd_mates import Channel
+from recover.etcd.etcd_news import News
+from recover.etcd.etcd_watch import EtcdWatch
+from recover.job.authentication import MAC_BYTES, Authenticator, make_token_file
+from recover.job.grid import Grid
+from recover.job.hosts_asked import HostOptions
+from recover.job.spec import EtcdAccess
+from recover.launch.preflight import Refusal
+from recover.step import newcomers
+
+ROOT = Path(__file__).parents[2]
+
+
+class Store(EtcdClient):
+    """A client of keys that lie in memory, as etcd would hold them: `raw` can be changed by anybody."""
+
+    raw: dict[str, bytes]
+
+    def __init__(self, token: str | None, raw: dict[str, bytes], prefix: str = "/recover/j/run/") -> None:
+        super().__init__("127.0.0.1:1", prefix, token=token)
+        self.raw, self.deleted = raw, list[str]()
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        header = {"header": {"revision": "9"}}
+        if path == "/v3/kv/range":
+            return header | {"kvs": self._found(body)}
+        for one in body["success"]:
+            if put := one.get("request_put"):
+                self.raw[_text(put["key"])] = base64.b64decode(put["value"])
+            if gone := one.get("request_delete_range"):
+                self.deleted.append(_text(gone["key"]))
+        reads = [one["request_range"] for one in body["failure"] if "request_range" in one]
+        found = [{"response_range": {"kvs": (kvs := self._found(read)), "count": len(kvs)}} for read in reads]
+        return header | {"responses": found}
+
+    def read(self, *reads: etcd.Operation) -> Answer:
+        return self.txn([], [], reads)
+
+    def _found(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        first, end = _text(asked["key"]), _text(asked.get("range_end", ""))
+        keys = [key for key in sorted(self.raw) if (first <= key < end if end else key == first)]
+        return [
+            {"key": _b64(key.encode()), "value": _b64(self.raw[key]), "version": 1, "mod_revision": 5}
+            for key in keys
+        ]
+
+
+def _text(data: str) -> str:
+    return base64.b64decode(data).decode()
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@given(st.text(max_size=20), st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=40))
+def test_a_message_is_authentic_for_its_own_place_and_bytes_alone(
+    place: str, data: bytes, other_place: str, other_data: bytes
+) -> None:
+    ours = Authenticator("token", "purpose")
+    signed = ours.sign(place, data)
+    assert ours.opened(place, signed) == data
+    assert Authenticator("another token", "purpose").opened(place, signed) is None
+    assert Authenticator("token", "another purpose").opened(place, signed) is None
+    assert Authenticator("", "purpose").opened(place, signed) is None
+    if other_place != place:
+        assert ours.opened(other_place, signed) is None
+    if other_data != data:
+        assert ours.opened(place, signed[:MAC_BYTES] + other_data) is None
+    for length in (0, 1, MAC_BYTES - 1, MAC_BYTES, len(signed) - 1):
+        if length < len(signed):
+            assert ours.opened(place, signed[:length]) is None
+
+
+@given(st.text(max_size=20), st.binary(min_size=8, max_size=200), st.text(max_size=20))
+def test_what_is_sealed_cannot_be_read_and_is_the_same_every_time(
+    place: str, data: bytes, other_place: str
+) -> None:
+    ours = Authenticator("token", "purpose")
+    sealed = ours.seal(place, data)
+    assert sealed == Authenticator("token", "purpose").seal(place, data)
+    assert len(sealed) == MAC_BYTES + len(data)
+    assert sealed[MAC_BYTES:] != data
+    assert ours.unsealed(place, sealed) == data
+    assert Authenticator("another", "purpose").unsealed(place, sealed) is None
+    assert ours.unsealed(place, ours.sign(place, data)) is None
+    for length in range(len(sealed)):
+        assert ours.unsealed(place, sealed[:length]) is None
+    if other_place != place:
+        assert ours.unsealed(other_place, sealed) is None
+        assert ours.seal(other_place, data) != sealed
+    changed = bytearray(sealed)
+    changed[-1] ^= 1
+    assert ours.unsealed(place, bytes(changed)) is None
+
+
+def test_place_and_data_cannot_be_cut_at_another_point() -> None:
+    ours = Authenticator("token", "purpose")
+    assert ours.mac("ab", b"c") != ours.mac("a", b"bc")
+
+
+CLAIMED = json.dumps({"process": "a", "address": ""}).encode()
+WRITTEN = {
+    key_of(CLAIM, 1): CLAIMED,
+    key_of("seen/asking/", 1): CLAIMED,
+    key_of(VOTE, 1): Vote(7, frozenset(), number=4).to_bytes(),
+    key_of(DEAD, 1): b"it hung",
+    mail_key(3, 0, 9, 1): b"row of a census",
+    told_key(3, 9, 1): b"table",
+    "order": b"{}",
+    "ends/1": b"{}",
+}
+ELSEWHERE = {
+    "another rank": lambda key: key[:-1] + "2",
+    "another run": lambda key: key,
+    "another epoch": lambda key: key.replace("/3/", "/4/"),
+    "another kind": lambda key: f"elsewhere/{key}",
+}
+
+
+# Of a key without the number of an agreement, the value names it, or it is written once in a run.
+COPIES = [(key, place) for key in WRITTEN for place in ELSEWHERE if place != "another epoch" or "/3/" in key]
+
+
+@pytest.mark.parametrize(("key", "place"), COPIES)
+def test_what_a_member_wrote_is_ignored_in_another_place(key: str, place: str) -> None:
+    raw: dict[str, bytes] = {}
+    Store("token", raw).put(key, WRITTEN[key])
+    (signed,) = raw.values()
+    run, copied = "other" if place == "another run" else "run", ELSEWHERE[place](key)
+    reader = Store("token", {f"/recover/j/{run}/{copied}": signed}, f"/recover/j/{run}/")
+    assert reader.get(copied) is None
+    assert Store("token", raw).get(key) == KeyValue(key, WRITTEN[key], 1, 5)
+
+
+@pytest.mark.parametrize("key", WRITTEN)
+def test_what_others_write_is_ignored_by_every_way_of_reading_and_named_once(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw: dict[str, bytes] = {}
+    Store("token", raw).put("good", b"1")
+    for forger in (Store(None, raw), Store("a guess", raw), Store("", raw)):
+        forger.put(key, WRITTEN[key])
+        reader = Store("token", raw)
+        answer = reader.read(etcd.get(key), etcd.get_all("good"))
+        assert reader.get(key) is None
+        assert [found.key for found in reader.get_all()[0]] == ["good"]
+        assert [[found.value for found in read] for read in answer.found] == [[], [b"1"]]
+        assert [found.key for found in answer.forged] == [key]
+        said = capsys.readouterr().err
+        assert said.count(f"ignored /recover/j/run/{key} in etcd: it was not written with") == 1
+
+
+def test_a_watch_hears_deletions_and_what_members_write_alone() -> None:
+    raw: dict[str, bytes] = {}
+    member, told = Store("token", raw), list[KeyValue]()
+    member.put("seen/ended", b"over")
+    Store(None, raw).put("seen/dead/0000000001", b"because I say so")
+    watch = EtcdWatch(member, "seen/", told.extend)
+    watch._read_all()
+    assert [found.key for found in told] == ["seen/ended"]
+    key = _b64(b"/recover/j/run/seen/dead/0000000001")
+    event = {"key": key, "mod_revision": "8"}
+    assert [found.version for found in member.authentic([event])] == [0]
+    assert member.authentic([event | {"value": _b64(b"because I say so"), "version": "1"}]) == ()
+
+
+def test_guards_compare_what_a_member_would_have_signed() -> None:
+    raw: dict[str, bytes] = {}
+    client = Store("token", raw)
+    client.put("claim", b"mine")
+    body = client._encoded([etcd.value_is("claim", b"mine"), etcd.value_is("other", b"mine")])
+    assert base64.b64decode(body[0]["value"]) == raw["/recover/j/run/claim"]
+    assert body[0]["value"] != body[1]["value"]
+
+
+def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
+    """Their keys are the same in every agreement, so somebody could put them back."""
+    raw: dict[str, bytes] = {}
+    client = Store("token", raw)
+    decision = {"number": 1, "word": 7, "dead": [], "joined": [], "participants": "0-1", "by": 0}
+    client.put(DECISION, json.dumps(decision).encode())
+    client.put(key_of(VOTE, 0), Vote(7, frozenset(), number=1).to_bytes())
+    client.put(key_of(VOTE, 1), Vote(7, frozenset(), number=2).to_bytes())
+    look = Look.of(client.read(*LOOK))
+    assert (look.glance.decided, look.votes.keys()) == (1, {1})
+    (found,) = client.read(*GLANCE).found[0]
+    assert Decision.in_place(found) is not None
+    put_back = KeyValue(found.key, found.value, 2, 9)
+    assert Decision.in_place(put_back) is None
+    news = News(0, Decision.before_all(2), takes_part=True)
+    news.hear([put_back])
+    assert news.decision.number == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 9, 10, 120, 200])
+@pytest.mark.parametrize("size", [1, 8, 30, 60, 110])
+def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int, size: int) -> None:
+    """128 operations: those of a transaction and of the one inside of it together."""
+    (written,) = cast(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size)
+    inner = written.get("request_txn", {"compare": []})
+    guards = 2 + size + size  # its own, and one for each rank and for each host, at the most
+    if inner["compare"]:
+        assert guards + len(inner["compare"]) <= 128
+        assert len(inner["compare"]) == replicas, "all others, and that nobody is dead"
+    else:
+        assert replicas > 9 or size > 30
+    last = unanimous(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size, OPERATIONS)
+    assert (last is None) == (replicas > OPERATIONS + 1)
+    assert last is None or 2 + len(last[0]) <= 128
+
+
+def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
+    grid, worker = Grid(1, 1), Worker()
+
+    def proof(token: str, epoch: str, sender: int = 0, receiver: int = 1) -> bytes:
+        carriers = choose("gloo", SimpleNamespace(rank=0), grid, worker, False, "127.0.0.1", token=token)  # type: ignore[arg-type]
+        carrier = carriers.make((0,))
+        assert isinstance(carrier, GlooCarrier)
+        return bytes(carrier._proof(epoch, sender, receiver))
+
+    mine = proof("token", "nonces")
+    assert mine == proof("token", "nonces")
+    assert mine not in [proof("", "nonces"), proof("token", "others"), proof("token", "nonces", 1, 0)]
+
+
+class End:
+    """Of a connection whose messages lie in lists, where somebody may change them."""
+
+    def __init__(self, sent: list[bytes], received: list[bytes]) -> None:
+        self._sent, self._received = sent, received
+
+    def send_bytes(self, data: bytes) -> None:
+        self._sent.append(data)
+
+    def recv_bytes(self, most: int | None = None) -> bytes:
+        return self._received.pop(0)
+
+
+def mates(of_speaker: str = "token", of_mate: str = "token") -> tuple[Channel, Channel, list[bytes]]:
+    """Both ends after their first words, and what lies on the wire to the speaker."""
+    up, down = list[bytes](), list[bytes]()
+    nonce = "ab" * 16
+    ends = [End(down, up), End(up, down)]
+    mate = Channel(ends[1], Authenticator(of_mate, "mates"), False, nonce)  # type: ignore[arg-type]
+    speaker = Channel(ends[0], Authenticator(of_speaker, "mates"), True, nonce)  # type: ignore[arg-type]
+    return speaker, mate, up
+
+
+def test_messages_between_mates_are_heard_once_in_order_and_from_who_signed_them() -> None:
+    speaker, mate, up = mates()
+    mate.send(b"one")
+    mate.send(b"two")
+    kept = list(up)
+    assert [speaker.receive(), speaker.receive()] == [b"one", b"two"]
+    for wrong in (
+        [kept[0]],  # again
+        [kept[0][:-1]],
+        [speaker._authenticator.sign("another session mate 2", b"three")],
+        [speaker._authenticator.sign(f"{speaker.session} speaker 2", b"three")],  # its own words
+        [Authenticator("a guess", "mates").sign(f"{speaker.session} mate 2", b"three")],
+        [b""],
+    ):
+        speaker._received = 2
+        up[:] = wrong
+        with pytest.raises(AuthenticationError, match="not signed with the job's token"):
+            speaker.receive()
+    speaker, mate, up = mates()
+    mate.send(b"one")
+    mate.send(b"two")
+    up.reverse()
+    with pytest.raises(AuthenticationError):
+        speaker.receive()
+
+
+def test_mates_without_the_same_token_do_not_meet() -> None:
+    for theirs, met in (("token", True), ("a guess", False)):
+        here, there = Pipe()
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(Channel.of_mate, there, Authenticator(theirs, "mates"), 3)
+            if not met:
+                with pytest.raises(AuthenticationError):
+                    Channel.of_speaker(here, Authenticator("token", "mates"))
+                here.close()
+                assert isinstance(told.exception(), EOFError | OSError)
+                continue
+            channel, rank = Channel.of_speaker(here, Authenticator("token", "mates"))
+            channel.send(b"[]")
+            assert (rank, told.result().session) == (3, channel.session)
+        here.close()
+        there.close()
+
+
+class Wire:
+    """Between a giver and a taker, where somebody may put in another head."""
+
+    def __init__(self) -> None:
+        self.head: bytes | None = None
+
+    def send_head(self, head: bytes) -> bool:
+        self.head = head
+        return True
+
+    def receive_head(self) -> bytes | None:
+        return self.head
+
+    def give(self, parts: object) -> bool:
+        return True
+
+    take = give
+
+
+class FakeParcel:
+    opened: ClassVar[list[bytes]] = []
+    position: ClassVar[dict[str, Any]] = {"votes": 1, "step": {"index": 1}}
+
+    def __init__(self, *_: object) -> None: ...
+
+    def pack(self, position: object) -> tuple[bytes, list[Any]]:
+        return b"head", []
+
+    def open(self, head: bytes) -> list[Any]:
+        self.opened.append(head)
+        return []
+
+    def install(self) -> dict[str, Any]:
+        return {"generators": None}
+
+
+def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not signed so is not even looked into."""
+    monkeypatch.setattr(newcomers, "Parcel", FakeParcel)
+    monkeypatch.setattr(newcomers, "set_generators", lambda *_: None)
+    wire = Wire()
+
+    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> newcomers.Newcomers:
+        board = SimpleNamespace(votes=lambda rank: 1, catch_up=lambda *_: None)
+        world = SimpleNamespace(
+            token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2
+        )
+        position = SimpleNamespace(give=dict, take=lambda state: None, index=1)
+        joinable = SimpleNamespace(obstacle=lambda: None)
+        state = torch.nn.Linear(1, 1), None, None, {}
+        made = newcomers.Newcomers(world, SimpleNamespace(), position, state, lambda: None, joinable)  # type: ignore[arg-type]
+        monkeypatch.setattr(made, "_stripes", lambda *_: wire)
+        return made
+
+    def taken(token: str, epoch: int, givers: tuple[int, ...] = (0, 1)) -> bool:
+        FakeParcel.opened.clear()
+        done = end(token, epoch)._take(givers, (2,)) is not None
+        assert FakeParcel.opened == [b"head"] * done
+        return done
+
+    assert end("token", 5)._give((0, 1), (2,)) == 0
+    sent = wire.head
+    assert taken("token", 5)
+    assert not taken("token", 6)
+    assert not taken("token", 5, givers=(1,))
+    assert not taken("another", 5)
+    for other in (b"", b"head", sent[:-1] if sent else b"", b"x" * MAC_BYTES + b"head"):
+        wire.head = other
+        assert not taken("token", 5)
+
+
+def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without it the token would lie in that etcd. Who protects an etcd that is there already is the site's affair."""
+    monkeypatch.setattr(own_etcd, "resolved", lambda name: ("10.0.0.1",))
+    monkeypatch.setattr(own_etcd, "is_of_this_host", lambda address: True)
+    listens = [False]
+    monkeypatch.setattr(own_etcd, "_listens", lambda address, port: listens[0])
+    open_etcd = EtcdAccess(("h1:2379",), "/recover/j/")
+    with pytest.raises(Refusal) as refusal:
+        own_etcd.check_token(open_etcd, alone=False)
+    assert "(umask 077; head -c 32 /dev/urandom | base64 > token)" in str(refusal.value)
+    assert "--token-file is not given, and nobody listens at h1:2379" in str(refusal.value)
+    own_etcd.check_token(open_etcd, alone=True)
+    own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", "token"), alone=False)
+    own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", user="us"), alone=False)
+    listens[0] = True
+    own_etcd.check_token(open_etcd, alone=False)
+    made = make_token_file(tmp_path / "token")
+    assert made.stat().st_mode & 0o077 == 0
+    assert len(made.read_text().strip()) == 64
+    assert make_token_file(made).read_text() == made.read_text()
+
+
+def test_a_job_on_one_host_has_a_token_and_a_socket_of_its_own() -> None:
+    tokens = {read_options(one_host(2, 1, HostOptions(returns=True)), {}).token for _ in range(3)}
+    assert len(tokens) == 3
+    assert min(map(len, tokens)) >= 32
+    options = one_host(2, 1, HostOptions(returns=True))
+    assert read_options(options, {}).endpoints == ("unix:",)
+    with pytest.raises(Refusal, match="a socket of this host, which no other host reaches"):
+        read_options(HostOptions(nnodes="2", rdzv_endpoint="unix:", rdzv_id="j"), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "admits"),
+    [
+        ({"nnodes": "2"}, False),
+        ({"nnodes": "2:3"}, True),
+        ({"nnodes": "2", "returns": True}, True),
+        ({"nnodes": "2", "standby": 1}, True),
+    ],
+)
+def test_ranks_join_only_where_the_job_was_started_for_it(options: dict[str, Any], admits: bool) -> None:
+    assert read_options(HostOptions(rdzv_endpoint="h", rdzv_id="j", **options), {}).admits is admits
+
+
+OWN_PIPES = {"recover/data/readers.py"}  # what is unpickled there comes from a process of our own
+
+
+def test_nothing_that_comes_over_a_wire_is_unpickled() -> None:
+    """Neither by name, nor by torch's collectives of objects, nor by `recv()` of a `multiprocessing` connection."""
+    found = set()
+    for path in sorted((ROOT / "recover").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = node.names if isinstance(node, ast.Import) else []
+            called = (
+                node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            )
+            received = called == "recv" and isinstance(node, ast.Call) and not node.args
+            if (
+                {one.name for one in imported} & {"pickle", "marshal", "dill", "cloudpickle"}
+                or called.endswith(("gather_object", "_object_list"))
+                or received
+            ):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found <= OWN_PIPES
