@@ -347,7 +347,8 @@ class Rank:
             totals.weight,
             self.sums.exponents.current,
         )
-        self.transaction.maxima.commit()
+        if self.transaction.maxima.agreed:  # not where a broken transaction has committed without a vote
+            self.transaction.maxima.commit()
         self.diary.flaws[number] = self.flaw
         self.diary.incidents.append((self.transaction.layout, list(incidents)))
         self.state = hash((self.state, result)) % 997

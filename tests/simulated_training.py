@@ -74,6 +74,14 @@ class LateWorker(Worker):
     def busy(self) -> bool:
         return self._running
 
+    @property
+    def ended(self) -> int:
+        return 0
+
+    @property
+    def is_at_wire(self) -> bool:
+        return False  # nobody waits for others in the background
+
 
 class _LateWork(Work):
     worker: LateWorker
