@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from etcd_fabrics import Fabrics
+from etcd_fabrics import TOKEN, Fabrics
 from patience import wait_until
 
 from recover.agent import meeting as meetings
@@ -53,7 +53,7 @@ class HostAgent:
 
     def __init__(self, fabrics: Fabrics, lost: float = 0.0, host: str = "h2") -> None:
         def client(prefix: str) -> Recording:
-            made = Recording(fabrics.server.endpoint, prefix=prefix)
+            made = Recording(fabrics.server.endpoint, prefix=prefix, token=TOKEN)
             made.lost = lost
             return made
 
