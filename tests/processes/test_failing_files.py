@@ -38,7 +38,7 @@ def fails():
         except OSError: pass
 trigger = os.environ.get("TEST_DISK_FAILS", "").rpartition(":")[2]
 trigger = trigger or os.path.join(os.environ["RECOVER_RUN_DIR"], "filler")
-while max(world.replicas) < 3:
+while step.index < 8 or max(world.replicas) < 3:
     for batch in step.microbatches(Data()):
         if step.index == 7 and world.rank == 1:
             os.kill(os.getpid(), 9)
