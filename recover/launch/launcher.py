@@ -255,11 +255,10 @@ class _Job(WatchedJob):
         ended: set[int] = set()
         progress = last_running = look = stuck = time.monotonic()
         while not caught:
-            with supervised.part("pass on what the ranks say"):
-                if self.relay.pump(
-                    _TICK if self.relay.open else _TICK / 10
-                ):  # closed: mpirun is about to leave
-                    progress = time.monotonic()
+            # Not supervised: a reader of the output that leaves (`recover run ... | head`) ends the job. What a full
+            # disk does not take is kept. A relay that is closed says that mpirun is about to leave.
+            if self.relay.pump(_TICK if self.relay.open else _TICK / 10):
+                progress = time.monotonic()
             if self.process.poll() is not None:
                 return self._mpirun_left(board)
             now = time.monotonic()
