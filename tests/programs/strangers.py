@@ -54,8 +54,8 @@ def offer(carrier: Any) -> bytes:
     mine = offer_of(carrier)
     visit = ROUNDS[len(results)] if len(results) < len(ROUNDS) else ""
     if visit == "impostor":
-        introduce = carrier._introduce
-        carrier._introduce = lambda secret: introduce(b"a guess" if rank == 1 else secret)
+        if rank == 1:  # it does not know the token
+            carrier._authenticator = type(carrier._authenticator)("a guess", "gloo")
     elif visit:
         print(carrier._listener, visit, file=stranger.stdin, flush=True)
         assert stranger.stdout is not None
