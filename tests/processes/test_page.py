@@ -168,12 +168,12 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
     summary = json.loads((run_dir / "summary.json").read_text())
     finished = Seen(browser, watching(run_dir))
     assert finished.text("#state") == "finished"
-    assert finished.text("#now-step") == "70 / 70"
+    assert finished.text("#now-step") == f"{summary['steps']} / 100,000"
     assert finished.text("#now-loss") == f"{summary['final_loss']:.4f}"
     assert finished.text("#now-goodput") == f"{100 * summary['goodput']['goodput']:.2f}%"
     parts = {name: f"{spent / 1000:.3f}" for name, spent in summary["goodput"]["parts_ms"].items()}
     assert finished.parts() == parts
-    assert finished.page.get_attribute("#loss", "data-points") == "70"
+    assert finished.page.get_attribute("#loss", "data-points") == str(summary["steps"])
     assert finished.errors == []
     finished.close()
 

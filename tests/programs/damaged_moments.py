@@ -17,11 +17,13 @@ from recover.saving import saver, tensors
 save = saver.Saver.save
 
 
-def damage_and_save(self: saver.Saver, step: int, what: tensors.Tensors, facts: dict[str, Any]) -> None:
+def damage_and_save(
+    self: saver.Saver, step: int, what: tensors.Tensors, facts: dict[str, Any], **options: Any
+) -> None:
     if step == 3:
         state = next(iter(what._optimizer.state.values()))
         state["exp_avg"].view(-1).view(torch.int32)[0] ^= 1
-    save(self, step, what, facts)
+    save(self, step, what, facts, **options)
 
 
 saver.Saver.save = damage_and_save  # type: ignore[method-assign]
