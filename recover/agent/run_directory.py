@@ -118,7 +118,7 @@ def _job_of(run_dir: Path) -> str | None:
 
 
 def _placement(run_dir: Path) -> dict[str, Any] | None:
-    """The one that is there; None if there is none, or it is not one."""
+    """The placement file as a dict; None if it is missing or is no placement."""
     try:
         known = json.loads(FILES.read(run_dir / PLACEMENT) or b"null")
     except ValueError:

@@ -201,7 +201,7 @@ class GlooCarrier(HostCarrier):
             self._error = error
 
     def _proof(self, epoch: str, sender: int, receiver: int) -> bytearray:
-        """What `sender` shows to `receiver`: of no use to anybody else, and at no other time."""
+        """The proof that `sender` sends to `receiver`. It is valid for this pair and this epoch only."""
         return bytearray(self._authenticator.mac(epoch, f"{sender} to {receiver}".encode()))
 
     def _collect(self, ports: set[int]) -> None:
@@ -374,7 +374,7 @@ def _travelled(line: socket.socket) -> int:
 
 
 def _unreached(doors: Mapping[int, tuple[str, int]], seconds: float) -> dict[int, str]:
-    """Those who do not take a call at their listener, by number, with the place and the reason. All are called at once.
+    """The peers whose listener accepts no connection, by number, with address and reason. All are tried at once.
 
     A door that is closed by now is answered by the kernel behind it: the way there is good.
     """

@@ -223,7 +223,7 @@ def _one(
 
 
 def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fault, ...]:
-    """What run number `seed` suffers, up to step `last`. One in five by the clock, so that any instruction can be the
+    """The faults of run number `seed`, up to step `last`. One in five by the clock, so that any instruction can be the
     last."""
     last = last or config.steps
     rng = random.Random(f"schedule/{seed}")

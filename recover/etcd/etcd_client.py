@@ -413,7 +413,7 @@ class EtcdClient:
     def authentic(
         self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
     ) -> tuple[KeyValue, ...]:
-        """What was written with the job's token, and deletions, which carry no value. The rest goes into `forged`."""
+        """The values that carry the job's MAC, opened, and deletions, which have no value. Others go into `forged`."""
         kept = []
         for one in map(self._decoded, found):
             value: bytes | None = one.value

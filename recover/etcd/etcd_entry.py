@@ -35,7 +35,7 @@ class NoRoomError(NotPlacedError):
 
 @dataclass(frozen=True)
 class EnteredJob:
-    """What all processes of a job must agree on."""
+    """The facts of a job that must be equal in all of its processes."""
 
     size: int  # at the start
     replica_size: int = 1

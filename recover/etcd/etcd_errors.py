@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a client does about an error."""
+    """The client's reaction to an error."""
 
     RETRY = "retry"  # this member later, or another one now: until the client's patience is at its end
     LOGIN = "log in again"  # the token is not valid any more; where no user is given, final
@@ -84,7 +84,7 @@ PERMISSION_DENIED = 7
 
 
 def classify(code: int, status: int, said: str) -> tuple[Kind, str]:
-    """What to do about an error, and what helps, if that is known. `code`: gRPC's, 0 if none came; `status`: HTTP's."""
+    """The reaction to an error, and the remedy, if one is known. `code`: gRPC's, 0 if none came; `status`: HTTP's."""
     for text, kind, remedy in TEXTS:
         if text in said:
             return kind, remedy

@@ -116,7 +116,7 @@ class HostLease:
             thread.start()
 
     def guards(self) -> list[Operation]:
-        """They hold for as long as this agent is the host: not if it was given up, whoever has come in its place."""
+        """Guards that hold while this agent holds its host, and fail once the host was given up, also to a successor."""
         return held_by(self.name, self._agent)
 
     def place(self, ranks: Sequence[int]) -> bool:

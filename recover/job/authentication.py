@@ -42,7 +42,7 @@ class Authenticator:
         return data if hmac.compare_digest(mac, self.mac(place, data)) else None
 
     def seal(self, place: str, data: bytes) -> bytes:
-        """As `sign`, and hidden from whoever has not the token."""
+        """As `sign`, and encrypted: a process without the token cannot read it."""
         mac = self.mac(place, data)
         return mac + self._hidden(mac, data)
 

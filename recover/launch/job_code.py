@@ -67,7 +67,7 @@ class HostCode:
         self._read: dict[str, tuple[tuple[int, int], str]] = {}  # by path: when it was read, and its digest
 
     def differs(self) -> str:
-        """What differs from the code of the job, or ""."""
+        """The first difference from the code of the job, or ""."""
         known = _known(self._session)
         job = {name: digest for name, (_, digest) in known.items()}
         mine = {name: Loaded(path, self._digest(path)) for name, (path, _) in known.items()}
