@@ -116,7 +116,7 @@ class HostLease:
             thread.start()
 
     def guards(self) -> list[Operation]:
-        """Guards that hold while this agent holds its host, and fail once the host was given up, also to a successor."""
+        """They hold while this agent holds its host, and fail once the host was given up or has a successor."""
         return held_by(self.name, self._agent)
 
     def place(self, ranks: Sequence[int]) -> bool:

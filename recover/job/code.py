@@ -76,7 +76,7 @@ def recover_version() -> str:
 
 
 def differences(job: Mapping[str, str], mine: Mapping[str, Loaded]) -> list[str]:
-    """The first difference between two records of loaded code, with the remedy; only modules in both are compared."""
+    """The differences between two records of loaded code, with the remedy; only modules in both are compared."""
     found = []
     for name in sorted(job.keys() & mine.keys()):
         theirs, (path, digest) = job[name], mine[name]
