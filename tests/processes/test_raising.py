@@ -17,7 +17,7 @@ from recover.launch.verdict import Verdict
 from recover.world.ending import place_of
 
 TRAINING = """
-import json, time
+import json, signal, time
 import torch, recover
 world = recover.init()
 torch.manual_seed(0)
