@@ -15,25 +15,25 @@ help:
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
 	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices; SHARD=2/4: a quarter of it"
-	@echo "make dist      a wheel and an sdist, in dist/"
+	@echo "make dist      wheels and sdists of recover-train and recover-lab, in dist/"
 	@echo "make setup     only the virtual environment"
 
 setup: $(STAMP)
 
-# environment, constraints, extra
+# environment, constraints, extra, further packages
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ReCoVer needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet -c $(2) -e '.[$(3)]'
+	$(1)/bin/python -m pip install --quiet -c $(2) -e '.[$(3)]' $(4)
 	touch $@
 endef
 
-$(STAMP): pyproject.toml constraints.txt
-	$(call install,$(VENV),constraints.txt,dev)
+$(STAMP): pyproject.toml tools/pyproject.toml constraints.txt
+	$(call install,$(VENV),constraints.txt,dev,-e tools)
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints-integrations.txt
-	$(call install,$(INTEGRATIONS),constraints-integrations.txt,integrations)
+	$(call install,$(INTEGRATIONS),constraints-integrations.txt,integrations,)
 
 demo: setup
 	$(BIN)/recover demo
@@ -66,6 +66,7 @@ mutants: setup
 dist: setup
 	rm -rf dist
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist tools
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist

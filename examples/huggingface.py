@@ -1,4 +1,4 @@
-"""`huggingface_before.py` made fault tolerant. Needs the extra: pip install 'recover[hf]'.
+"""`huggingface_before.py` made fault tolerant. Needs the extra: pip install 'recover-train[hf]'.
 
     RECOVER_KILL="3:0:backward 6:2:vote" recover run -n 3 examples/huggingface.py
 

@@ -2,7 +2,7 @@
 
     python examples/huggingface_before.py
 
-One process. `huggingface.py` is the same script after porting it. Needs the extra: pip install 'recover[hf]'.
+One process. `huggingface.py` is the same script after porting it. Needs the extra: pip install 'recover-train[hf]'.
 """
 
 import os

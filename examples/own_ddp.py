@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recover
 import recover.dropin
-from recover.models import Llama, LlamaConfig
+from recover.train.models import Llama, LlamaConfig
 
 STEPS, GLOBAL_BATCH = 12, 12
 SEQUENCES, LENGTH = 8, 64

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recover.checkpoint.save_and_resume import resume, save
     from recover.data.indexed import stream
-    from recover.launch.join import init
-    from recover.replica.hsdp import hsdp
-    from recover.replica.threed import threed
-    from recover.saving.own_loop import resume, save
+    from recover.launch.init import init
+    from recover.parallel.hsdp import hsdp
+    from recover.parallel.threed import threed
     from recover.step.errors import StateDivergedError
     from recover.step.step import Step
     from recover.world.world import World
@@ -19,19 +19,19 @@ __all__ = ["Step", "World", "hsdp", "init", "resume", "save", "stream", "threed"
 _HOMES = {
     "Step": "recover.step.step",
     "World": "recover.world.world",
-    "hsdp": "recover.replica.hsdp",
-    "init": "recover.launch.join",
-    "resume": "recover.saving.own_loop",
-    "save": "recover.saving.own_loop",
+    "hsdp": "recover.parallel.hsdp",
+    "init": "recover.launch.init",
+    "resume": "recover.checkpoint.save_and_resume",
+    "save": "recover.checkpoint.save_and_resume",
     "stream": "recover.data.indexed",
-    "threed": "recover.replica.threed",
+    "threed": "recover.parallel.threed",
 }
 __version__ = "0.1.0"
 
 
 def _save_states(step: Step, error: StateDivergedError) -> None:
     """`Step` itself knows nothing of files, and no script pays for importing this before it is needed."""
-    importlib.import_module("recover.saving.own_loop").save_states(step, error)
+    importlib.import_module("recover.checkpoint.save_and_resume").save_states(step, error)
 
 
 def __getattr__(name: str) -> Any:

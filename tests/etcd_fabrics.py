@@ -11,11 +11,11 @@ from typing import Any
 
 from patience import PATIENCE
 
-from recover.etcd.etcd_client import EtcdClient, KeyValue
-from recover.etcd.etcd_entry import place
-from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_server import EtcdServer, free_port
-from recover.liveness.board import Board
+from recover.world.fabrics.etcd.client import EtcdClient, KeyValue
+from recover.world.fabrics.etcd.entry import place
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.server import EtcdServer, free_port
+from recover.world.liveness.board import Board
 
 TOKEN = "the token of these tests"
 

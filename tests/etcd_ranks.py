@@ -15,9 +15,9 @@ from typing import Any
 
 from patience import PATIENCE
 
-from recover.etcd.etcd_agreement import Decision
-from recover.etcd.etcd_client import KeyValue
-from recover.etcd.etcd_host import GRACE, TTL
+from recover.world.fabrics.etcd.agreement import Decision
+from recover.world.fabrics.etcd.client import KeyValue
+from recover.world.fabrics.etcd.host_lease import GRACE, TTL
 
 PROGRAM = Path(__file__).parent / "programs" / "etcd_host.py"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from patience import wait_until
 
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_entry import place
-from recover.world.ending import STACK_SIGNAL
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.entry import place
+from recover.world.rank_exit import STACK_SIGNAL
 
 PROGRAM = Path(__file__).parent / "programs" / "joining.py"
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from recover_lab.lab.hosts import Host, Lab
 
 from recover.job.process import rank_of
-from recover.lab.hosts import Host, Lab
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 ETCD = """
 import time
-from recover.etcd.etcd_server import EtcdServer
+from recover.world.fabrics.etcd.server import EtcdServer
 with EtcdServer(address={!r}, port=2379):
     print("up", flush=True)
     time.sleep(3600)

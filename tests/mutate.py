@@ -78,7 +78,7 @@ def noticed(mutant: Mutant) -> dict[str, str]:
     """By test: "" if it failed as it should, otherwise what it did instead."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         tree = Path(place)
-        for name in ("recover", "tests", "docs", "examples"):
+        for name in ("recover", "tools", "tests", "docs", "examples"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in ROOT.iterdir():
             if path.is_file():
@@ -90,7 +90,7 @@ def noticed(mutant: Mutant) -> dict[str, str]:
 
 def _run(test: str, tree: Path) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tools'}"}
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recover_lab.simulated_world.scheduler import HangError, Simulation
 from simulated_run import DRIFTED, LARGE, Diary, Rank, has_drifted
 from simulated_schedules import BATCH, Schedule, without_one_fault
 
-from recover.fabrics.simulated import HangError, Simulation
-from recover.step.admission import TRIES
-from recover.sums.exponents import Exponents, code_of
+from recover.gradients.exponents import Exponents, code_of
+from recover.step.joining.admission import TRIES
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

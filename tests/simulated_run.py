@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recover_lab.simulated_world.parts import simulated_parts
+from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 from simulated_schedules import BATCH, Schedule
 
-from recover.fabrics.simulated import SimulatedFabric, Simulation
-from recover.handover.stripes import Stripes
+from recover.gradients.buckets import Bucket
+from recover.gradients.exponents import GRADIENTS, Exponents
 from recover.job.spec import JobSpec
-from recover.journal.journal import Journal
 from recover.policy import Layout, SlotSet, get_policy
-from recover.step.admission import NobodyHoldsTheStateError, enter, take_in
+from recover.runs.writing.journal import Journal
 from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident
-from recover.step.poison import PoisonedSampleError
+from recover.step.joining.admission import NobodyHoldsTheStateError, enter, take_in
+from recover.step.joining.stripes import Stripes
+from recover.step.poisoned_sample import PoisonedSampleError
 from recover.step.record import Arrival
 from recover.step.transaction import Transaction
-from recover.sums.buckets import Bucket
-from recover.sums.exponents import GRADIENTS, Exponents
 from recover.world.calls import Call
-from recover.world.despite import do_despite_losses
+from recover.world.census import Census
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
-from recover.world.roll_call import Census
-from recover.world.simulated_parts import simulated_parts
+from recover.world.retry import do_despite_losses
 from recover.world.world import World
 
 HANG_LIMIT = 2.0

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 import toy
+from recover_lab.simulated_world.carriers import SimulatedCarriers
+from recover_lab.simulated_world.parts import simulated_parts
+from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 
 import recover
-from recover.carriers.simulated_carriers import SimulatedCarriers
-from recover.carriers.worker import Work, Worker
-from recover.fabrics.simulated import SimulatedFabric, Simulation
+from recover.gradients.state_hash import optimizer_tensors
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.step.admission import NobodyHoldsTheStateError
 from recover.step.errors import StateDivergedError
-from recover.sums.state_hash import optimizer_tensors
-from recover.world.simulated_parts import simulated_parts
+from recover.step.joining.admission import NobodyHoldsTheStateError
+from recover.world.carriers.worker import Work, Worker
 from recover.world.world import World
 
 BATCH, STEPS = 4, 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recover.models import Llama, LlamaConfig
+from recover.train.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=61, dim=32, layers=2, heads=4, kv_heads=2, hidden=80, seq_len=16)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from toy_llama import CONFIG, Tokens, real
 
-from recover.models import Llama, LlamaConfig
+from recover.train.models import Llama, LlamaConfig
 
 
 def config_of(section: dict[str, Any]) -> LlamaConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 from patience import PATIENCE
 
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
 
 SHAPE = {
     "model_type": "llama",

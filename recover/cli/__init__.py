@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from recover import __version__
-from recover.cli import bench, faults
+from recover.cli import faults, plugins
 from recover.cli.demo import demo
 from recover.cli.doctor import doctor
 from recover.cli.plan import PlanCommand, plan
 from recover.cli.report import report
 from recover.cli.run import run
 from recover.cli.run_command import RunCommand
-from recover.cli.simulate import SimulateCommand, simulate
 from recover.cli.status import status
 from recover.cli.train import TrainCommand, train
 from recover.cli.watch import watch
@@ -47,8 +46,7 @@ app.command(cls=PlanCommand)(plan)
 for verb in (doctor, report, status, watch, why, demo):
     app.command()(verb)
 app.add_typer(faults.app, name="faults")
-app.add_typer(bench.app, name="bench")
-app.command(cls=SimulateCommand)(simulate)
+plugins.add_commands(app)
 
 
 @app.callback()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.host_words import about_hosts
-from recover.job.hosts_asked import HostOptions
+from recover.cli.host_options import about_hosts
+from recover.job.host_options import HostOptions
 
 
 @about_hosts("nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file")
@@ -28,9 +28,9 @@ def doctor(
     """Check this machine: versions, fault tolerance, memory, cores, and three real processes, one killed. Or, with
     --hosts, what is between several: versions, clocks, names, ports, MTU, and the bandwidth of every pair."""
     if hosts:
-        from recover.agent.doctor_hosts import examine_hosts
+        from recover.launch.doctor.hosts import examine_hosts
 
         raise typer.Exit(examine_hosts(replace(several, rdzv_id=several.rdzv_id or "doctor")))
-    from recover.launch.doctor import examine
+    from recover.launch.doctor.checks import examine
 
     raise typer.Exit(examine(mpirun))

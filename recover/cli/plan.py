@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
 from recover.policy import DEFAULT_POLICY
 from recover.policy.losses import Join, Loss
 
@@ -62,7 +62,7 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Where the picture goes.  [default: plan.png]")] = None,
 ) -> None:
     """Show what losses and joins would do to a job: who steps in, who runs more, and that B stays B."""
-    from recover.report.narration import tell
+    from recover.runs.report.plan_narration import tell
 
     with refusals("recover plan"):
         batch = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
 
 
 def report(
@@ -23,8 +23,8 @@ def report(
     ] = None,
 ) -> None:
     """Show what runs did: one page with loss, batch, replicas, throughput and every incident."""
-    from recover.report import build
-    from recover.report import compare as compare_runs
+    from recover.runs.report import build
+    from recover.runs.report import compare as compare_runs
 
     with refusals("recover report"):
         if compare:

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from recover.cli.host_words import about_hosts
-from recover.cli.looking_on import OnIncident, Otel, Page, PageBind
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
+from recover.cli.host_options import about_hosts
+from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.cli.run_command import MISSING
-from recover.job.hosts_asked import HostOptions
+from recover.job.host_options import HostOptions
 
 
 @about_hosts()
@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Start SCRIPT on several ranks that survive each other: on this host (-n), or on several (--nnodes). Options go
     before SCRIPT."""
-    from recover.monitor.beside import onlookers
+    from recover.runs.live.monitors import onlookers
 
     if several.asked and ranks is not None:
         typer.echo("recover run: -n is for one host; with --nnodes give --nproc-per-node", err=True)
@@ -102,7 +102,7 @@ def run(
     with refusals("recover run"):
         several.check_use()
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
-        beside = onlookers(page, page_bind, on_incident, say, otel, tell)
+        monitors = onlookers(page, page_bind, on_incident, say, otel, tell)
     told: dict[str, Any] = {
         "replica_size": replica_size,
         "run_dir": run_dir,
@@ -113,10 +113,10 @@ def run(
         "faults": kill,
         "module": module,
         "own": True,
-        "beside": beside,
+        "monitors": monitors,
     }
     if ranks is None or several.restarts:
-        from recover.agent.agent import launch_alone, launch_host
+        from recover.launch.hosts.agent import launch_alone, launch_host
 
         if ranks is not None:
             raise typer.Exit(launch_alone(ranks, several, script, args or [], **told))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
 
 
 def status(
@@ -21,10 +21,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
     """Show how a run stands: step, loss, batch, replicas, goodput, what each rank does, and every loss."""
-    from recover.monitor.screen import follow as go_on
-    from recover.monitor.screen import newest, once
-    from recover.monitor.server import status as everything
-    from recover.monitor.view import RunView
+    from recover.runs.live.server import status as everything
+    from recover.runs.live.terminal import follow as go_on
+    from recover.runs.live.terminal import newest, once
+    from recover.runs.live.view import RunView
 
     with refusals("recover status"):
         view = RunView(run_dir if run_dir is not None else newest(Path("runs")))

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from recover.cli.host_words import about_hosts
-from recover.cli.looking_on import OnIncident, Otel, Page, PageBind
-from recover.cli.refusals import refusals
-from recover.job.hosts_asked import HostOptions
+from recover.cli.errors import refusals
+from recover.cli.host_options import about_hosts
+from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
+from recover.job.host_options import HostOptions
 
 
 class TrainCommand(TyperCommand):
@@ -65,12 +65,14 @@ def train(
     several: HostOptions,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
-    from recover.monitor.beside import onlookers
+    from recover.runs.live.monitors import onlookers
     from recover.train.supervision import train as start
 
     with refusals("recover train"):
         several.check_use()
-        beside = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
+        monitors = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
     hosts_asked = several if several.asked else None
     returning = several if several.restarts else None
-    raise typer.Exit(start(words or [], run_dir, kill or [], resume, dry_run, beside, hosts_asked, returning))
+    raise typer.Exit(
+        start(words or [], run_dir, kill or [], resume, dry_run, monitors, hosts_asked, returning)
+    )

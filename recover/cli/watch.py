@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
 
 
 def watch(
@@ -22,7 +22,7 @@ def watch(
     ] = "127.0.0.1",
 ) -> None:
     """Serve the live page of a run, until Ctrl-C."""
-    from recover.monitor.listening import address, listen, serve, token_for
+    from recover.runs.live.page_process import address, listen, serve, token_for
 
     with refusals("recover watch"):
         if not run_dir.is_dir():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.refusals import refusals
+from recover.cli.errors import refusals
 
 
 def why(
@@ -19,12 +19,12 @@ def why(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Tell who was lost first, why, who followed and because of whom, and what to do."""
-    from recover.report import reasons
-    from recover.report.recorded_runs import read_runs
+    from recover.runs.report import explanation
+    from recover.runs.report.recorded_runs import read_runs
 
     with refusals("recover why"):
         (run,) = read_runs([run_dir])
         if as_json:
-            typer.echo(json.dumps(reasons.as_json(run, incident), indent=2))
+            typer.echo(json.dumps(explanation.as_json(run, incident), indent=2))
         else:
-            typer.echo("\n".join(reasons.tell(run, incident)))
+            typer.echo("\n".join(explanation.tell(run, incident)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from recover.data.readers import Readers
 from recover.data.shuffle import Shuffle
-from recover.step.handed_out import loader_mend
+from recover.step.in_flight import loader_mend
 from recover.step.position import is_whole
 from recover.step.randomness import Randomness
 

@@ -92,7 +92,8 @@ class Hub:
             )
         if importlib.util.find_spec("datasets") is None:
             raise ValueError(
-                f"data.path={path!r} needs the datasets library; pip install 'recover[datasets]', or name a local file"
+                f"data.path={path!r} needs the datasets library; pip install 'recover-train[datasets]', or name a "
+                "local file"
             )
         self.name = path
         self.dataset, self.config, tokens, unit = match.groups()

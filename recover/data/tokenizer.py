@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from recover.job.extras import need
+from recover.job.optional_packages import need
 
 Tokens = NDArray[np.integer[Any]]
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]", "[SEP]")

@@ -11,7 +11,7 @@ from recover.dropin.ddp import DDPGradients, ddp_comm_hook
 from recover.dropin.fsdp import FSDPGradients
 from recover.dropin.primitives import FailureRecord, WorkULFM, ulfm_allreduce, ulfm_consensus
 from recover.dropin.process_group import ProcessGroupULFM
-from recover.replica.torch_world import init_replica_world
+from recover.parallel.torch_world import init_replica_world
 
 __all__ = [
     "DDPGradients",

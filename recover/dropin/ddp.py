@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from recover.carriers.worker import Rest, Work, Worker
-from recover.launch.join import init
+from recover.gradients.accumulation import ignore
+from recover.gradients.buckets import Bucket
+from recover.gradients.deferred import Later
+from recover.gradients.ledger import with_slots
+from recover.gradients.module_gradients import NO_SLOTS, Post
+from recover.gradients.norm import squared_norm
+from recover.gradients.parts import is_dense
+from recover.gradients.reduction import FastSum, Sum
+from recover.launch.init import init
 from recover.policy import SlotSet
-from recover.sums.accumulation import ignore
-from recover.sums.buckets import Bucket
-from recover.sums.gradients import NO_SLOTS, Post
-from recover.sums.later import Later
-from recover.sums.ledger import with_slots
-from recover.sums.norm import squared_norm
-from recover.sums.parts import is_dense
-from recover.sums.reduction import FastSum, Sum
+from recover.world.carriers.worker import Rest, Work, Worker
 
 Restore = Literal["auto", "blocking", "non-blocking"]
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from recover.replica.hsdp import ShardedReplica
-from recover.sums.accumulation import ignore
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import mark
+from recover.gradients.accumulation import ignore
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.replica_interface import mark
+from recover.parallel.hsdp import ShardedReplica
 from recover.world.world import World
 
 SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

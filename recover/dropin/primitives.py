@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.distributed import Work as TorchWork
 
-from recover.carriers.worker import Worker
 from recover.policy.roles import Role
+from recover.world.carriers.worker import Worker
 from recover.world.world import World
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from recover.dropin.primitives import Control, WorkULFM, _allreduce
-from recover.launch.join import init
+from recover.launch.init import init
 from recover.policy.roles import Role
 from recover.world.world import World
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from recover.job import process
-from recover.job.hosts_asked import LEASE
+from recover.job.host_options import LEASE
 
 VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
 FILE = "job.json"
@@ -31,6 +32,9 @@ LEAST_HANG_LIMIT = (
 )
 LINK_TIMEOUT = 60.0  # seconds
 LEAST_LINK_TIMEOUT = 2.0  # seconds; what is known of ranks on other hosts is up to one second old
+
+# What watches a run while its job runs, as a context manager that is given the run directory.
+Monitors = Callable[[Path], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)

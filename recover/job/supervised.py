@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from recover.job.outlet import say
+from recover.job.output import say
 
 _MOST = 20  # different failures that are reported
 

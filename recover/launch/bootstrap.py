@@ -1,7 +1,7 @@
 """What every rank runs: `python -P -m recover.launch.bootstrap SCRIPT ARGS`, or `... -m MODULE ARGS`.
 
 It ties the process to its launcher, tells the board its pid, and runs the script as `python SCRIPT ARGS` (or
-`python -m MODULE ARGS`) would, so that every way out of it ends as `recover.world.ending` says.
+`python -m MODULE ARGS`) would, so that every way out of it ends as `recover.world.rank_exit` says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from recover.job import code, process
 from recover.job.spec import told
 from recover.launch import rank_outputs
-from recover.world import ending
+from recover.world import rank_exit
 
 _PR_SET_PDEATHSIG = 1
 _told_of_debuggers = False
@@ -26,7 +26,7 @@ _told_of_debuggers = False
 def main() -> None:
     die_with_parent()
     _take_output()
-    ending.install_hooks()
+    rank_exit.install_hooks()
     _join()
     for stream in (sys.stdout, sys.stderr):  # a killed rank must not take a block of printed lines with it
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -44,12 +44,12 @@ def main() -> None:
             if leaving.code not in (None, 0):
                 raise
         _tell_without_world(script)
-        ending.close()
+        rank_exit.close()
     except BaseException as error:
-        if not ending.is_rank():
+        if not rank_exit.is_rank():
             raise  # in a process that the script forked: none of our business
         sys.stdout.flush()
-        ending.die_of(error, _script_frames(error.__traceback__, script))
+        rank_exit.die_of(error, _script_frames(error.__traceback__, script))
     # Returning lets the interpreter join threads and run the script's atexit functions; ours comes last.
 
 
@@ -97,10 +97,10 @@ def _take_output() -> None:
     if rank is None or job is None or job.session is None:
         return
     if job.is_alone:
-        ending.speak_alone()
+        rank_exit.speak_alone()
         return
     if rank_outputs.take(Path(job.session), rank):
-        ending.speak_alone()
+        rank_exit.speak_alone()
     if "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _no_debugger
 
@@ -121,7 +121,7 @@ def _no_debugger(*_: object, **__: object) -> None:
 
 
 def _tell_without_world(script: str) -> None:
-    joined = sys.modules.get("recover.launch.join")
+    joined = sys.modules.get("recover.launch.init")
     job = told()
     if job is not None and job.records and not getattr(joined, "_current", None) and process.rank() == 0:
         print(
@@ -149,7 +149,7 @@ def die_with_parent() -> None:
 def _join() -> None:
     """Start MPI before the script: its start-up needs every rank, and from then on any of them may die. Etcd needs
     nothing of the kind."""
-    from recover.liveness.board import Board
+    from recover.world.liveness.board import Board
 
     rank, job = process.rank(), told()
     if rank is None or job is None:
@@ -159,12 +159,12 @@ def _join() -> None:
     if board is not None:
         board.claim(rank)
     if not job.is_alone and job.etcd is None:
-        from recover.fabrics.openmpi import start_mpi
+        from recover.world.fabrics.openmpi import start_mpi
 
         try:
             start_mpi()
         except Exception as error:
-            ending.die_of(error)
+            rank_exit.die_of(error)
         process.hide_runtime()
     if board is not None:
         board.join(rank)

@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from recover.etcd.etcd_client import EtcdClient, EtcdError, get, put, version_is
 from recover.job.code import Loaded, differences, file_digest, loaded
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, get, put, version_is
 
 KEY, FILE = "code", "code.json"
 

@@ -14,31 +14,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recover.job.grid import Grid
-from recover.job.outlet import OUTLET, say
+from recover.job.output import OUTLET, say
 from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
-from recover.job.spec import VARIABLE, JobSpec
+from recover.job.record_files import FILES
+from recover.job.spec import VARIABLE, JobSpec, Monitors
 from recover.job.supervised import Supervised
 from recover.launch import hostfile, preflight, rank_outputs
+from recover.launch.announcements import Teller
+from recover.launch.output_relay import Relay
 from recover.launch.preflight import Refusal
-from recover.launch.relay import Relay
 from recover.launch.session import Session
-from recover.launch.telling import Teller
 from recover.launch.verdict import Verdict, find_marker, name_ranks
 from recover.launch.watched_job import WatchedJob
 from recover.launch.witness import Witness
-from recover.records.files import FILES
-from recover.world.ending import words_file
+from recover.world.rank_exit import words_file
 from recover.world.watchdog import HangWatchdog
 
 if TYPE_CHECKING:
-    from recover.liveness.board import Board
+    from recover.world.liveness.board import Board
 
-Beside = Callable[[Path], AbstractContextManager[object]]  # who looks on while a job runs
 DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
@@ -62,7 +61,7 @@ def launch(
     faults: Sequence[str] | None = None,
     module: bool = False,
     own: bool = False,
-    beside: Beside = nullcontext,
+    monitors: Monitors = nullcontext,
     hosts: Path | None = None,
 ) -> int:
     """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
@@ -93,7 +92,7 @@ def launch(
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
         FILES.report = say
         with (
-            beside(directory),
+            monitors(directory),
             Witness(directory) as witness,
             Session() as session,
             catching(session.end, has_terminal) as caught,
@@ -246,7 +245,7 @@ class _Job(WatchedJob):
 
     def watch(self, timeout: float, caught: list[int], begun: Callable[[Board], object]) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed."""
-        from recover.liveness.board import Board  # imports numpy: while mpirun starts
+        from recover.world.liveness.board import Board  # imports numpy: while mpirun starts
 
         board = Board(self.session.directory / "board", self.ranks)
         begun(board)

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recover.records.files import FILES
-from recover.world.ending import End, words_file
+from recover.job.record_files import FILES
+from recover.world.rank_exit import End, words_file
 
 
 class EndOfRank(NamedTuple):

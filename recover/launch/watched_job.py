@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from recover.job.outlet import say
+from recover.job.output import say
+from recover.job.record_files import FILES
 from recover.job.spec import JobSpec
-from recover.launch.relay import Relay
-from recover.launch.telling import Teller
+from recover.launch.announcements import Teller
+from recover.launch.output_relay import Relay
 from recover.launch.verdict import EndOfRank, Verdict, name_ranks
-from recover.records.files import FILES
-from recover.world.ending import STACK_SIGNAL
+from recover.world.rank_exit import STACK_SIGNAL
 
 RAISED = 4  # exit code: a rank raised outside of any step, where nobody makes good what it left undone
 _ANSWER = 1.0  # seconds that the ranks get to write their stacks

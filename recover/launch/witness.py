@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
-from recover.liveness.host_troubles import HostTroubles, cgroup_of, disk_is_full, oom_kills
-from recover.records.job_log import JobLog
-from recover.world.ending import words_file
+from recover.runs.records.job_log import JobLog
+from recover.world.liveness.host_faults import HostTroubles, cgroup_of, disk_is_full, oom_kills
+from recover.world.rank_exit import words_file
 
 if TYPE_CHECKING:
-    from recover.liveness.board import Board
+    from recover.world.liveness.board import Board
 
 _LOOK = 0.1  # seconds between looks for ranks that have come up
 _POLL = 2.0  # seconds between looks at the GPUs

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from recover.handover.extra import Extra
+from recover.gradients.module_gradients import Gradients
 from recover.policy import Layout
+from recover.step.joining.extra import Extra
 from recover.step.on_first import OnFirst
 from recover.step.position import Position
 from recover.step.result import TellsOfLastStep
 from recover.step.state import StepState
 from recover.step.transaction import Transaction
-from recover.sums.gradients import Gradients
 from recover.world.world import World
 
 

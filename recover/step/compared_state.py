@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from recover.step.belonging import Belonging
+from recover.gradients.deferred import Later, fetch
+from recover.gradients.exponents import Exponents
+from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.state_hash import StateHash, fingerprint, leaves, settings, shown
 from recover.step.difference import Digest, StateKind
-from recover.sums.exponents import Exponents
-from recover.sums.later import Later, fetch
-from recover.sums.moving import MovingBuffers
-from recover.sums.state_hash import StateHash, fingerprint, leaves, settings, shown
+from recover.step.model_checks import Belonging
 
 
 @dataclass(frozen=True)

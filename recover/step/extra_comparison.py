@@ -9,7 +9,7 @@ import torch
 
 from recover.step.errors import StateDivergedError
 from recover.step.totals import MODULUS, all_equal, on_the_wire
-from recover.world import ending
+from recover.world import rank_exit
 from recover.world.world import World
 
 
@@ -58,7 +58,7 @@ class ExtraComparison:
         other = [name for name in names if len(set(rows[name])) > 1]
         said = "; ".join(f"{name!r} {_groups(rows[name], replicas)}" for name in other)
         text = f"after step {index} the state of extra= is not the same on all replicas: {said}"
-        ending.log(text)
+        rank_exit.log(text)
         if self.known.issuperset(other):
             self.fingerprint = repr(sorted(digests.items())).encode()
             if place == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from recover.job.grid import Grid
 from recover.policy import RestoreMode
-from recover.world.roll_call import Census
+from recover.world.census import Census
 
 
 @dataclass

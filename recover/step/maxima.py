@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from recover.carriers.worker import Work
-from recover.sums.exponents import NOT_FINITE, ZERO, Exponents
-from recover.world.cross import CrossGroup
+from recover.gradients.exponents import NOT_FINITE, ZERO, Exponents
+from recover.world.carriers.worker import Work
+from recover.world.cross_group import CrossGroup
 
 if TYPE_CHECKING:
-    from recover.sums.inside import Replica
+    from recover.gradients.replica_interface import Replica
 
 
 class Maxima:

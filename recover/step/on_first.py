@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from recover.liveness.board import ENDED
 from recover.step.randomness import Randomness
-from recover.world import ending
+from recover.world import rank_exit
+from recover.world.liveness.board import ENDED
 from recover.world.world import World
 
 
@@ -95,5 +95,5 @@ class OnFirst:
             call.act()
         except Exception as error:
             said = f"{call.name} after step {call.step} raised {type(error).__name__}: {error}"
-            ending.log(f"{said}\n{traceback.format_exc()}")
+            rank_exit.log(f"{said}\n{traceback.format_exc()}")
             print(f"recover: {said}; training goes on (the traceback is in the rank's log)", flush=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from recover.handover.extra import refuse_other_extras
-from recover.loop.stragglers import Stragglers
-from recover.sums.exponents import Exponents
-from recover.sums.inside import replica_of
+from recover.gradients.exponents import Exponents
+from recover.gradients.replica_interface import replica_of
+from recover.step.joining.extra import refuse_other_extras
+from recover.step.loop.stragglers import Stragglers
 from recover.world.world import World
 
 

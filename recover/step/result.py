@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover.loop.stragglers import Stragglers, busy
 from recover.step.incident import Incident
+from recover.step.loop.stragglers import Stragglers, busy
 from recover.step.transaction import Transaction
 
 

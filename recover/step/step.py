@@ -17,36 +17,36 @@ from typing import Any
 
 import torch
 
-from recover.handover.extra import Extra
-from recover.journal.own_records import records_of
-from recover.loop.clock import clock_of
-from recover.loop.habits import Habits
-from recover.loop.stragglers import Stragglers
-from recover.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
+from recover.gradients.deferred import Later
+from recover.gradients.module_gradients import Gradients, OwnedGradients
+from recover.gradients.reduction import Reduction, make_sum
+from recover.gradients.replica_interface import replica_of
+from recover.gradients.running_buffers import MovingBuffers
 from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
-from recover.step.belonging import Belonging, refuse_overlapping, refuse_scheduler
+from recover.runs.writing.script_records import records_of
 from recover.step.beside_training import BesideTraining
 from recover.step.compared_state import ComparedState
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
-from recover.step.handed_out import HandedOut, Stream, T, refuse_what_is_no_stream
+from recover.step.in_flight import HandedOut, Stream, T, refuse_what_is_no_stream
 from recover.step.incident import Incident
-from recover.step.joinable import Joinable
-from recover.step.newcomers import Newcomers
+from recover.step.initial_state import copy_state_from_first_replica
+from recover.step.joining.extra import Extra
+from recover.step.joining.joinable import Joinable
+from recover.step.joining.state_handover import Newcomers
+from recover.step.loop.clock import clock_of
+from recover.step.loop.habits import Habits
+from recover.step.loop.stragglers import Stragglers
+from recover.step.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
+from recover.step.model_checks import Belonging, refuse_overlapping, refuse_scheduler
 from recover.step.on_first import OnFirst
 from recover.step.position import Position, check_arguments, refuse_other_size
 from recover.step.randomness import Randomness
 from recover.step.result import StepResult, result_of
-from recover.step.same_start import copy_state_from_first_replica
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.transaction import Transaction
 from recover.step.update import Update
-from recover.sums.gradients import Gradients, OwnedGradients
-from recover.sums.inside import replica_of
-from recover.sums.later import Later
-from recover.sums.moving import MovingBuffers
-from recover.sums.reduction import Reduction, make_sum
-from recover.world import ending
+from recover.world import rank_exit
 from recover.world.calls import Call
 from recover.world.world import World
 
@@ -128,7 +128,7 @@ class Step(BesideTraining):
         self._on_first = OnFirst(world, self._randomness)
         self._transaction.is_quiet = self._on_first.is_quiet
         self._position = Position(
-            global_batch, self._samples, Stragglers(ending.log), self._gradients.sum.exponents
+            global_batch, self._samples, Stragglers(rank_exit.log), self._gradients.sum.exponents
         )
         device = self._gradients.parameters[0].device
         self._handed_out = HandedOut(world, self._samples, self._randomness, clock_of(device))
@@ -152,7 +152,7 @@ class Step(BesideTraining):
         self._said_skipped = False
         self._extra_comparison = ExtraComparison(world)
         ours: dict[str, Extra] = {
-            "recover.records": self._records,
+            "recover.runs.records": self._records,
             "recover.compared": self._extra_comparison,
         }
         extras = ChainMap[str, Extra](self.extra, ours)
@@ -164,8 +164,8 @@ class Step(BesideTraining):
         if not world.outside:
             copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self._gradients)
-        ending.on_raise(self._handed_out.blame)
-        ending.on_success(self._end)
+        rank_exit.on_raise(self._handed_out.blame)
+        rank_exit.on_success(self._end)
 
     def save_states(self, error: StateDivergedError) -> None:
         """Replicas hold different states, and the run is about to end. `recover.Step` saves one of each."""
@@ -242,9 +242,9 @@ class Step(BesideTraining):
         self._joinable.saved(given)
 
         def compare() -> None:
-            ending.in_step(True)  # as in `confirm`
+            rank_exit.in_step(True)  # as in `confirm`
             self._extra_comparison.compare(self.index, digests)
-            ending.in_step(False)
+            rank_exit.in_step(False)
 
         try:
             yield compare
@@ -263,14 +263,14 @@ class Step(BesideTraining):
             self.compare_optimizers()
             number = self.index + 1
             replica_of(self._model).rest()
-            ending.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
+            rank_exit.in_step(True)  # what it may raise, all raise: that is no fault of this rank's
             try:
                 met.append(self._transaction.confirm(number, self._fingerprint(number, full=True)))
             except StateDivergedError as error:
                 self.save_states(error)
                 raise
             self._transaction.seniority.found_equal(number)
-            ending.in_step(False)
+            rank_exit.in_step(False)
         return tuple(rank for ranks, _ in met for rank in ranks), sum(seconds for _, seconds in met)
 
     def state_dict(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Step(BesideTraining):
                     self._moving.refuse_later_changes()
             except GeneratorExit:
                 if not self._handed_out.pending:  # by a `break`, or by an exception that is no microbatch's
-                    ending.in_step(False)
+                    rank_exit.in_step(False)
                 self._leave()
                 warnings.warn(
                     f"step {number} was left before it was complete: nothing was committed", stacklevel=4
@@ -389,7 +389,7 @@ class Step(BesideTraining):
     def _report_no_weight(self, number: int) -> None:
         if not self._said_skipped:
             self._said_skipped = True
-            ending.log(
+            rank_exit.log(
                 f"step {number} was skipped: the weights of all its microbatches are 0, so there is nothing to take "
                 "the mean over, and its loss is NaN; later ones are not mentioned here"
             )
@@ -405,7 +405,7 @@ class Step(BesideTraining):
         The others come to the vote without a sum. When this replica comes there too, in its next step, all repair,
         nobody is lost, and what they hold is reduced in a new epoch.
         """
-        if not ending.is_rank():
+        if not rank_exit.is_rank():
             return  # a forked child has its copy of the iterator
         self._world.cross.break_off("a replica has left its step early")
         self._world.cross.drain()
@@ -436,7 +436,7 @@ class Step(BesideTraining):
         self._transaction.replica.rest()
         self._belonging.refuse_left_over_gradients(number)
         if self._belonging.changed():
-            ending.log(f"step {number}: other parameters are trained than before")
+            rank_exit.log(f"step {number}: other parameters are trained than before")
             self._gradients.lay_out(self._model.parameters())
             self._belonging.settle()
             if not given:
@@ -461,7 +461,7 @@ class Step(BesideTraining):
             self._update.apply(transaction, number, self.grad_norm)
             transaction.maxima.commit()
             if warning := transaction.maxima.take_warning():
-                ending.log(f"step {number}: {warning}")
+                rank_exit.log(f"step {number}: {warning}")
         self._gradients.release()
         self._world.hooks("after-update")
         if self._scheduler is not None:

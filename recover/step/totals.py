@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recover.carriers.worker import Work
-from recover.world.cross import CrossGroup
+from recover.world.carriers.worker import Work
+from recover.world.cross_group import CrossGroup
 
 LOSS, WEIGHT, HASH, HASH_SQUARED, SAMPLES = range(5)
 MODULUS = 1_048_573  # the largest prime below 2^20: squares of it can be summed exactly in a float64

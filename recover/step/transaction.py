@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from recover.gradients import ledger
+from recover.gradients.deferred import Later, fetch, now
+from recover.gradients.exponents import code_of
 from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
-from recover.step import poison
+from recover.step import poisoned_sample
 from recover.step.difference import UNKNOWN, Digest, Inquiry
 from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import StateDivergedError
@@ -26,18 +29,15 @@ from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
-from recover.sums import ledger
-from recover.sums.exponents import code_of
-from recover.sums.later import Later, fetch, now
+from recover.world.census import Census, left_behind
 from recover.world.membership import NoCarrierError
-from recover.world.roll_call import Census, left_behind
 from recover.world.world import World
 
 if TYPE_CHECKING:  # tensors are the sums' own business
-    from recover.sums.buckets import Bucket
-    from recover.sums.gradients import Gradients
-    from recover.sums.inside import Replica
-    from recover.sums.moving import MovingBuffers
+    from recover.gradients.buckets import Bucket
+    from recover.gradients.module_gradients import Gradients
+    from recover.gradients.replica_interface import Replica
+    from recover.gradients.running_buffers import MovingBuffers
 
 COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 32  # the bits of the vote, and ...
 ASKED, ASKERS = 64, 16  # ... the first of so many: one for each replica that asks to join, by its number
@@ -287,8 +287,8 @@ class Transaction:
         census, lost, evicted = self.repair()
         records = self._read(census)
         try:
-            poison.check(self.world.notes, self.index, self.world.grid, census.members)
-        except poison.PoisonedSampleError as error:
+            poisoned_sample.check(self.world.notes, self.index, self.world.grid, census.members)
+        except poisoned_sample.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
         # Where what was left of a sum may pass for it, the dead may have given it up before their end.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from recover.loop.habits import Habits
+from recover.step.loop.habits import Habits
 from recover.step.randomness import Randomness
 from recover.step.transaction import Transaction
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from recover.job.gpus import gpus_on_host
-from recover.models import LlamaConfig
 from recover.policy import get_policy
 from recover.train.config import Config
 from recover.train.model_shape import parameters_of, shape_of
+from recover.train.models import LlamaConfig
 from recover.train.preparation import PreparedRun
 
 SHOWN = 8  # losses that are told one by one

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 import recover
-from recover.models import Llama, LlamaConfig
-from recover.replica import blocks_of, compile_blocks, plain_name, recompute_blocks, rows
-from recover.sums.inside import replica_of
-from recover.sums.parts import on_device
+from recover.gradients.parts import on_device
+from recover.gradients.replica_interface import replica_of
+from recover.parallel import blocks_of, compile_blocks, plain_name, recompute_blocks, rows
 from recover.train.config import Config
+from recover.train.models import Llama, LlamaConfig
 from recover.train.pace import Pace
 from recover.world.world import World
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recover.models import SIZES, LlamaConfig
 from recover.train.config import Config, ConfigError
+from recover.train.models import SIZES, LlamaConfig
 
 
 def shape_of(config: Config, vocab: int) -> LlamaConfig:
@@ -19,7 +19,7 @@ def shape_of(config: Config, vocab: int) -> LlamaConfig:
         shape = _from_hugging_face(Path(config.model))
     shape = dataclasses.replace(shape, experts=config.experts, top_k=config.top_k)
     if config.parallel == "3d":
-        from recover.replica.model_cut import ModelCut
+        from recover.parallel.partition import ModelCut
 
         ModelCut(config.tp, config.pp, config.ep, config.schedule).check_model(shape)
     if config.seq_len > shape.seq_len:

@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from recover.checkpoint import directory
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
-from recover.job.extras import need
 from recover.job.gpus import sharing_refused
-from recover.saving import checkpoint
+from recover.job.optional_packages import need
 from recover.train.config import Config, ConfigError, flatten, parse, read
 from recover.train.streams import open_streams
 
@@ -43,7 +43,7 @@ class PreparedRun:
 
     config: Config
     run_dir: Path
-    resume: checkpoint.Found | None
+    resume: directory.Found | None
     kills: tuple[Fault, ...]
     stream: Stream
     doubts: tuple[str, ...] = ()  # what would keep it from being run here
@@ -133,18 +133,18 @@ def _filling(slots: int, given: dict[str, Any]) -> Config:
     return parse({**given, "replicas": replicas})
 
 
-def _find(run_dir: Path) -> checkpoint.Found:
+def _find(run_dir: Path) -> directory.Found:
     if not run_dir.is_dir():
         raise ConfigError(
             f"--resume {run_dir}: there is no such directory; give that of the run to go on with"
         )
-    found = checkpoint.latest(run_dir)
+    found = directory.latest(run_dir)
     if found is None:
         raise ConfigError(f"--resume {run_dir}: it holds no whole checkpoint; start again without --resume")
     return found
 
 
-def _check_resume(config: Config, found: checkpoint.Found, stream: Stream) -> None:
+def _check_resume(config: Config, found: directory.Found, stream: Stream) -> None:
     from recover.train.model_shape import shape_of
 
     facts = found.facts()
@@ -182,7 +182,7 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
     if need > free:
         raise RoomError(
             f"{config.checkpoint.keep + 1} checkpoints take {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB "
-            "left; make room, give another --run-dir, or lower checkpoint.keep"
+            "left; make room, give another --run-dir, or lower directory.keep"
         )
 
 

@@ -10,11 +10,11 @@ from typing import Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recover.records.job_log import job_lines
-from recover.records.kinds import IncidentRecord, Line, StepRecord
-from recover.records.sentences import in_replicas, sentence
-from recover.records.stories import stories
-from recover.records.tail import Follower
+from recover.runs.records.job_log import job_lines
+from recover.runs.records.kinds import IncidentRecord, Line, StepRecord
+from recover.runs.records.root_causes import stories
+from recover.runs.records.sentences import in_replicas, sentence
+from recover.runs.records.tail import Follower
 from recover.train.config import Config
 
 QUIET = 1.0  # seconds between two lines where there is no terminal

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recover.saving import checkpoint
-from recover.saving.checkpoint import CheckpointError, Found
-from recover.saving.tensors import Tensors
+from recover.checkpoint import directory
+from recover.checkpoint.directory import CheckpointError, Found
+from recover.checkpoint.tensors import Tensors
+from recover.gradients.state_hash import parameters_digest
 from recover.step.errors import StateDivergedError
-from recover.sums.state_hash import parameters_digest
 from recover.train.engine import Engine
 from recover.world.world import World
 
@@ -31,7 +31,7 @@ def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) 
 
 def name_the_way_on(error: StateDivergedError, run_dir: Path) -> None:
     """The step knows that nobody can tell which parameters are right; we know which were."""
-    found = checkpoint.latest(run_dir)
+    found = directory.latest(run_dir)
     error.add_note(
         f"The last good checkpoint is {found.path}; `recover train --resume {run_dir}` goes on from it."
         if found

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from recover.records.curves import curves
+from recover.runs.records.curves import curves
 from recover.train.config import Config
-from recover.world import ending
+from recover.world import rank_exit
 
 AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
 Values = dict[str, Any]
@@ -62,7 +62,7 @@ class Sinks:
         except (Exception, SystemExit) as error:  # it must not cost a replica, and then its successor
             self._open.pop(name, None)
             text = f"{name} gets no more curves ({type(error).__name__}: {error}); steps.jsonl has them"
-            ending.log(text)
+            rank_exit.log(text)
             print(f"recover: {text}", flush=True)
 
     def _open_tensorboard(self, first: int) -> tuple[Log, Close]:

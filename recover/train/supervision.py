@@ -12,17 +12,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from recover.agent.agent import launch_host
-from recover.agent.host_options import one_host, read_options
-from recover.agent.run_directory import may_be_at_work
-from recover.job.hosts_asked import ROOM, HostOptions
-from recover.job.spec import JobSpec
-from recover.launch.launcher import Beside, launch
+from recover.checkpoint import directory
+from recover.job.host_options import ROOM, HostOptions
+from recover.job.record_files import FILES
+from recover.job.spec import JobSpec, Monitors
+from recover.launch.hosts.agent import launch_host
+from recover.launch.hosts.options import one_host, read_options
+from recover.launch.hosts.run_directory import may_be_at_work
+from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.watched_job import RAISED
-from recover.records.files import FILES
-from recover.records.lines import read
-from recover.saving import checkpoint
+from recover.runs.records.json_lines import read
 from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
@@ -37,7 +37,7 @@ def train(
     kills: Sequence[str] = (),
     resume: Path | None = None,
     dry_run: bool = False,
-    beside: Beside = nullcontext,
+    monitors: Monitors = nullcontext,
     hosts: HostOptions | None = None,
     returns: HostOptions | None = None,
 ) -> int:
@@ -66,10 +66,10 @@ def train(
 
         print("\n".join(tell(prepared)))
         return 0
-    return run(prepared, beside, hosts)
+    return run(prepared, monitors, hosts)
 
 
-def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions | None = None) -> int:
+def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOptions | None = None) -> int:
     """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
     stop = prepared.run_dir / "stop"
     if not prepared.joins:
@@ -77,7 +77,7 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions 
         FILES.remove(prepared.run_dir / "summary.json")
     code: list[int] = []
     start = _launch if hosts is None else functools.partial(_launch_host, hosts)
-    ranks = threading.Thread(target=lambda: code.append(start(prepared, beside)), daemon=True)
+    ranks = threading.Thread(target=lambda: code.append(start(prepared, monitors)), daemon=True)
     first = prepared.resume.step + 1 if prepared.resume else 1
     print(_intention(prepared, first), flush=True)
     with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
@@ -92,16 +92,16 @@ def run(prepared: PreparedRun, beside: Beside = nullcontext, hosts: HostOptions 
     return RAISED if code == [RAISED] else said
 
 
-def _launch(prepared: PreparedRun, beside: Beside) -> int:
+def _launch(prepared: PreparedRun, monitors: Monitors) -> int:
     return launch(
         prepared.config.replicas * prepared.config.replica_size,
         *_script(prepared),
         **_told(prepared),
-        beside=beside,
+        monitors=monitors,
     )
 
 
-def _launch_host(hosts: HostOptions, prepared: PreparedRun, beside: Beside) -> int:
+def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) -> int:
     """This host's part. What the hosts would train must be the same on all of them."""
     config = flatten(prepared.config.model_dump())
     facts = {f"the key {key}": str(value) for key, value in config}
@@ -113,7 +113,7 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, beside: Beside) -> i
         **_told(prepared),
         facts=facts,
         check=functools.partial(_check_hosts, prepared),
-        beside=beside,
+        monitors=monitors,
     )
 
 
@@ -128,7 +128,7 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
     if spec.across and prepared.config.checkpoint.every:
         raise Refusal(
             f"replicas of {spec.replica_size} ranks lie on several hosts, which do not share {prepared.run_dir}: such "
-            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or checkpoint.every=0"
+            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or directory.every=0"
         )
     if not spec.across and not spec.joining:
         _say(
@@ -202,7 +202,7 @@ def _intention(prepared: PreparedRun, first: int) -> str:
 
 
 def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
-    config, found = prepared.config, checkpoint.latest(prepared.run_dir)
+    config, found = prepared.config, directory.latest(prepared.run_dir)
     again = f"`recover train --resume {prepared.run_dir}`"
     if found and found.step < config.steps:
         way_on = f"{again} goes on from step {found.step + 1}"
@@ -210,9 +210,7 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
             way_on += ", with a state that was saved when the world was lost: no vote has compared it"
     else:
         way_on = "there is no checkpoint to go on from"
-    if states := [
-        one for one in checkpoint.undecided(prepared.run_dir) if not found or one.step > found.step
-    ]:
+    if states := [one for one in directory.undecided(prepared.run_dir) if not found or one.step > found.step]:
         names = ", ".join(one.path.name for one in states)
         way_on += (
             f"; replicas held different states, saved as {names}: to go on from the right one, rename it to "

@@ -14,10 +14,15 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import recover
-from recover.fabrics.base import WorldLostError
+from recover.checkpoint.confirmed import save_confirmed, together
+from recover.checkpoint.diverged import save_states
+from recover.checkpoint.saver import Saver
+from recover.checkpoint.tensors import Tensors
 from recover.faults import parse_faults
-from recover.journal.journal import Journal
-from recover.journal.run_records import (
+from recover.gradients.state_hash import parameters_digest
+from recover.job.record_files import FILES
+from recover.runs.writing.journal import Journal
+from recover.runs.writing.run_records import (
     incident_line,
     loss_line,
     spans,
@@ -25,15 +30,7 @@ from recover.journal.run_records import (
     summary,
     write_json,
 )
-from recover.liveness.board import ENDED
-from recover.models.gpu_use import GpuUse
-from recover.records.files import FILES
-from recover.saving.confirmed import save_confirmed, together
-from recover.saving.diverged import save_states
-from recover.saving.saver import Saver
-from recover.saving.tensors import Tensors
 from recover.step.errors import StateDivergedError
-from recover.sums.state_hash import parameters_digest
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
 from recover.train.device import pick_device
@@ -41,14 +38,17 @@ from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
+from recover.train.models.gpu_use import GpuUse
 from recover.train.optimizer import make_optimizer
 from recover.train.resuming import load_checkpoint
 from recover.train.sinks import Sinks
 from recover.train.stop_requests import StopRequests
 from recover.train.streams import open_streams
-from recover.world import ending
+from recover.world import rank_exit
 from recover.world.calls import Call
-from recover.world.despite import do_despite_losses
+from recover.world.fabrics.base import WorldLostError
+from recover.world.liveness.board import ENDED
+from recover.world.retry import do_despite_losses
 from recover.world.world import World
 from recover.world.writers import writing_replicas
 
@@ -146,7 +146,7 @@ class Trainer:
         do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self._lost)
         self.stop_requests.listen()
         if self.gpu_use.card and self.journal.writing:
-            ending.log(told := self.gpu_use.told(world.members))
+            rank_exit.log(told := self.gpu_use.told(world.members))
             print(f"recover: {told}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
             for name in operations_that_vary(self.engine, self.stream[0]):
@@ -163,7 +163,7 @@ class Trainer:
                 try:
                     lines.cut_after(self.resumed_at)
                 except OSError as error:
-                    ending.log(f"{lines.path} is cut when the first step is written: {error}")
+                    rank_exit.log(f"{lines.path} is cut when the first step is written: {error}")
             self.saver.start()
 
     def _take_step(self) -> None:
@@ -179,7 +179,7 @@ class Trainer:
         if config.eval.every and step.index % config.eval.every == 0:
             with self._spending("evaluation_ms"):
                 line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
-        ending.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
+        rank_exit.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
         exact = config.samples == "exact"
         self.journal.commit(line, [incident_line(incident, self.kills, exact) for incident in step.incidents])
 
@@ -244,7 +244,7 @@ class Trainer:
             if path
             else "could not be saved"
         )
-        ending.log(told := f"the world is lost; the state after step {index} {told}")
+        rank_exit.log(told := f"the world is lost; the state after step {index} {told}")
         if world.shard == 0:
             print(f"recover: {told}", flush=True)
 
@@ -280,4 +280,4 @@ class Trainer:
                     facts["gpu"] = self.gpu_use.card
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
                 if not write_json(self.run_dir / "summary.json", facts):
-                    ending.report(f"lost: {self.run_dir / 'summary.json'}, for the disk did not take it")
+                    rank_exit.report(f"lost: {self.run_dir / 'summary.json'}, for the disk did not take it")

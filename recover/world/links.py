@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from recover.carriers.worker import Worker
-from recover.liveness.board import CARRIED, HEARTBEAT, WAITS, Board
-from recover.world.cross import CrossGroup
+from recover.world.carriers.worker import Worker
+from recover.world.cross_group import CrossGroup
+from recover.world.liveness.board import CARRIED, HEARTBEAT, WAITS, Board
 from recover.world.watchdog import ASLEEP
 
 IDLE = 0.5  # seconds in which nothing has ended, before a rank looks closer at what it waits for

@@ -19,12 +19,12 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Generic, NoReturn, TypeVar
 
-from recover.carriers.contract import Carrier, Carriers, TookTooLongError, UnreachedError
-from recover.fabrics.base import WORD_BITS as FABRIC_BITS
-from recover.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
 from recover.job.grid import Grid
-from recover.world.ending import UNFIT
-from recover.world.roll_call import Census, Row, broken_links, pack, unpack
+from recover.world.carriers.contract import Carrier, Carriers, TookTooLongError, UnreachedError
+from recover.world.census import Census, Row, broken_links, pack, unpack
+from recover.world.fabrics.base import WORD_BITS as FABRIC_BITS
+from recover.world.fabrics.base import Fabric, FabricError, Transfer, WorldLostError
+from recover.world.rank_exit import UNFIT
 
 TAG_BITS = 5
 WORD_BITS = FABRIC_BITS - TAG_BITS

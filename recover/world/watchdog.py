@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from recover.job.grid import Grid
-from recover.liveness.signs import Sign, Suspects
+from recover.world.liveness.signs import Sign, Suspects
 
 FORGOTTEN_AFTER = 3.0  # seconds
 STOPPED = 10.0  # seconds that a process may be stopped while others wait for it

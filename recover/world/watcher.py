@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from recover.job.grid import Grid
-from recover.liveness.signs import Sign
-from recover.world.ending import End
-from recover.world.seams import Parts
+from recover.world.interfaces import Parts
+from recover.world.liveness.signs import Sign
+from recover.world.rank_exit import End
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
 
 INTERVAL = 0.005  # seconds; most of what a watcher costs is being woken

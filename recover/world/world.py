@@ -10,20 +10,20 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import NoReturn
 
-from recover.carriers.base import DataCarrier
-from recover.carriers.worker import Work
-from recover.fabrics.base import NotAdmittedError
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.liveness.board import CALL, ENDED, POSITION, STEP
 from recover.world.calls import LEFT, Call, CollectiveCallError, agreements_at, conflict, explain, position
-from recover.world.cross import CrossGroup
-from recover.world.ending import End
+from recover.world.carriers.base import DataCarrier
+from recover.world.carriers.worker import Work
+from recover.world.census import Census, left_behind
+from recover.world.cross_group import CrossGroup
+from recover.world.fabrics.base import NotAdmittedError
+from recover.world.interfaces import Parts
 from recover.world.links import Links
+from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
 from recover.world.membership import ExcludedError, Membership, Phase
-from recover.world.notes import blamed
-from recover.world.roll_call import Census, left_behind
-from recover.world.seams import Parts
+from recover.world.rank_exit import End
+from recover.world.slot_notes import blamed
 from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher
 

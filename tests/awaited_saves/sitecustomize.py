@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Awaited(PathFinder):
-    """Changes `recover.saving.saver` when it is imported, and imports nothing before."""
+    """Changes `recover.checkpoint.saver` when it is imported, and imports nothing before."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = super().find_spec(name, path, target)
-        if name == "recover.saving.saver" and spec is not None and spec.loader is not None:
+        if name == "recover.checkpoint.saver" and spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_change(module: Any) -> None:

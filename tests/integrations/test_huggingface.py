@@ -14,7 +14,7 @@ from example_runs import check_example_against_its_twin
 from huggingface import CONSTRUCTS, gpt2, qwen2
 from worlds import run_world
 
-from recover.replica.blocks import blocks_of, recompute_blocks
+from recover.parallel.blocks import blocks_of, recompute_blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 

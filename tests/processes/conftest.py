@@ -10,9 +10,9 @@ import pytest
 import torch
 from etcd_fabrics import Fabrics
 from left_out import leave_out
+from recover_lab.lab.hosts import unavailable
 
-from recover.etcd.etcd_server import EtcdServer
-from recover.lab.hosts import unavailable
+from recover.world.fabrics.etcd.server import EtcdServer
 
 torch.set_num_threads(1)  # as in ranks; tests that compute a reference here do not depend on their order
 AWAITED_SAVES = Path(__file__).parents[1] / "awaited_saves"

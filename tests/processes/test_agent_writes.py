@@ -11,19 +11,19 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics
 from patience import wait_until
 
-from recover.agent import meeting as meetings
-from recover.agent.agent_clerk import Clerk, Order
-from recover.agent.free_slots import HostSlots
-from recover.agent.guarded_client import GuardedClient
-from recover.agent.host_options import HostPart
-from recover.agent.meeting import Meeting
-from recover.agent.returns import Returns
-from recover.etcd.etcd_client import EtcdClient, EtcdError, KeyValue, UnansweredError
-from recover.etcd.etcd_host import HostLease, HostsSeen
-from recover.launch.etcd_notes import EtcdNotes
-from recover.launch.etcd_pulses import tell_pulse
-from recover.replica.etcd_store import EtcdStore
-from recover.world.notes import RunNotes
+from recover.launch.hosts import rendezvous as meetings
+from recover.launch.hosts.etcd_sync import Clerk, Order
+from recover.launch.hosts.guarded_client import GuardedClient
+from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.rendezvous import Meeting
+from recover.launch.hosts.replica_restarts import Returns
+from recover.launch.hosts.slots import HostSlots
+from recover.parallel.etcd_store import EtcdStore
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.world.fabrics.etcd.host_lease import HostLease, HostsSeen
+from recover.world.fabrics.etcd.progress import tell_pulse
+from recover.world.fabrics.etcd.slot_notes import EtcdNotes
+from recover.world.slot_notes import RunNotes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 LOST = "host h2 has lost its lease"

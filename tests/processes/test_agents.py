@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from causes_told import first_causes, why
 from lab_jobs import PROGRAMS, LabJob, etcd_on, strike
+from recover_lab.lab.hosts import Lab
 from training import small_world
 
-from recover.lab.hosts import Lab
-from recover.records.job_log import job_lines
-from recover.records.lines import read
-from recover.report.recorded_runs import read_runs
-from recover.saving import checkpoint
+from recover.checkpoint import directory
+from recover.runs.records.job_log import job_lines
+from recover.runs.records.json_lines import read
+from recover.runs.report.recorded_runs import read_runs
 
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 THREE = "h1:2379,h2:2379,h3:2379"
@@ -27,7 +27,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
     rank dies, then the first host loses its power; then one agent is asked to stop."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         words = ["--nnodes", "3", "--nproc-per-node", "2", "--rdzv-endpoint", THREE, "--rdzv-id", "j"]
-        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "checkpoint.every=100000"]
+        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "directory.every=100000"]
         job = LabJob(lab, tmp_path, ["train", *words, "--lease", "4", *keys])
         steps = {host: job.run_dir(host) / "steps.jsonl" for host in ("h2", "h3")}
 
@@ -58,7 +58,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
             "host": "h2",
             "slot": 1,
         }
-        found = checkpoint.latest(job.run_dir(host))
+        found = directory.latest(job.run_dir(host))
         assert found is not None
         assert found.step == len(runs[0].steps)
         found.verify()
@@ -131,7 +131,7 @@ def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Pa
 
 ACROSS = """
 import torch, torch.distributed as dist, recover
-from recover.replica.torch_world import init_replica_world
+from recover.parallel.torch_world import init_replica_world
 world = recover.init()
 init_replica_world(world)
 total = torch.tensor([10.0 ** world.shard])

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from lab_jobs import PROGRAMS, LabJob, etcd_on
+from recover_lab.lab.hosts import Lab
 from training import Trained, small_world, train
 
-from recover.lab.hosts import Lab
-from recover.records.lines import read
-from recover.saving import checkpoint
+from recover.checkpoint import directory
+from recover.runs.records.json_lines import read
 
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 
@@ -69,7 +69,7 @@ def test_an_etcd_that_is_lost_for_good_leaves_the_last_commit_to_go_on_from(
             for host, lines in job.leftovers().items()
         }
         assert not any(own.values()), "what is left is of the etcd that was there before, and was killed"
-        found = {host: checkpoint.latest(job.run_dir(host)) for host in left}
+        found = {host: directory.latest(job.run_dir(host)) for host in left}
     steps = [one.step for one in found.values() if one is not None and not one.is_confirmed]
     assert len(steps) == 2
     assert max(steps) - min(steps) <= 1, "one may have read a decision that another has not"
@@ -78,7 +78,7 @@ def test_an_etcd_that_is_lost_for_good_leaves_the_last_commit_to_go_on_from(
     last = next(host for host, one in found.items() if one is not None and one.step == max(steps))
     last_dir = job.run_dir(last)
     again = train(
-        last_dir, f"steps={max(steps) + 3}", "replicas=2", "pace=0", "checkpoint.every=1", resume=last_dir
+        last_dir, f"steps={max(steps) + 3}", "replicas=2", "pace=0", "directory.every=1", resume=last_dir
     )
     assert again.code == 0, again.output
     assert "no vote has compared it" in again.output
@@ -87,4 +87,4 @@ def test_an_etcd_that_is_lost_for_good_leaves_the_last_commit_to_go_on_from(
     run = Trained(0, "", last_dir)
     assert [line["loss"] for line in run.steps] == [line["loss"] for line in calm.steps]
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
-    assert checkpoint.unconfirmed(last_dir) == [], "what comes after it was compared"
+    assert directory.unconfirmed(last_dir) == [], "what comes after it was compared"

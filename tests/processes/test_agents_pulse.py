@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from recorded import start_line
 
-from recover.agent.agent_pulse import EVERY, Pulse, fence
-from recover.agent.placement import Seat
-from recover.agent.run_directory import keep_placement
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_server import EtcdServer
 from recover.job.grid import Grid
-from recover.launch.etcd_notes import EtcdNotes
-from recover.liveness.board import Board
-from recover.monitor.view import RunView
-from recover.records.job_log import JobLog
-from recover.world.notes import RunNotes
+from recover.launch.hosts.hang_detection import EVERY, Pulse, fence
+from recover.launch.hosts.placement import Seat
+from recover.launch.hosts.run_directory import keep_placement
+from recover.runs.live.view import RunView
+from recover.runs.records.job_log import JobLog
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.server import EtcdServer
+from recover.world.fabrics.etcd.slot_notes import EtcdNotes
+from recover.world.liveness.board import Board
+from recover.world.slot_notes import RunNotes
 from recover.world.watchdog import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
         for host, board in enumerate(boards)
     ]
     now = [100.0]
-    monkeypatch.setattr("recover.agent.agent_pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recover.launch.hosts.hang_detection.time.monotonic", lambda: now[0])
 
     def pass_by(seconds: float) -> None:
         for _ in np.arange(0.0, seconds, EVERY):
@@ -139,7 +139,7 @@ def test_who_is_stopped_is_killed_only_while_a_replica_runs_that_has_the_state(
         for host, (board, mine) in enumerate(zip(boards, places, strict=True))
     ]
     now = [100.0]
-    monkeypatch.setattr("recover.agent.agent_pulse.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recover.launch.hosts.hang_detection.time.monotonic", lambda: now[0])
 
     def pass_by(seconds: float) -> None:
         for _ in np.arange(0.0, seconds, EVERY):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from lab_jobs import ROOT, LabJob, etcd_on
 from patience import PATIENCE, wait_until
+from recover_lab.lab import namespaces
+from recover_lab.lab.hosts import Host, Lab
 
-from recover.etcd.etcd_client import EtcdClient
-from recover.lab import namespaces
-from recover.lab.hosts import Host, Lab
+from recover.world.fabrics.etcd.client import EtcdClient
 
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 

@@ -12,8 +12,8 @@ from etcd_fabrics import add_user
 from launching import Job
 from patience import wait_until
 
-from recover.etcd.etcd_client import EtcdClient, EtcdError
-from recover.etcd.etcd_server import find_binary, free_port
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError
+from recover.world.fabrics.etcd.server import find_binary, free_port
 
 HERE = "127.0.0.1"
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")

@@ -9,7 +9,7 @@ import pytest
 from patience import wait_until
 from recorded import START, exit_line, incident_line, make_run
 
-from recover.monitor import alerts
+from recover.runs.live import alerts
 
 
 def add(path: Path, line: dict[str, object]) -> None:

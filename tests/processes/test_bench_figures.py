@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from recover_lab.bench import suite
+from recover_lab.bench.measure import BenchmarkError, begin, write
+from recover_lab.bench.multi import recall
+from recover_lab.bench.sweep import compare_with_arithmetic, costs_of
+from recover_lab.peers.scene import Scene
 
-from recover.bench import suite
-from recover.bench.measure import BenchmarkError, begin, write
-from recover.bench.multi import recall
-from recover.bench.sweep import compare_with_arithmetic, costs_of
 from recover.job import machine as machines
-from recover.peers.scene import Scene
 
 
 def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tmp_path: Path) -> None:

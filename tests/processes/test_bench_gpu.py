@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from recover_lab.bench.gpu import bench_gpu
+from recover_lab.bench.measure import BenchmarkError
+from recover_lab.peers.kills import judge
+from recover_lab.publish.page import build
 
-from recover.bench.gpu import bench_gpu
-from recover.bench.measure import BenchmarkError
-from recover.launch import doctor
-from recover.peers.kills import judge
-from recover.publish.page import build
+from recover.launch.doctor.checks import checks
 
 
 @pytest.mark.soak
@@ -82,7 +82,7 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
             (place / f"rows-{rank}.json").write_text(json.dumps(facts))
         yield place
 
-    monkeypatch.setattr("recover.bench.gpu.launched", launched)
+    monkeypatch.setattr("recover_lab.bench.gpu.launched", launched)
     output = tmp_path / "gpu.json"
     with pytest.raises(BenchmarkError, match=r"a launch of kill mpi \(a bystander was lost"):
         bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 3, ["kill"], "cpu", output)
@@ -159,7 +159,7 @@ def test_without_a_gpu_or_with_wrong_words_it_is_refused(words: list[str], said:
 
 def test_the_doctors_gpu_probe_loses_a_rank_inside_a_sum_and_sums_again() -> None:
     """On the CPU, with the carrier that it takes where ranks must share a GPU: it is told that NCCL was not tried."""
-    finding = doctor.gpu_test(doctor.preflight.find_mpirun(), device="cpu")
+    finding = checks.gpu_test(checks.preflight.find_mpirun(), device="cpu")
     assert finding.status == "warn", finding
     assert "carrier mpi, cpu: the sum was right again after" in finding.seen
     assert "NCCL was not tried" in finding.seen

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from recover.peers.metrics import recoveries, restarts
-from recover.peers.runs import run_baseline, run_ours
-from recover.peers.scene import Scene
+from recover_lab.peers.metrics import recoveries, restarts
+from recover_lab.peers.runs import run_baseline, run_ours
+from recover_lab.peers.scene import Scene
 
 SCENE = Scene(replicas=2, accum=2, pace=0.02, steps=5, kills=((4, 1),), save_every=1, seq_len=32)
 

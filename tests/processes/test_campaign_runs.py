@@ -9,14 +9,14 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from recover_lab.chaos import campaign
+from recover_lab.chaos.campaign import run_job
+from recover_lab.chaos.cells import MODES, ROLES, all_cells, lay_out
+from recover_lab.chaos.ground import OneRun
+from recover_lab.chaos.invariants import Left, violations
+from recover_lab.chaos.matrix import matrix
 from training import CAN_BE_CUT, small_world
 
-from recover.chaos import campaign
-from recover.chaos.campaign import run_job
-from recover.chaos.cells import MODES, ROLES, all_cells, lay_out
-from recover.chaos.ground import OneRun
-from recover.chaos.invariants import Left, violations
-from recover.chaos.matrix import matrix
 from recover.faults import parse_faults
 from recover.train.config import parse
 

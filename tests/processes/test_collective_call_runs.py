@@ -13,10 +13,10 @@ from pathlib import Path
 from launching import Job
 from rank_pids import ranks_of_run
 
-from recover.records.job_log import job_lines
-from recover.records.lines import read
-from recover.report import reasons
-from recover.report.recorded_runs import read_runs
+from recover.runs.records.job_log import job_lines
+from recover.runs.records.json_lines import read
+from recover.runs.report import explanation
+from recover.runs.report.recorded_runs import read_runs
 
 PATIENCE = 600.0  # seconds; far above what anything here takes
 
@@ -144,7 +144,7 @@ def test_edited_code_keeps_replicas_out_and_stale_conditions_are_named(tmp_path:
     )
     assert restored == ""
     assert said.count(f"no replica is started again here: {edited}") == 1
-    assert any(edited in line for line in reasons.tell(read_runs([job.run_dir])[0]))
+    assert any(edited in line for line in explanation.tell(read_runs([job.run_dir])[0]))
     told = r"recover.save must be called by all replicas; replicas 0, 2 did not \(they are in step \d+\)"
     ended = details(job)
     for rank in (0, 2, 3):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from recover.launch import doctor
+from recover.launch.doctor.checks import checks
 
 
 def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:
@@ -39,9 +39,9 @@ def test_an_unfit_machine_exits_1_and_names_the_mend(
     old.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.6'\n")
     old.chmod(0o755)
     monkeypatch.setattr(
-        doctor, "_cuda", lambda: doctor.Finding("CUDA", "ok", "not looked at")
+        checks, "_cuda", lambda: checks.Finding("CUDA", "ok", "not looked at")
     )  # spares torch
-    assert doctor.examine(str(old)) == 1
+    assert checks.examine(str(old)) == 1
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "FAIL" in out
     assert "fault tolerance needs 5 or later" in out
@@ -53,7 +53,7 @@ def test_a_job_that_loses_more_than_it_should_is_not_called_fit(
 ) -> None:
     probe = tmp_path / "probe.py"
     probe.write_text("raise RuntimeError('nothing works')")
-    monkeypatch.setattr(doctor, "_PROBE", probe)
-    (finding,) = doctor._real_test(doctor.preflight.find_mpirun())
+    monkeypatch.setattr(checks, "_PROBE", probe)
+    (finding,) = checks._real_test(checks.preflight.find_mpirun())
     assert finding.status == "FAIL"
     assert "nothing works" in finding.seen

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from etcd_lab import LabRanks
-
-from recover.lab.hosts import Direction, Host, Lab
+from recover_lab.lab.hosts import Direction, Host, Lab
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning"),

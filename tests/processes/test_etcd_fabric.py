@@ -17,16 +17,16 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from patience import PATIENCE, wait_until
 
-from recover.etcd import etcd_agreement, etcd_host
-from recover.etcd.etcd_agreement import Vote, cast, declare, key_of
-from recover.etcd.etcd_client import EtcdClient, KeyValue, UnansweredError, delete
-from recover.etcd.etcd_entry import OtherJobError, place
-from recover.etcd.etcd_fabric import DeclaredDeadError, EtcdFabric
-from recover.etcd.etcd_mail import MESSAGE_LIMIT
-from recover.etcd.etcd_server import EtcdServer
-from recover.etcd.etcd_watch import EtcdWatch
-from recover.fabrics.base import FabricError
-from recover.liveness.board import Board
+from recover.world.fabrics.base import FabricError
+from recover.world.fabrics.etcd import agreement, host_lease
+from recover.world.fabrics.etcd.agreement import Vote, cast, declare, key_of
+from recover.world.fabrics.etcd.client import EtcdClient, KeyValue, UnansweredError, delete
+from recover.world.fabrics.etcd.entry import OtherJobError, place
+from recover.world.fabrics.etcd.fabric import DeclaredDeadError, EtcdFabric
+from recover.world.fabrics.etcd.messages import MESSAGE_LIMIT
+from recover.world.fabrics.etcd.server import EtcdServer
+from recover.world.fabrics.etcd.watch import EtcdWatch
+from recover.world.liveness.board import Board
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -116,7 +116,7 @@ def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabr
 def test_of_many_votes_the_last_voter_compares_all_without_reading_them(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_agreement, "COMPARED", 1)
+    monkeypatch.setattr(agreement, "COMPARED", 1)
     ranks, clients = fabrics.make(4, Recording)
     for number in range(1, 4):
         assert agree(ranks, 7) == [7] * 4
@@ -306,8 +306,8 @@ def test_wait_for_a_vote_counts_only_while_etcd_answers(
             self.unanswered += kind == "silent"
             return answer
 
-    monkeypatch.setattr("recover.etcd.etcd_fabric.time", clock)
-    monkeypatch.setattr("recover.etcd.etcd_fabric.LOOK_AGAIN", look_again)
+    monkeypatch.setattr("recover.world.fabrics.etcd.fabric.time", clock)
+    monkeypatch.setattr("recover.world.fabrics.etcd.fabric.LOOK_AGAIN", look_again)
     ranks, clients = fabrics.make(2, Delayed, hang_limit=hang_limit)
     results: list[Any] = []
     voter = threading.Thread(target=lambda: results.extend(agree(ranks[:1], 1)), daemon=True)
@@ -329,7 +329,7 @@ def test_vote_that_comes_before_the_declaration_keeps_a_rank_alive(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has waited too long for rank 1, has seen no vote of rank 1, and is about to declare it dead."""
-    monkeypatch.setattr("recover.etcd.etcd_fabric.LOOK_AGAIN", 0.01)
+    monkeypatch.setattr("recover.world.fabrics.etcd.fabric.LOOK_AGAIN", 0.01)
     declaration = base64.b64encode(f"{fabrics.prefix}{key_of('seen/dead/', 1)}".encode()).decode()
     late_results: list[Any] = []
     late = threading.Thread(target=lambda: late_results.extend(agree(ranks[1:], 0b011)), daemon=True)
@@ -367,7 +367,7 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
 ) -> None:
     ranks, _ = fabrics.make(2, host="a", grace=60.0)
     lost = threading.Event()
-    lease = etcd_host.HostLease(fabrics.etcd, "a", [0, 1], ttl=2.0, lost=lost.set)
+    lease = host_lease.HostLease(fabrics.etcd, "a", [0, 1], ttl=2.0, lost=lost.set)
     lease.start()
     for ranks_there in ([0], [0, 1, 2], [0, 1]):
         lease.place(ranks_there)
@@ -383,12 +383,14 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     lease._client = fabrics.etcd
     voters.join(PATIENCE)
     assert results == [1] * 2
-    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)  # by one who has not heard that it is back
+    host_lease.HostsSeen(fabrics.etcd)._declare(
+        "a", [0, 1], agent
+    )  # by one who has not heard that it is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     fabrics.etcd.txn([], [delete("seen/host/a")])
-    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
+    host_lease.HostsSeen(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
-    etcd_host.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)
+    host_lease.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)
     assert [isinstance(end, DeclaredDeadError) for end in agree(ranks, 1)] == [True, True]
     fabrics.etcd.revoke(lease._lease)
     assert lost.wait(PATIENCE), "who was given up must not register anew"

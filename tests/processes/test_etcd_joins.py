@@ -12,7 +12,8 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from patience import PATIENCE, wait_until
 
-from recover.etcd.etcd_agreement import (
+from recover.world.fabrics.base import Admission, NotAdmittedError
+from recover.world.fabrics.etcd.agreement import (
     ASKING,
     CLAIM,
     DECISION,
@@ -23,10 +24,9 @@ from recover.etcd.etcd_agreement import (
     rank_of,
     whole,
 )
-from recover.etcd.etcd_client import EtcdClient, UnansweredError
-from recover.etcd.etcd_entry import OtherJobError, end_job, place
-from recover.etcd.etcd_fabric import DeclaredDeadError, EtcdFabric
-from recover.fabrics.base import Admission, NotAdmittedError
+from recover.world.fabrics.etcd.client import EtcdClient, UnansweredError
+from recover.world.fabrics.etcd.entry import OtherJobError, end_job, place
+from recover.world.fabrics.etcd.fabric import DeclaredDeadError, EtcdFabric
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 

@@ -13,11 +13,11 @@ import pytest
 from etcd_fabrics import Fabrics, agree, at_once
 from patience import PATIENCE, wait_until
 
-from recover.etcd import etcd_mates
-from recover.etcd.etcd_agreement import declare, key_of
-from recover.etcd.etcd_fabric import DeclaredDeadError
-from recover.etcd.etcd_mates import Spoken
 from recover.job.authentication import Authenticator
+from recover.world.fabrics.etcd import replica_peers
+from recover.world.fabrics.etcd.agreement import declare, key_of
+from recover.world.fabrics.etcd.fabric import DeclaredDeadError
+from recover.world.fabrics.etcd.replica_peers import Spoken
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -77,7 +77,9 @@ def test_a_connection_between_mates_that_is_lost_costs_nothing(fabrics: Fabrics)
         assert speaker is not None
         assert isinstance(watch, Spoken)
 
-        def cut(number: int = number, watch: Spoken = watch, speaker: etcd_mates.Speaker = speaker) -> None:
+        def cut(
+            number: int = number, watch: Spoken = watch, speaker: replica_peers.Speaker = speaker
+        ) -> None:
             time.sleep(number * 0.0005)
             watch._free()
             with speaker._lock:

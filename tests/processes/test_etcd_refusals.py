@@ -17,12 +17,12 @@ from etcd_fabrics import add_user, agree
 from patience import wait_until
 from training import small_world
 
-from recover.etcd.etcd_client import EtcdClient, EtcdError, LoginError, UnansweredError
-from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_host import HostLease
-from recover.etcd.etcd_server import find_binary, free_port
-from recover.liveness.board import Board
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, LoginError, UnansweredError
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.host_lease import HostLease
+from recover.world.fabrics.etcd.server import find_binary, free_port
+from recover.world.liveness.board import Board
 
 HERE = "127.0.0.1"
 QUOTA = 16 << 20

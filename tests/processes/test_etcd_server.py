@@ -12,10 +12,10 @@ import pytest
 from etcd_fabrics import EtcdCluster, Fabrics, add_user, agree
 from patience import wait_until
 
-from recover.etcd.etcd_client import EtcdClient, EtcdError
-from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_server import EtcdServer
-from recover.liveness.board import Board
+from recover.world.fabrics.etcd.client import EtcdClient, EtcdError
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.server import EtcdServer
+from recover.world.liveness.board import Board
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -24,7 +24,7 @@ def test_an_etcd_of_ones_own_listens_on_one_address_ends_with_its_starter_and_le
     tmp_path: Path,
 ) -> None:
     program = (
-        "import time; from recover.etcd.etcd_server import EtcdServer; s = EtcdServer().start(); "
+        "import time; from recover.world.fabrics.etcd.server import EtcdServer; s = EtcdServer().start(); "
         "print(s.endpoint, s.pid, s._directory, flush=True); time.sleep(600)"
     )
     starter = subprocess.Popen(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from etcd_ranks import EtcdRanks
 
-from recover.etcd.etcd_agreement import declare
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_server import EtcdServer
+from recover.world.fabrics.etcd.agreement import declare
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.server import EtcdServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 

@@ -10,8 +10,8 @@ import pytest
 from causes_told import why
 from launching import Job
 
-from recover.monitor.view import RunView
-from recover.records.lines import read
+from recover.runs.live.view import RunView
+from recover.runs.records.json_lines import read
 
 LIMIT = 300.0  # seconds; a guard against hangs, far above what a launch takes
 

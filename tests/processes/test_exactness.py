@@ -10,7 +10,7 @@ from training import check_lines, small_world
 from training import train as recover_train
 from worlds import Outcome
 
-from recover.report import compare
+from recover.runs.report import compare
 
 
 def trajectory(outcome: Outcome) -> list[tuple[float, str]]:

@@ -17,10 +17,10 @@ import pytest
 from lab_jobs import LabJob, etcd_on
 from launching import OWN_STEP, Job
 from left_out import leave_out
+from recover_lab.lab.hosts import Lab
 from training import small_world
 
-from recover.lab.hosts import Lab
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 OPERATIONS = ("append", "replace", "read", "read_end", "truncate", "remove", "modified", "open_to_append")
@@ -141,7 +141,7 @@ while not step.stop_agreed:
 # Of an agent: from a moment on it cannot look after its ranks.
 BREAKS = """
 import os
-from recover.agent import agent_ranks
+from recover.launch.hosts import agent_ranks
 from recover.job.supervised import Supervised
 
 Supervised.__init__.__defaults__ = (0.5,)

@@ -11,13 +11,13 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics, at_once
 from patience import PATIENCE, wait_until
 
-from recover.agent.free_slots import HostSlots
-from recover.agent.returns import ANEW, FREE, Newcomer, Returns
-from recover.etcd.etcd_agreement import DEAD, declare, rank_of
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_entry import end_job
-from recover.etcd.etcd_host import HOST
-from recover.fabrics.base import NotAdmittedError
+from recover.launch.hosts.replica_restarts import ANEW, FREE, Newcomer, Returns
+from recover.launch.hosts.slots import HostSlots
+from recover.world.fabrics.base import NotAdmittedError
+from recover.world.fabrics.etcd.agreement import DEAD, declare, rank_of
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.entry import end_job
+from recover.world.fabrics.etcd.host_lease import HOST
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 

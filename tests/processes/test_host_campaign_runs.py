@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from recover_lab.chaos.ground import OneRun
+from recover_lab.chaos.on_hosts import Hosts
 from training import CAN_BE_CUT, small_world
 
-from recover.chaos.ground import OneRun
-from recover.chaos.on_hosts import Hosts
 from recover.faults import parse_faults
 from recover.train.preparation import prepare_run
 

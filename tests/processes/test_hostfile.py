@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lab_jobs import PROGRAMS, ROOT, LabJob
 from patience import PATIENCE
+from recover_lab.lab.hosts import Lab
 
-from recover.lab.hosts import Lab
 from recover.launch.hostfile import check_hostfile
 from recover.launch.preflight import Refusal
 

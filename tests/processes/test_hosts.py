@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import pytest
 from patience import PATIENCE, LeavesNothing, wait_until
-
-from recover.lab import namespaces
-from recover.lab.hosts import Host, Lab
+from recover_lab.lab import namespaces
+from recover_lab.lab.hosts import Host, Lab
 
 PORT = 5000
 SILENCE = 0.3  # seconds without a word: what is not lost is there in well under a millisecond
@@ -114,7 +113,7 @@ def outlasting(sender: socket.socket, receiver: socket.socket, number: int) -> i
 
 IDENTITY = """
 import json, os, socket, sys
-import recover.lab.hosts as ours
+import recover_lab.lab.hosts as ours
 name, place, *_ = sys.argv[1:]
 door = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(door.getsockname()).close()
@@ -143,7 +142,7 @@ def test_each_host_has_its_own_name_address_processes_and_files_and_knows_the_ot
         assert seen["interfaces"] == ["eth0", "lo"]
         assert seen["init"]
         assert seen["processes"] == 2, "more than its init and the program itself"
-        assert seen["code"] == sys.modules["recover.lab.hosts"].__file__
+        assert seen["code"] == sys.modules["recover_lab.lab.hosts"].__file__
         assert seen["directory"] == os.getcwd()
     assert {path.name for path in tmp_path.iterdir()} == {"h1", "h2", "h3"}, "what is shared, all write to"
     assert not [

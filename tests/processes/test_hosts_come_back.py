@@ -14,17 +14,17 @@ from etcd_fabrics import TOKEN, Fabrics, at_once
 from patience import PATIENCE, wait_until
 from training import small_world
 
-from recover.agent import meeting as meetings
-from recover.agent.host_options import HostPart
-from recover.agent.meeting import HostPlan, Meeting
-from recover.agent.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_host import HostLease
-from recover.job.hosts_asked import HostOptions
+from recover.job.host_options import HostOptions
 from recover.job.spec import JobSpec
+from recover.launch.hosts import rendezvous as meetings
+from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.rendezvous import HostPlan, Meeting
+from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.launch.preflight import Refusal
 from recover.train import supervision
 from recover.train.preparation import PreparedRun
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.host_lease import HostLease
 
 LONG = 600.0  # seconds of leases that nothing but the test ends
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from lab_jobs import LabJob, strike
+from recover_lab.lab.hosts import Lab
 from test_return import LR, check_against_calm, replicas
 from training import CAN_BE_CUT, Trained, small_world
-
-from recover.lab.hosts import Lab
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("a_lab_can_be_made_here")]
 TWELVE = 240.0  # seconds for so many ranks to start, or some of them beside the others, on a few busy cores

@@ -10,7 +10,7 @@ import torch
 from toy_llama import CONFIG, Tokens, real, reference, reference_gradients
 from worlds import Outcome, run_world
 
-from recover.models import Llama
+from recover.train.models import Llama
 
 
 def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **options: Any) -> Outcome:

@@ -110,7 +110,7 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
         refused = run(*command, *words)
         assert refused.returncode == 2, refused.stderr
         assert f"needs the package {missing}, which is not installed" in refused.stderr
-        assert "`pip install 'recover[train]'`" in refused.stderr
+        assert "`pip install 'recover-train[train]'`" in refused.stderr
         assert "Traceback" not in refused.stderr
 
 
@@ -124,7 +124,7 @@ def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> 
     core = {plain_name(re.match(r"[\w.-]+", line)[0]) for line in needed if "extra ==" not in line}  # type: ignore[index]
     assert core == CORE
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]["train"]) == EXTRA | {"recover[watch]"}
+    assert set(project["optional-dependencies"]["train"]) == EXTRA | {"recover-train[watch]"}
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -8,7 +8,7 @@ import pytest
 from join_cells import AT_WORK, Cell, all_cells, faults_of, lay_out, play
 from joining_ranks import JoiningRanks
 
-from recover.etcd.etcd_server import EtcdServer
+from recover.world.fabrics.etcd.server import EtcdServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 EVENTS = 16  # in one launch, at the most

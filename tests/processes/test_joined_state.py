@@ -12,7 +12,7 @@ import pytest
 from launching import Job
 from worlds import PROGRAMS
 
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
 
 HANG = 240  # seconds; far above what anything here takes
 

@@ -8,7 +8,7 @@ import pytest
 from joining_ranks import JoiningRanks
 from patience import wait_until
 
-from recover.etcd.etcd_server import EtcdServer
+from recover.world.fabrics.etcd.server import EtcdServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE, LeavesNothing, wait_until
-
-from recover.lab.hosts import Lab, unavailable
+from recover_lab.lab.hosts import Lab, unavailable
 
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 
 # A lab in a process of its own, that tells what it is made of and then ends in one way or another.
 OWNER = """
 import json, os, signal, sys, time
-from recover.lab.hosts import Lab
+from recover_lab.lab.hosts import Lab
 with Lab(hosts=2) as lab:
     lab["h1"].shape(delay_ms=5)
     lab["h2"].start(["sh", "-c", "setsid sleep 1000 & trap '' TERM; sleep 1000"])

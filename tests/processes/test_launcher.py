@@ -186,7 +186,7 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
     """First reductions and agreements for longer than the timeout, then a repair with a sick rank, then a livelock."""
     script = """
         import os, signal, time, numpy, recover
-        from recover.carriers import mpi
+        from recover.world.carriers import mpi
         world = recover.init(carrier="mpi")
         open(os.environ["RECOVER_RUN_DIR"] + f"/{world.rank}.up", "w").close()
         for _ in range(30):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from lab_jobs import LabJob
 from launching import Job
+from recover_lab.lab.hosts import Lab
 from training import small_world
 
-from recover.lab.hosts import Lab
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
 
 SCRIPT = """
 import time, torch, recover
-from recover.carriers.contract import CarrierError
+from recover.world.carriers.contract import CarrierError
 
 SLOW, CUT, STEPS = 2, 4, 5
 world = recover.init()

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import recover
 from recover.data.indexed import IterableStream, MapStream
 from recover.data.sending import SMALL
-from recover.step.handed_out import refuse_what_is_no_stream
+from recover.step.in_flight import refuse_what_is_no_stream
 from recover.step.samples import ExactSamples, PartitionedSamples
 
 

@@ -10,8 +10,8 @@ import pytest
 from etcd_fabrics import EtcdCluster
 from patience import wait_until
 
-from recover.agent.own_etcd import OwnEtcd
 from recover.job.spec import EtcdAccess
+from recover.launch.hosts.own_etcd import OwnEtcd
 from recover.launch.session import Session
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")

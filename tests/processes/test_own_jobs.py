@@ -16,7 +16,7 @@ from launching import Job
 from patience import PATIENCE
 from worlds import run_world
 
-from recover.report import build
+from recover.runs.report import build
 
 STEP = """
 import os, sys

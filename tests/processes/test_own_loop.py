@@ -8,7 +8,7 @@ import torch
 from own_loop import digest, make_stream, reference
 from worlds import Outcome, run_world
 
-from recover.saving import checkpoint
+from recover.checkpoint import directory
 
 
 def test_own_loops_keep_their_batches_lines_and_checkpoints_whoever_dies(tmp_path: Path) -> None:
@@ -21,8 +21,8 @@ def test_own_loops_keep_their_batches_lines_and_checkpoints_whoever_dies(tmp_pat
     assert first.code == 0, first.output
     assert first.survivors == [4], first.output
     assert "recover: fail after step 2 raised ValueError: this log is full; training goes on" in first.output
-    assert [found.step for found in checkpoint.all_good(place)] == [4, 8]
-    assert not checkpoint.drafts(place)
+    assert [found.step for found in directory.all_good(place)] == [4, 8]
+    assert not directory.drafts(place)
     second = run_world("own_loop.py", tmp_path / "second", 2, [str(place), "11", {}])
     assert second.code == 0, second.output
     for rank in second.survivors:

@@ -19,9 +19,9 @@ from patience import PATIENCE, wait_until
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from training import small_world
 
-from recover.liveness.board import Board
-from recover.monitor.view import POINTS
-from recover.records.goodput import PARTS
+from recover.runs.live.view import POINTS
+from recover.runs.records.goodput import PARTS
+from recover.world.liveness.board import Board
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PICTURES = os.environ.get("PAGE_PICTURES")  # a folder: screenshots of the live run go there
@@ -248,7 +248,7 @@ def _server_of(launcher: int) -> list[int]:
                 line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(stat[1]) == launcher and b"recover.monitor.listening" in line:
+            if int(stat[1]) == launcher and b"recover.runs.live.page_process" in line:
                 found.append(int(entry.name))
     return found
 

@@ -14,7 +14,7 @@ from patience import PATIENCE
 from training import small_world, start
 
 from recover.launch.verdict import Verdict
-from recover.world.ending import place_of
+from recover.world.rank_exit import place_of
 
 TRAINING = """
 import json, signal, time

@@ -13,7 +13,7 @@ from patience import PATIENCE, wait_until
 
 from recover.job.environment import leave_changes
 from recover.launch.guardian import clean
-from recover.ready.kept import ReadyProcesses
+from recover.launch.prewarmed import ReadyProcesses
 
 SCRIPT = """
 import json, os, sys

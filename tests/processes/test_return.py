@@ -14,18 +14,18 @@ from lab_jobs import LabJob, strike
 from launching import OWN_STEP, Job
 from patience import PATIENCE, wait_until
 from rank_pids import ranks_of_run
+from recover_lab.lab.hosts import Lab
 from training import Trained, check_lines, finish, joins, losses, small_world, start, train
 
-from recover.agent.agent_ranks import HostRanks
-from recover.agent.free_slots import SETTLE, HostSlots
-from recover.agent.placement import Seat
-from recover.agent.returns import Newcomer
 from recover.job.spec import JobSpec
-from recover.lab.hosts import Lab
+from recover.launch.hosts.host_ranks import HostRanks
+from recover.launch.hosts.placement import Seat
+from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.session import Session
 from recover.launch.verdict import write_marker
-from recover.records.job_log import job_lines
-from recover.records.lines import read
+from recover.runs.records.job_log import job_lines
+from recover.runs.records.json_lines import read
 
 LR = ["lr=0.1", "warmup_steps=1000"]  # neither depends on how many steps there will be nor diverges in them
 HSDP = ["parallel=hsdp", "shard=2", "microbatch_size=2"]

@@ -15,7 +15,7 @@ from test_return import LR, check_against_calm, replicas, wait
 from training import finish, small_world, start
 
 from recover.job.spec import VARIABLE, JobSpec
-from recover.launch.etcd_access import client_of
+from recover.world.fabrics.etcd.access import client_of
 
 SECONDS = float(os.environ.get("TEST_CHAOS_SECONDS", "60"))  # half an hour, before a release
 SEED = 7

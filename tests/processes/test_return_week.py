@@ -17,9 +17,9 @@ from test_return import check_against_calm, replicas, wait
 from test_return_chaos import keys, living
 from training import finish, small_world, start
 
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_server import EtcdServer
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.server import EtcdServer
 
 DEATHS = int(os.environ.get("TEST_WEEK_DEATHS", "200"))
 SETTLED = 0.1  # of the deaths: then all is there that there will be, and it is counted

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from recover_lab.chaos.campaign import run_job
+from recover_lab.chaos.ground import OneRun
+from recover_lab.peers.scene import SHAPE
+from recover_lab.simulate.learned import learn
+from recover_lab.simulate.replay import hold_against
+from recover_lab.simulate.scenario import parse_scenario
 
-from recover.chaos.campaign import run_job
-from recover.chaos.ground import OneRun
 from recover.faults.draw import draw_schedule
-from recover.peers.scene import SHAPE
-from recover.simulate.learned import learn
-from recover.simulate.played_again import hold_against
-from recover.simulate.scenario import parse_scenario
 
 
 @pytest.mark.soak
@@ -60,9 +60,9 @@ def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
 
 SHARED_OUT = """
 import json
-from recover.simulate import race as races
-from recover.simulate.presets import preset
-from recover.simulate.scenario import parse_scenario
+from recover_lab.simulate import race as races
+from recover_lab.simulate.presets import preset
+from recover_lab.simulate.scenario import parse_scenario
 
 changes = {"run.days": 1, "run.seeds": 5, "run.systems": "restart,recover-return"}
 scenario = parse_scenario({**preset("meta-100k").values, **changes})

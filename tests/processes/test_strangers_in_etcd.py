@@ -16,15 +16,15 @@ from etcd_fabrics import TOKEN, Fabrics, agree, at_once
 from launching import Job
 from patience import wait_until
 
-from recover.etcd.etcd_agreement import ASKING, CLAIM, DEAD, DECISION, VOTE, declare, key_of
-from recover.etcd.etcd_client import EtcdClient, KeyValue, LostDataError
-from recover.etcd.etcd_entry import place
-from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_server import EtcdServer, free_port
-from recover.fabrics.base import NotAdmittedError
 from recover.job.authentication import Authenticator, make_token_file
-from recover.liveness.board import Board
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
+from recover.world.fabrics.base import NotAdmittedError
+from recover.world.fabrics.etcd.agreement import ASKING, CLAIM, DEAD, DECISION, VOTE, declare, key_of
+from recover.world.fabrics.etcd.client import EtcdClient, KeyValue, LostDataError
+from recover.world.fabrics.etcd.entry import place
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.server import EtcdServer, free_port
+from recover.world.liveness.board import Board
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 

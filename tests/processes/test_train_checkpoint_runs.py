@@ -8,8 +8,8 @@ import pytest
 from training import small_world, train
 from worlds import PROGRAMS
 
+from recover.checkpoint.directory import FACTS, CheckpointError
 from recover.launch.launcher import launch
-from recover.saving.checkpoint import FACTS, CheckpointError
 from recover.train.config import parse, read_words
 from recover.train.preparation import prepare_run
 

@@ -25,12 +25,12 @@ from training import (
 )
 
 from recover.data import open_stream
-from recover.journal.run_records import data_digest
-from recover.models import Llama
-from recover.records.job_log import job_lines
+from recover.runs.records.job_log import job_lines
+from recover.runs.writing.run_records import data_digest
 from recover.train.config import parse, read_words
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
+from recover.train.models import Llama
 from recover.train.optimizer import make_optimizer
 
 PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "advance")

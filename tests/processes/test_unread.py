@@ -8,7 +8,7 @@ import pytest
 from launching import OWN_STEP, Job
 from patience import wait_until
 
-from recover.records.lines import read
+from recover.runs.records.json_lines import read
 
 STEPS = 24
 SCRIPT = f"""{OWN_STEP}

@@ -20,10 +20,10 @@ from training import check_lines, finish, losses, small_world, start, train
 from worlds import Outcome, run_world
 
 from recover.job.grid import Grid
-from recover.liveness.board import PID, STARTED, Board, start_time
-from recover.report import build
-from recover.step import poison
-from recover.world.notes import RunNotes, blamed
+from recover.runs.report import build
+from recover.step import poisoned_sample
+from recover.world.liveness.board import PID, STARTED, Board, start_time
+from recover.world.slot_notes import RunNotes, blamed
 from recover.world.watchdog import (
     STOPPED,
 )
@@ -174,16 +174,16 @@ def test_a_slot_that_cost_two_replicas_ends_the_run_however_each_was_lost(tmp_pa
     notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=2)
     notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=3)  # of the same replica
     notes.leave(5, [(3, 33)], "it has done nothing for 60 s", rank=0)
-    poison.check(notes, 6, grid)
+    poisoned_sample.check(notes, 6, grid)
     assert blamed(notes, 6) == {(2, 42), (3, 43)}
     notes.leave(6, [(3, 43)], "it raised: ValueError", rank=7)
-    poison.check(notes, 5, grid)
+    poisoned_sample.check(notes, 5, grid)
     with pytest.raises(
-        poison.PoisonedSampleError, match=r"slot 3 of step 6 \(sample 43\) has cost replicas 1, 3"
+        poisoned_sample.PoisonedSampleError, match=r"slot 3 of step 6 \(sample 43\) has cost replicas 1, 3"
     ):
-        poison.check(notes, 6, grid, members=[0, 1, 4, 5])
+        poisoned_sample.check(notes, 6, grid, members=[0, 1, 4, 5])
     # As long as the other one counts among the living, some may not have read its note: all or none must end.
-    poison.check(notes, 6, grid, members=[0, 1, 4, 5, 6, 7])
+    poisoned_sample.check(notes, 6, grid, members=[0, 1, 4, 5, 6, 7])
 
 
 def _wakes(pid: int) -> bool:

@@ -15,9 +15,9 @@ from patience import PATIENCE
 from worlds import CARRIERS, PROGRAMS, run_world
 
 from recover.job.grid import Grid
-from recover.launch import meeting_place
-from recover.launch.meeting_place import make_meeting_place
-from recover.liveness.board import Board
+from recover.launch import foreign_mpirun
+from recover.launch.foreign_mpirun import make_meeting_place
+from recover.world.liveness.board import Board
 
 
 @pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])
@@ -114,8 +114,8 @@ def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_
     script = (
         "import os, socket, torch, recover\n"
         f"os.environ['RECOVER_RUN_DIR'] = {str(tmp_path)!r}\n"
-        "from recover.replica.torch_world import init_replica_world\n"
-        "from recover.carriers.gloo import _sockets\n"
+        "from recover.parallel.torch_world import init_replica_world\n"
+        "from recover.world.carriers.gloo import _sockets\n"
         "world = recover.init(replica_size=2)\n"
         "init_replica_world(world)\n"
         "mates = torch.tensor([world.rank])\n"
@@ -143,7 +143,7 @@ def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -
 
 # In one write: both ranks speak into the same pipe.
 WHERE = (
-    "import os; from recover.launch.meeting_place import make_meeting_place as make; "
+    "import os; from recover.launch.foreign_mpirun import make_meeting_place as make; "
     "os.write(1, str(make()).encode() + bytes([10]))"
 )
 
@@ -169,7 +169,7 @@ def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp
 def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    monkeypatch.setattr(meeting_place, "MEMORY", tmp_path)
+    monkeypatch.setattr(foreign_mpirun, "MEMORY", tmp_path)
     place = make_meeting_place()
     place.rmdir()
     target = tmp_path / "target"

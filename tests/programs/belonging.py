@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_  # by name, and before there is a Ste
 
 import recover
 import recover.dropin
-from recover.replica import rows
+from recover.parallel import rows
 
 torch.set_num_threads(1)
 world = recover.init()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import recover.train
-from recover.saving import saver, tensors
+from recover.checkpoint import saver, tensors
 
 save = saver.Saver.save
 

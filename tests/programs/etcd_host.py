@@ -21,23 +21,23 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from recover.etcd.etcd_agreement import declare
-from recover.etcd.etcd_client import EtcdClient, UnansweredError
-from recover.etcd.etcd_fabric import EtcdFabric
-from recover.etcd.etcd_host import HostLease
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.liveness.board import Board
-from recover.world import ending
+from recover.world import rank_exit
+from recover.world.census import Census
+from recover.world.fabrics.etcd.agreement import declare
+from recover.world.fabrics.etcd.client import EtcdClient, UnansweredError
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.host_lease import HostLease
+from recover.world.liveness.board import Board
 from recover.world.membership import ExcludedError, Membership
-from recover.world.roll_call import Census
 
 scenario = json.loads(sys.argv[1])
 SIZE, DIRECTORY, CARRIER = scenario["size"], Path(scenario["directory"]), scenario["carrier"]
 if CARRIER:  # once, before the forks
     import torch
 
-    import recover.carriers.gloo
+    import recover.world.carriers.gloo
     import recover.world.world  # noqa: F401
 
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def client() -> EtcdClient:
 
 
 def die(why: str) -> NoReturn:
-    ending.die(ending.End.FENCED, why)
+    rank_exit.die(rank_exit.End.FENCED, why)
 
 
 class NoCarrier:
@@ -78,13 +78,13 @@ class NoCarriers:
 def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
     grid = Grid.of(SIZE, scenario["replica_size"])
     if not CARRIER:
-        membership = Membership(fabric, grid, NoCarriers(), lambda *place: None, ending.log)
+        membership = Membership(fabric, grid, NoCarriers(), lambda *place: None, rank_exit.log)
         return membership, membership.repair(b"")
-    from recover.carriers.gloo import GlooCarriers
-    from recover.carriers.worker import Worker
+    from recover.world.carriers.gloo import GlooCarriers
+    from recover.world.carriers.worker import Worker
     from recover.world.hooks import NoHooks
-    from recover.world.notes import RunNotes
-    from recover.world.seams import Own, Parts
+    from recover.world.interfaces import Own, Parts
+    from recover.world.slot_notes import RunNotes
     from recover.world.world import World
 
     worker = Worker()
@@ -94,7 +94,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
         hooks=NoHooks(),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, ending),
+        own=cast(Own, rank_exit),
         notes=RunNotes(str(DIRECTORY), fabric.rank),
         watch=lambda watcher: watcher.start(),
     )
@@ -117,7 +117,7 @@ def reduced(world: Any) -> bool:
 def run_rank(rank: int) -> NoReturn:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "RECOVER_RUN_DIR": str(DIRECTORY)}
-    ending.install_hooks(standalone=True)
+    rank_exit.install_hooks(standalone=True)
     diary = os.open(DIRECTORY / f"diary-{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def note(kind: str, **facts: object) -> None:
@@ -153,10 +153,10 @@ def run_rank(rank: int) -> NoReturn:
             if not word & 2:
                 break
     except ExcludedError as excluded:
-        ending.die(ending.End.EXCLUDED, str(excluded))
+        rank_exit.die(rank_exit.End.EXCLUDED, str(excluded))
     except BaseException as error:
-        ending.die_of(error)
-    ending.succeed()
+        rank_exit.die_of(error)
+    rank_exit.succeed()
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
-from recover.etcd.etcd_server import EtcdServer
+from recover.world.fabrics.etcd.server import EtcdServer
 
 warnings.simplefilter("ignore")
 scenario = json.loads(sys.argv[1])

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from recover.carriers.gloo import GlooCarrier
-from recover.carriers.host import AllLanes
-from recover.carriers.worker import Worker
 from recover.job.grid import Grid
+from recover.world.carriers.gloo import GlooCarrier
+from recover.world.carriers.host_memory import AllLanes
+from recover.world.carriers.worker import Worker
 
 NUMBERS = 4 << 20  # of 8 bytes: more than two sockets hold
 TRIES = 20  # until it is caught halfway

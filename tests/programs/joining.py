@@ -26,23 +26,23 @@ from typing import Any, NoReturn, cast
 import torch
 
 import recover
-from recover.carriers.gloo import GlooCarriers
-from recover.carriers.worker import Worker
-from recover.etcd.etcd_agreement import declare
-from recover.etcd.etcd_client import EtcdClient
-from recover.etcd.etcd_fabric import EtcdFabric
 from recover.faults.fault import parse_faults
 from recover.faults.probe import Probe
+from recover.gradients.parts import local_part
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.launch.join import _leave_etcd
-from recover.liveness.board import Board
-from recover.models import Llama
-from recover.replica import rows
-from recover.sums.parts import local_part
-from recover.world import ending
-from recover.world.notes import RunNotes
-from recover.world.seams import Own, Parts
+from recover.launch.init import _leave_etcd
+from recover.parallel import rows
+from recover.train.models import Llama
+from recover.world import rank_exit
+from recover.world.carriers.gloo import GlooCarriers
+from recover.world.carriers.worker import Worker
+from recover.world.fabrics.etcd.agreement import declare
+from recover.world.fabrics.etcd.client import EtcdClient
+from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.interfaces import Own, Parts
+from recover.world.liveness.board import Board
+from recover.world.slot_notes import RunNotes
 from recover.world.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -81,7 +81,7 @@ def enter_world(rank: int) -> World:
         hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, ending),
+        own=cast(Own, rank_exit),
         notes=RunNotes(str(DIRECTORY), rank),
         watch=lambda watcher: watcher.start(),
     )
@@ -143,7 +143,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def run_rank(rank: int) -> NoReturn:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "RECOVER_RUN_DIR": str(DIRECTORY)}
-    ending.install_hooks(standalone=True)
+    rank_exit.install_hooks(standalone=True)
     diary = os.open(DIRECTORY / f"diary-{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def note(kind: str, **facts: object) -> None:
@@ -211,8 +211,8 @@ def run_rank(rank: int) -> NoReturn:
                 ],
             )
     except BaseException as error:
-        ending.die_of(error)
-    ending.succeed()
+        rank_exit.die_of(error)
+    rank_exit.succeed()
 
 
 def main() -> None:

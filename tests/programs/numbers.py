@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recover
 import recover.dropin
-from recover.replica import rows
+from recover.parallel import rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_numbers import BATCH, STEPS, Stream, draws, loss_of, make_net, make_optimizer, seed_user

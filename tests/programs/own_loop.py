@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import recover
-from recover.saving import saver
+from recover.checkpoint import saver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from own_loop import BATCH, digest, loss_of, make_average, make_model, make_optimizer, make_stream

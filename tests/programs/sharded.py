@@ -23,11 +23,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import recover
 import recover.dropin
-from recover.models import Llama
-from recover.models.llama import Block
-from recover.replica import rows
-from recover.sums import exponents
-from recover.sums.parts import local_part
+from recover.gradients import exponents
+from recover.gradients.parts import local_part
+from recover.parallel import rows
+from recover.train.models import Llama
+from recover.train.models.llama import Block
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_llama import CONFIG, Tokens, real

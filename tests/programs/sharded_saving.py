@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import recover
-from recover.replica import rows
+from recover.parallel import rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from constructs import BATCH, Padded, adamw, targets_of

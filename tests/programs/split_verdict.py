@@ -11,7 +11,7 @@ import sys
 import time
 
 import recover
-from recover.fabrics.openmpi import MPI
+from recover.world.fabrics.openmpi import MPI
 
 world = recover.init()
 comm = MPI.COMM_WORLD

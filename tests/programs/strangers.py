@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import recover
-from recover.carriers import gloo
 from recover.job import process
+from recover.world.carriers import gloo
 
 HARMLESS = "silent short store nonsense"
 ROUNDS = ("impostor", HARMLESS, f"{HARMLESS} peer", "loud-peer")

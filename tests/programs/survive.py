@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import recover
-from recover.world.roll_call import Census
+from recover.world.census import Census
 
 scenario = json.loads(sys.argv[1])
 world = recover.init(carrier=scenario["carrier"])

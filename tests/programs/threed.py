@@ -23,9 +23,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import recover
-from recover.models import Llama
-from recover.replica import plain_name
-from recover.sums.parts import local_part
+from recover.gradients.parts import local_part
+from recover.parallel import plain_name
+from recover.train.models import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_llama import Tokens

@@ -10,76 +10,108 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HOUSE = ROOT / "recover"
-PUBLIC = "recover"  # the public names: what `import recover` gives
+PACKAGES = {"recover": ROOT / "recover", "recover_lab": ROOT / "tools" / "recover_lab"}
 
-# What runs up, and why it may: by the file and the module that it imports.
+# Imports that run upwards, and why they may: by the file and the module that it imports.
 UPWARDS: dict[tuple[str, str], str] = {}
 
 
 def levels(page: str) -> dict[str, int]:
-    """The rooms of the picture, by how high they are; its first 30 columns name them, the rest explains."""
-    (picture,) = re.findall(r"^## The rooms$.*?^```$\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    """The parts of the picture by their height: the first 30 columns of a line name them, the rest explains."""
+    (picture,) = re.findall(r"^## The parts$.*?^```$\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     found: dict[str, int] = {}
     for height, line in enumerate(reversed(picture.splitlines())):
-        for room in line[:30].split():
-            assert room not in found, f"the picture shows {room} twice"
-            found[room] = height
+        for part in line[:30].split():
+            assert part not in found, f"the picture shows {part} twice"
+            found[part] = height
     return found
 
 
 LEVELS = levels((ROOT / "docs" / "architecture.md").read_text())
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(HOUSE).parts
-    return parts[0] if len(parts) > 1 else PUBLIC
+def part_of(name: str) -> str:
+    """The part that a module, or a file as a path, belongs to: the longest name of the picture that begins it."""
+    words = name.removesuffix(".py").replace(".", "/").split("/")
+    if words[0] == "recover":
+        words = words[1:]
+    for count in range(len(words), 0, -1):
+        if (part := "/".join(words[:count])) in LEVELS:
+            return part
+    return "recover"  # the public names: `from recover import Step`
 
 
 def modules_in(source: str, place: str) -> Iterator[str]:
-    """All of this package that is imported, anywhere: at the top, for types alone, or inside a function."""
+    """All of these packages that is imported, anywhere: at the top, for types alone, or inside a function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "recover")
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PACKAGES)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{place}:{node.lineno}: imports are written in full here"
-            if node.module == "recover":
-                yield from (f"recover.{alias.name}" for alias in node.names)
-            elif node.module and node.module.startswith("recover."):
-                yield node.module
+            package = (node.module or "").split(".")[0]
+            if package in PACKAGES:
+                # A module of a package may be a part of its own: `from recover.world import fabrics`.
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def used_room(module: str) -> str:
-    room = module.removeprefix("recover.").partition(".")[0]
-    return room if room in LEVELS else PUBLIC  # `from recover import Step`
-
-
-def upwards(path: Path, source: str) -> set[tuple[str, str]]:
-    """What this file imports from beside or above its room."""
-    name, room = path.relative_to(HOUSE).as_posix(), room_of(path)
+def upwards(name: str, source: str) -> set[tuple[str, str]]:
+    """What this file imports from a part on the same line as its own, or above it."""
+    part = part_of(name)
     return {
         (name, module)
         for module in modules_in(source, name)
-        if used_room(module) != room and LEVELS[used_room(module)] >= LEVELS[room]
+        if part_of(module) != part and LEVELS[part_of(module)] >= LEVELS[part]
     }
 
 
-def test_the_picture_shows_every_room_and_no_other() -> None:
-    rooms = {path.name for path in HOUSE.iterdir() if (path / "__init__.py").exists()}
-    assert LEVELS.keys() == rooms | {PUBLIC}
+def files() -> Iterator[tuple[str, str]]:
+    for package, directory in PACKAGES.items():
+        for path in directory.rglob("*.py"):
+            yield f"{package}/{path.relative_to(directory).as_posix()}", path.read_text()
 
 
-def test_no_import_runs_up_or_beside() -> None:
-    found = set.union(*(upwards(path, path.read_text()) for path in HOUSE.rglob("*.py")))
-    assert sorted(found - UPWARDS.keys()) == [], "docs/architecture.md says who may use whom"
+def test_picture_shows_every_part_and_no_other() -> None:
+    folders = {
+        f"{'' if package == 'recover' else package + '/'}{path.name}"
+        for package, directory in PACKAGES.items()
+        for path in directory.iterdir()
+        if (path / "__init__.py").exists()
+    }
+    assert {part for part in LEVELS if part_of(part) == part} == LEVELS.keys()
+    assert folders <= LEVELS.keys()
+    missing = [
+        part
+        for part in LEVELS.keys() - {"recover"}
+        if not any((ROOT / at / part).is_dir() for at in ("recover", "tools"))
+    ]
+    assert missing == []
+
+
+def test_imports_run_downwards() -> None:
+    found = set.union(*(upwards(name, source) for name, source in files()))
+    assert sorted(found - UPWARDS.keys()) == [], "docs/architecture.md says which part may use which"
     assert sorted(UPWARDS.keys() - found) == [], "these need no exception any more"
+
+
+def test_parts_depend_on_each_other_in_one_direction() -> None:
+    """Two parts that hold smaller ones may not use each other through them."""
+
+    def whole(part: str) -> str:
+        return "/".join(part.split("/")[: 2 if part.startswith("recover_lab/") else 1])
+
+    uses = {
+        (whole(part_of(name)), whole(part_of(module)))
+        for name, source in files()
+        for module in modules_in(source, name)
+    }
+    assert sorted((a, b) for a, b in uses if a < b and (b, a) in uses) == []
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "import recover.train.trainer",
-        "from recover.world import ending",
+        "from recover.world import rank_exit",
         "from recover import world",
         "def late():\n    from recover.launch.launcher import launch",
         "import recover",
@@ -87,6 +119,7 @@ def test_no_import_runs_up_or_beside() -> None:
         "if TYPE_CHECKING:\n    from recover.cli import app",
     ],
 )
-def test_every_way_to_import_from_above_is_seen(line: str) -> None:
-    assert upwards(HOUSE / "carriers" / "new.py", line)
-    assert not upwards(HOUSE / "carriers" / "new.py", "from recover.fabrics.base import Fabric\nimport torch")
+def test_every_form_of_an_upward_import_is_found(line: str) -> None:
+    below = "from recover.world.fabrics.base import Fabric\nimport torch"
+    assert upwards("recover/world/carriers/new.py", line)
+    assert not upwards("recover/world/carriers/new.py", below)

@@ -17,13 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover.agent import own_etcd
-from recover.agent.host_options import one_host, read_options
-from recover.carriers import choose
-from recover.carriers.gloo import GlooCarrier
-from recover.carriers.worker import Worker
-from recover.etcd import etcd_client as etcd
-from recover.etcd.etcd_agreement import (
+from recover.job.authentication import MAC_BYTES, Authenticator, make_token_file
+from recover.job.grid import Grid
+from recover.job.host_options import HostOptions
+from recover.job.spec import EtcdAccess
+from recover.launch.hosts import own_etcd
+from recover.launch.hosts.options import one_host, read_options
+from recover.launch.preflight import Refusal
+from recover.step.joining import state_handover
+from recover.world.carriers import choose
+from recover.world.carriers.gloo import GlooCarrier
+from recover.world.carriers.worker import Worker
+from recover.world.fabrics.etcd import client as etcd
+from recover.world.fabrics.etcd.agreement import (
     CLAIM,
     DEAD,
     DECISION,
@@ -38,17 +44,11 @@ from recover.etcd.etcd_agreement import (
     key_of,
     unanimous,
 )
-from recover.etcd.etcd_client import Answer, EtcdClient, KeyValue
-from recover.etcd.etcd_mail import mail_key, told_key
-from recover.etcd.etcd_mates import Channel
-from recover.etcd.etcd_news import News
-from recover.etcd.etcd_watch import EtcdWatch
-from recover.job.authentication import MAC_BYTES, Authenticator, make_token_file
-from recover.job.grid import Grid
-from recover.job.hosts_asked import HostOptions
-from recover.job.spec import EtcdAccess
-from recover.launch.preflight import Refusal
-from recover.step import newcomers
+from recover.world.fabrics.etcd.client import Answer, EtcdClient, KeyValue
+from recover.world.fabrics.etcd.membership_cache import News
+from recover.world.fabrics.etcd.messages import mail_key, told_key
+from recover.world.fabrics.etcd.replica_peers import Channel
+from recover.world.fabrics.etcd.watch import EtcdWatch
 
 ROOT = Path(__file__).parents[2]
 
@@ -371,11 +371,11 @@ class FakeParcel:
 
 def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not signed so is not even looked into."""
-    monkeypatch.setattr(newcomers, "Parcel", FakeParcel)
-    monkeypatch.setattr(newcomers, "set_generators", lambda *_: None)
+    monkeypatch.setattr(state_handover, "Parcel", FakeParcel)
+    monkeypatch.setattr(state_handover, "set_generators", lambda *_: None)
     wire = Wire()
 
-    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> newcomers.Newcomers:
+    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> state_handover.Newcomers:
         board = SimpleNamespace(votes=lambda rank: 1, catch_up=lambda *_: None)
         world = SimpleNamespace(
             token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2
@@ -383,7 +383,7 @@ def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.M
         position = SimpleNamespace(give=dict, take=lambda state: None, index=1)
         joinable = SimpleNamespace(obstacle=lambda: None)
         state = torch.nn.Linear(1, 1), None, None, {}
-        made = newcomers.Newcomers(world, SimpleNamespace(), position, state, lambda: None, joinable)  # type: ignore[arg-type]
+        made = state_handover.Newcomers(world, SimpleNamespace(), position, state, lambda: None, joinable)  # type: ignore[arg-type]
         monkeypatch.setattr(made, "_stripes", lambda *_: wire)
         return made
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from recover.step.belonging import Belonging
-from recover.sums.inside import Replica, mark
+from recover.gradients.replica_interface import Replica, mark
+from recover.step.model_checks import Belonging
 
 
 class Sharded(Replica):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from recover.bench import measure as measuring
-from recover.bench import suite
-from recover.bench.measure import BenchmarkError
-from recover.bench.trajectory import distance, lines_of, throughput, totals
-from recover.peers.costs import Costs, Restarting, rerun_steps
-from recover.peers.events import Events, read_events
-from recover.peers.metrics import (
+from recover_lab.bench import measure as measuring
+from recover_lab.bench import suite
+from recover_lab.bench.measure import BenchmarkError
+from recover_lab.bench.trajectory import distance, lines_of, throughput, totals
+from recover_lab.peers.costs import Costs, Restarting, rerun_steps
+from recover_lab.peers.events import Events, read_events
+from recover_lab.peers.metrics import (
     advantage,
     failures,
     interval_throughput,
@@ -29,10 +28,11 @@ from recover.peers.metrics import (
     tokens_at,
     warm_steps,
 )
-from recover.peers.scene import Scene, inside
-from recover.publish.measured_sources import measured, sources
-from recover.publish.page import TEXTS, build
-from recover.records.kinds import Event
+from recover_lab.peers.scene import Scene, inside
+from recover_lab.publish.measured_sources import measured, sources
+from recover_lab.publish.page import TEXTS, build
+
+from recover.runs.records.kinds import Event
 
 TOKENS = 100  # in a step
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recover_lab.bench import measure, rejoin, rejoin_hosts
+from recover_lab.bench.peers import judge
+from recover_lab.bench.rejoin import _away
+from recover_lab.bench.several_hosts import kill_samples, strikes_on, without_the_lost
+from recover_lab.peers.costs import Restarting, ReturningCosts
+from recover_lab.peers.ended import BenchmarkError
+from recover_lab.peers.host_stage import OwnStage
+from recover_lab.peers.rejoin import came_back, joins, stages
+from recover_lab.peers.scene import VOCAB, Scene, hidden_for
+from recover_lab.peers.torchft_runs import Absent
 
-from recover.bench import coming_back, measure, returning
-from recover.bench.peers import judge
-from recover.bench.returning import _away
-from recover.bench.several_hosts import kill_samples, strikes_on, without_the_lost
-from recover.peers.came_back import came_back, joins, stages
-from recover.peers.costs import Restarting, ReturningCosts
-from recover.peers.ended import BenchmarkError
-from recover.peers.host_stage import OwnStage
-from recover.peers.scene import VOCAB, Scene, hidden_for
-from recover.peers.torchft_runs import Absent
-from recover.records.kinds import Event
+from recover.runs.records.kinds import Event
 
 
 def event(at: float, what: str, rank: int = 0, **facts: Any) -> Event:
@@ -210,10 +210,10 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(replicas=4, accum=1)
-    monkeypatch.setattr(returning, "calibrate", lambda scene: Restarting(1.0, 0.1, 8.0))
-    monkeypatch.setattr(returning, "run_returning", lambda scene, place: failing_run(scene, 4))
-    monkeypatch.setattr(returning, "run_baseline", lambda scene, place: restarting_run(scene))
-    results = returning.bench_multi_returning(scene, 12, (1, 2), tmp_path / "returning.json")
+    monkeypatch.setattr(rejoin, "calibrate", lambda scene: Restarting(1.0, 0.1, 8.0))
+    monkeypatch.setattr(rejoin, "run_returning", lambda scene, place: failing_run(scene, 4))
+    monkeypatch.setattr(rejoin, "run_baseline", lambda scene, place: restarting_run(scene))
+    results = rejoin.bench_multi_returning(scene, 12, (1, 2), tmp_path / "rejoin.json")
     assert [duel["interval"] for duel in results["duels"]] == [12, 24]
     first, second = results["duels"]
     assert first["away"] == pytest.approx([6.05, 6.05]), (
@@ -224,10 +224,10 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
     assert results["crossing"] is None
     costs = results["costs"]
     assert (costs["full"], costs["less"], costs["join"]) == pytest.approx((1.0, 1.5, 0.25))
-    assert json.loads((tmp_path / "returning.json").read_text())["returning"]["crossing"] is None
-    monkeypatch.setattr(returning, "run_returning", lambda scene, place: failing_run(scene, 1000))
+    assert json.loads((tmp_path / "rejoin.json").read_text())["returning"]["crossing"] is None
+    monkeypatch.setattr(rejoin, "run_returning", lambda scene, place: failing_run(scene, 1000))
     with pytest.raises(BenchmarkError, match="no replica came back within 12 steps"):
-        returning.bench_multi_returning(scene, 12, (1,), None)
+        rejoin.bench_multi_returning(scene, 12, (1,), None)
 
 
 @pytest.mark.usefixtures("on_paper")
@@ -237,11 +237,11 @@ def test_a_return_is_told_beside_those_of_others_and_who_is_absent_is_named(
     def absent(*_: object) -> Path:
         raise Absent("it has no wheel for oak")
 
-    monkeypatch.setattr(coming_back, "install_torchft", absent)
-    monkeypatch.setattr(coming_back, "run_returning", lambda scene, place, awaited, ready: returning_run())
+    monkeypatch.setattr(rejoin_hosts, "install_torchft", absent)
+    monkeypatch.setattr(rejoin_hosts, "run_returning", lambda scene, place, awaited, ready: returning_run())
     baseline = Scene(replicas=3, steps=10, kills=((6, 2),), save_every=2)
-    monkeypatch.setattr(coming_back, "run_baseline", lambda scene, place: restarting_run(baseline))
-    results = coming_back.bench_return(3, 0.1, (1,), 2, None, tmp_path / "return.json")
+    monkeypatch.setattr(rejoin_hosts, "run_baseline", lambda scene, place: restarting_run(baseline))
+    results = rejoin_hosts.bench_return(3, 0.1, (1,), 2, None, tmp_path / "return.json")
     (size,) = results["sizes"]
     assert size["bytes"] == 5_000_000
     assert size["bound"] == max(0.15, 1.3 * size["bytes"] / size["link_bytes_per_second"])

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recover_lab.chaos.campaign import OneMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
+from recover_lab.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
+from recover_lab.chaos.ground import OneRun
+from recover_lab.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from training import small_world
 
-from recover.chaos.campaign import OneMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
-from recover.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
-from recover.chaos.ground import OneRun
-from recover.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
 from recover.faults import LOCATIONS, parse_fault
 from recover.faults.locations import JOIN_PHASES, OF_MICROBATCHES, OUTSIDE, REPAIR_PHASES
 from recover.faults.schedule import impossible, survivors

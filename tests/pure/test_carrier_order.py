@@ -15,10 +15,10 @@ from streams import LateDevice, LateStream, on_device
 from test_nccl import make_ranks
 from test_two_wires import Meeting, ThreadsOfOneHost, connected
 
-from recover.carriers.base import DataCarrier, Ready
-from recover.carriers.lone_carriers import LoneCarrier
-from recover.carriers.worker import Work, Worker
-from recover.world.cross import CrossGroup
+from recover.world.carriers.base import DataCarrier, Ready
+from recover.world.carriers.lone import LoneCarrier
+from recover.world.carriers.worker import Work, Worker
+from recover.world.cross_group import CrossGroup
 
 LENGTH = 6
 OLD = -5
@@ -136,7 +136,9 @@ def test_operations_wait_for_the_stream_of_the_caller(
     callers = [Caller(rank) for rank in range(len(crosses))]
     begun = []
     for cross, caller in zip(crosses, callers, strict=True):
-        monkeypatch.setattr("recover.world.cross.Ready", lambda *data, on=caller.stream: _recorded(on, data))
+        monkeypatch.setattr(
+            "recover.world.cross_group.Ready", lambda *data, on=caller.stream: _recorded(on, data)
+        )
         begun.append(operation(cross, caller))
     for (work, result, expected), caller in zip(begun, callers, strict=True):
         assert work.wait(60), work.error
@@ -157,7 +159,7 @@ def test_a_staging_buffer_is_received_into_again_only_after_it_was_emptied(
     for number, piece in enumerate(pieces):
         sent = sender.exchange({1: on_device(piece)}, {})
         with monkeypatch.context() as patch:
-            patch.setattr("recover.world.cross.Ready", lambda *data: _recorded(stream, data))
+            patch.setattr("recover.world.cross_group.Ready", lambda *data: _recorded(stream, data))
             received = receiver.exchange({}, {0: buffers[number % 2]})
         assert sent.wait(60), sent.error
         assert received.wait(60), received.error

@@ -14,9 +14,9 @@ from recorded import START, exit_line, incident_line, make_run, start_line, writ
 from typer.testing import CliRunner
 
 from recover.cli import app
-from recover.liveness.board import Board
-from recover.liveness.host_troubles import HostTroubles
-from recover.records.stories import stories
+from recover.runs.records.root_causes import stories
+from recover.world.liveness.board import Board
+from recover.world.liveness.host_faults import HostTroubles
 
 RAISED = {"end": "raised", "kind": "ValueError", "detail": "ValueError: no", "place": "script.py:3, in main"}
 CUDA = RAISED | {"kind": "AcceleratorError", "detail": "AcceleratorError: CUDA error: unspecified"}

@@ -7,8 +7,8 @@ from itertools import count
 import pytest
 import torch
 
-from recover.loop.clock import DeviceClock
-from recover.sums.later import now
+from recover.gradients.deferred import now
+from recover.step.loop.clock import DeviceClock
 
 
 class Mark:

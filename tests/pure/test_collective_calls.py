@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from recover.job.grid import Grid
-from recover.liveness.board import Board
 from recover.world.calls import Call, conflict, explain, position
+from recover.world.census import Row
+from recover.world.liveness.board import Board
 from recover.world.membership import WORD_BITS, Phase
-from recover.world.roll_call import Row
 
 IN_STEP_4, IN_STEP_5 = Call.STEP.at(4), Call.STEP.at(5)
 SAVING, ENDED = Call.SAVE.at(3), Call.END.at(3)

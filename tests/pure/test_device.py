@@ -20,17 +20,17 @@ from lone_world import BATCH, World, begin
 from toy import MEMORY, Model, Stream, loss_of
 
 import recover
+from recover.gradients import deferred
+from recover.gradients.buckets import Bucket
+from recover.gradients.deferred import Later, fetch, now
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.parts import on_device
+from recover.gradients.reduction import ReproducibleSum
+from recover.gradients.replica_interface import PlainReplica, Sharing
+from recover.gradients.state_hash import WIDTH, fingerprint
 from recover.policy import SlotSet
-from recover.step.handed_out import HandedOut
+from recover.step.in_flight import HandedOut
 from recover.step.transaction import Transaction
-from recover.sums import later
-from recover.sums.buckets import Bucket
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import PlainReplica, Sharing
-from recover.sums.later import Later, fetch, now
-from recover.sums.parts import on_device
-from recover.sums.reduction import ReproducibleSum
-from recover.sums.state_hash import WIDTH, fingerprint
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
@@ -53,10 +53,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         log.append("vote")
         return voted(self)
 
-    monkeypatch.setattr(later, "NEAR", ())  # read the CPU as any other device
+    monkeypatch.setattr(deferred, "NEAR", ())  # read the CPU as any other device
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, telling(name, getattr(torch.Tensor, name)))
-    monkeypatch.setattr(later, "_to_host", telling("transfer", later._to_host))
+    monkeypatch.setattr(deferred, "_to_host", telling("transfer", deferred._to_host))
     voted = Transaction.vote
     monkeypatch.setattr(Transaction, "vote", vote)
     yield log
@@ -195,7 +195,7 @@ def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype
     expected = [tensor.flatten().tolist() for tensor in tensors]
     laters = [Later(lambda numbers: numbers.tolist(), tensor) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(later, "NEAR", () if far else ("cpu",))
+        patch.setattr(deferred, "NEAR", () if far else ("cpu",))
         fetch([*laters, *laters, 7, None])
     for tensor in tensors:
         tensor.zero_()
@@ -220,7 +220,7 @@ def test_a_fingerprint_is_of_the_parameters_as_they_were_and_the_same_on_every_d
     for tensor in there:
         tensor.zero_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(later, "NEAR", ("cpu",))
+        patch.setattr(deferred, "NEAR", ("cpu",))
         assert hashed.value == fingerprint(tensors, 5, b"\1\0").value
 
 

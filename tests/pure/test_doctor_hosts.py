@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from recover.agent.doctor_hosts import findings_between
-from recover.agent.hosts_probe import rounds
+from recover.launch.doctor.hosts import findings_between
+from recover.launch.doctor.hosts_probe import rounds
 
 
 @pytest.mark.parametrize("size", range(1, 10))

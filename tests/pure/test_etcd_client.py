@@ -16,12 +16,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recover.etcd import etcd_client as etcd
-from recover.etcd.etcd_agreement import Decision, Glance, Look, Vote, decided, key_of, mates, whole
-from recover.etcd.etcd_client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
-from recover.etcd.etcd_errors import CODES, Kind, classify, read_error
-from recover.etcd.etcd_server import SAFE, warn_if_unsafe
-from recover.fabrics.base import WorldLostError
+from recover.world.fabrics.base import WorldLostError
+from recover.world.fabrics.etcd import client as etcd
+from recover.world.fabrics.etcd.agreement import Decision, Glance, Look, Vote, decided, key_of, mates, whole
+from recover.world.fabrics.etcd.client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
+from recover.world.fabrics.etcd.errors import CODES, Kind, classify, read_error
+from recover.world.fabrics.etcd.server import SAFE, warn_if_unsafe
 
 Reply = Callable[[str, dict[str, Any], dict[str, str]], tuple[int, Any]]
 DONE = {"header": {"revision": "7"}, "succeeded": True}

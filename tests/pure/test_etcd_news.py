@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from recover.etcd.etcd_agreement import DEAD, DECISION, Decision, key_of
-from recover.etcd.etcd_client import KeyValue
-from recover.etcd.etcd_news import WITH_REPLICA, News
+from recover.world.fabrics.etcd.agreement import DEAD, DECISION, Decision, key_of
+from recover.world.fabrics.etcd.client import KeyValue
+from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA, News
 
 
 def decided(dead: list[int]) -> KeyValue:

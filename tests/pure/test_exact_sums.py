@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover.sums.exponents import (
+from recover.gradients.exponents import (
     BUFFERS,
     GRADIENTS,
     HEADROOM,
@@ -24,8 +24,8 @@ from recover.sums.exponents import (
     Exponents,
     code_of,
 )
-from recover.sums.extremes import Extremes
-from recover.sums.reduction import ReproducibleSum, make_sum
+from recover.gradients.extremes import Extremes
+from recover.gradients.reduction import ReproducibleSum, make_sum
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from recover.bench import suite
-from recover.peers.scene import Scene
-from recover.publish.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
+from recover_lab.bench import suite
+from recover_lab.peers.scene import Scene
+from recover_lab.publish.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
 
 SCENE = Scene(replicas=4, kills=((3, 1),)).to_json()
 COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}

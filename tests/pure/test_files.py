@@ -13,31 +13,41 @@ from typing import Any
 
 import pytest
 
-from recover.agent import agent_pulse, run_directory
-from recover.agent.placement import Seat
+from recover.checkpoint import saver as saving
+from recover.checkpoint.directory import FACTS, CheckpointError
+from recover.checkpoint.saver import Saver
+from recover.checkpoint.tensors import Tensors, Written
+from recover.job import record_files as files_module
+from recover.job.record_files import Disk, RecordFiles, is_passing
 from recover.job.spec import JobSpec
-from recover.journal import journal as journals
-from recover.journal.journal import Journal
-from recover.journal.run_records import write_json
-from recover.launch import relay as relays
+from recover.launch import output_relay as relays
 from recover.launch import verdict as verdicts
+from recover.launch.hosts import hang_detection, run_directory
+from recover.launch.hosts.placement import Seat
 from recover.launch.verdict import Verdict, find_marker, write_marker
-from recover.liveness.signs import Sign
-from recover.records import files as files_module
-from recover.records import job_log, lines
-from recover.records.files import Disk, RecordFiles, is_passing
-from recover.records.job_log import JobLog, job_lines
-from recover.records.lines import LineFile, read_lines
-from recover.saving import saver as saving
-from recover.saving.checkpoint import FACTS, CheckpointError
-from recover.saving.saver import Saver
-from recover.saving.tensors import Tensors, Written
-from recover.world import ending, notes
-from recover.world.notes import RunNotes
+from recover.runs.records import job_log, json_lines
+from recover.runs.records.job_log import JobLog, job_lines
+from recover.runs.records.json_lines import LineFile, read_lines
+from recover.runs.writing import journal as journals
+from recover.runs.writing.journal import Journal
+from recover.runs.writing.run_records import write_json
+from recover.world import rank_exit, slot_notes
+from recover.world.liveness.signs import Sign
+from recover.world.slot_notes import RunNotes
 
 OPERATIONS = ("append", "replace", "read", "read_end", "truncate", "remove", "modified", "open_to_append")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
-USERS = (run_directory, journals, relays, verdicts, job_log, lines, ending, notes, agent_pulse)
+USERS = (
+    run_directory,
+    journals,
+    relays,
+    verdicts,
+    job_log,
+    json_lines,
+    rank_exit,
+    slot_notes,
+    hang_detection,
+)
 
 
 class FailingDisk(Disk):
@@ -82,15 +92,15 @@ def files(
     """In place of the one of this process, for all who write records; and this process is rank 0 of a job."""
     made = RecordFiles(disk, told.append)
     monkeypatch.setattr(files_module, "AGAIN", 0.001)
-    for module in (*USERS, __import__("recover.journal.run_records", fromlist=["FILES"])):
+    for module in (*USERS, __import__("recover.runs.writing.run_records", fromlist=["FILES"])):
         monkeypatch.setattr(module, "FILES", made)
     job = JobSpec(2, run_dir=str(tmp_path), session=str(tmp_path / "session"))
     (tmp_path / "session").mkdir()
-    monkeypatch.setattr(ending, "told", lambda: job)
-    monkeypatch.setattr(ending.process, "rank", lambda: 0)
-    monkeypatch.setattr(ending, "report", lambda text: told.append(text))
+    monkeypatch.setattr(rank_exit, "told", lambda: job)
+    monkeypatch.setattr(rank_exit.process, "rank", lambda: 0)
+    monkeypatch.setattr(rank_exit, "report", lambda text: told.append(text))
     yield made
-    ending._in_place.cache_clear()
+    rank_exit._in_place.cache_clear()
 
 
 def a_line(step: int) -> dict[str, Any]:
@@ -103,8 +113,8 @@ def everything(run_dir: Path, step: int) -> None:
         journal.commit(a_line(step), [a_line(step)])  # type: ignore[arg-type, list-item]
     JobLog(run_dir).write({"what": "exit", "at": float(step)})
     write_marker(run_dir, 1, {"end": "fenced", "detail": f"in step {step}", "time": ""})
-    assert ending.record("excluded", f"in step {step}", 3), "the launcher would not find it"
-    ending.log(f"step {step}")
+    assert rank_exit.record("excluded", f"in step {step}", 3), "the launcher would not find it"
+    rank_exit.log(f"step {step}")
     seats = {rank: Seat("h1", rank) for rank in range(step)}
     run_directory.keep_placement(run_dir, "j", {"h1": {"address": "a"}}, seats, later=step > 1)
     RunNotes(str(run_dir), 0).leave(step, [(1, 1)], "it hung")
@@ -161,7 +171,7 @@ def test_markers_that_wait_are_read_by_who_has_written_them(
     assert Verdict(tmp_path, [1]).lost == {1: "fenced: stopped"}
     disk.fails.clear()
     # One that a rank has left in memory, for it had no room on the disk.
-    words = ending.words_file(tmp_path / "session", 0)
+    words = rank_exit.words_file(tmp_path / "session", 0)
     words.write_text('{"end": "done", "detail": ""}')
     disk.fails = {"replace": number}
     assert "done" in find_marker(tmp_path, tmp_path / "session", 0)
@@ -306,9 +316,9 @@ def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than any rank keeps of those that are written; a successor has them, too."""
-    monkeypatch.setattr(lines, "KEPT", 70)
+    monkeypatch.setattr(json_lines, "KEPT", 70)
     writer, heir = Journal(tmp_path, a_world(0)), Journal(tmp_path, a_world(1))
-    many = 3 * lines.KEPT
+    many = 3 * json_lines.KEPT
     for step in range(1, many + 1):
         if step == 12:
             disk.fails = dict.fromkeys(["append", "replace"], errno.ENOSPC)
@@ -328,7 +338,7 @@ def test_what_was_lost_at_the_end_is_reported_in_lines(
     journal = Journal(tmp_path, a_world(0))
     journal.commit(a_line(1), [])  # type: ignore[arg-type]
     disk.fails = {"append": errno.ENOSPC}
-    monkeypatch.setattr(lines, "MOST", 5)
+    monkeypatch.setattr(json_lines, "MOST", 5)
     for step in range(2, 11):
         journal.commit(a_line(step), [])  # type: ignore[arg-type]
     files.patience = 0.0
@@ -340,7 +350,7 @@ def test_what_was_lost_at_the_end_is_reported_in_lines(
 def test_written_lines_are_forgotten_and_others_are_not(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "KEPT", 10)
+    monkeypatch.setattr(json_lines, "KEPT", 10)
     writer: LineFile[Any] = LineFile(tmp_path / "steps.jsonl", "step")
     other: LineFile[Any] = LineFile(tmp_path / "steps.jsonl", "step")
     for step in range(1, 101):
@@ -376,7 +386,7 @@ def test_fencing_kills_though_the_marker_cannot_be_written(
     sign = Sign(heartbeat=1, progress=(1,), late=True, stopped=True, step=3, suspects=((1, 5),))
     pulse: Any = SimpleNamespace(look=lambda now: {1: ("it was stopped", sign)}, notes=None)
     board: Any = SimpleNamespace(kill=lambda rank: done.append(f"killed {rank}"))
-    agent_pulse.fence(pulse, board, tmp_path)
+    hang_detection.fence(pulse, board, tmp_path)
     assert done == ["killed 1", "disk"]
     assert "fenced" in find_marker(tmp_path, tmp_path, 1), "who reaps it finds how it ended"
     assert "killed rank 1" in capsys.readouterr().err

@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from recover.agent.free_slots import SETTLE, HostSlots
-from recover.agent.host_options import HostPart, read_options
-from recover.job.hosts_asked import HostOptions, room_for
+from recover.job.host_options import HostOptions, room_for
+from recover.launch.hosts.options import HostPart, read_options
+from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.preflight import Refusal
-from recover.world.ending import UNFIT, End
 from recover.world.membership import ExcludedError
+from recover.world.rank_exit import UNFIT, End
 
 KILLED = -signal.SIGKILL
 

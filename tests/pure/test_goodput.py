@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover.records.goodput import PARTS, PRODUCTIVE, LaunchTime, account
-from recover.records.job_log import JobLog, job_lines, launches
+from recover.runs.records.goodput import PARTS, PRODUCTIVE, LaunchTime, account
+from recover.runs.records.job_log import JobLog, job_lines, launches
 
 span = st.floats(0, 1e5, allow_nan=False)
 
@@ -127,7 +127,7 @@ def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobo
 
 def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
     """Asking for it up to a moment changes nothing of what comes later."""
-    from recover.records.goodput import TimeAccount
+    from recover.runs.records.goodput import TimeAccount
 
     whole = TimeAccount([LaunchTime(999.0, 4)])
     for line in steady():

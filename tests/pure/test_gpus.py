@@ -13,13 +13,13 @@ from training import small_world
 from recover.job import gpus
 from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refused, visible
 from recover.launch.preflight import Refusal, check_gpus
-from recover.models import SIZES, Llama, LlamaConfig
-from recover.models.flops import flops_per_token
-from recover.models.gpu_use import GpuUse, cards_in_use, mfu
-from recover.replica import blocks_of, compile_blocks
-from recover.replica.blocks import recompute_blocks
+from recover.parallel import blocks_of, compile_blocks
+from recover.parallel.blocks import recompute_blocks
 from recover.train.config import ConfigError, parse
 from recover.train.dry_run import tell
+from recover.train.models import SIZES, Llama, LlamaConfig
+from recover.train.models.flops import flops_per_token
+from recover.train.models.gpu_use import GpuUse, cards_in_use, mfu
 from recover.train.optimizer import can_fuse, make_optimizer
 from recover.train.preparation import prepare_run
 from recover.train.progress import gpu_use

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from recover.sums import later
-from recover.sums.gradients import OwnedGradients
-from recover.sums.reduction import make_sum
+from recover.gradients import deferred
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.reduction import make_sum
 
 
 class SumsOfParameters(torch.nn.Module):
@@ -33,7 +33,7 @@ def test_a_gradients_memory_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, far: bool, reduction: str, rows: int
 ) -> None:
     """It may be that of another gradient, too, or of one that is on its way, or be kept by a hook of the user's."""
-    monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
+    monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     model, kept = SumsOfParameters(), []
     model.first.register_hook(kept.append)
     for bucket_mb in (1.0, 1e-4):

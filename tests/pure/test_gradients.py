@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recover.faults.damage import flip
-from recover.sums import later
-from recover.sums.buckets import Bucket
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import PLAIN, PlainReplica, mark, replica_of
-from recover.sums.reduction import ReproducibleSum, make_sum
-from recover.sums.state_hash import fingerprint
+from recover.gradients import deferred
+from recover.gradients.buckets import Bucket
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.reduction import ReproducibleSum, make_sum
+from recover.gradients.replica_interface import PLAIN, PlainReplica, mark, replica_of
+from recover.gradients.state_hash import fingerprint
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -225,7 +225,7 @@ def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
     so in rounds: the microbatches of one must not be added up by autograd."""
     parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(6)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(later, "NEAR", () if far else ("cpu",))
+        patch.setattr(deferred, "NEAR", () if far else ("cpu",))
         gradients = OwnedGradients(parameters, 3 * 4 * in_a_bucket / (1 << 20), make_sum(reduction, 64))
     assert len(gradients.buckets) == -(-6 // in_a_bucket)
     expected: dict[int, torch.Tensor] = {}
@@ -259,7 +259,7 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, far: bool, most: int
 ) -> None:
     """And on the host those of one parameter."""
-    monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
+    monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     model = model_of()
     made: list[Any] = []
     alive: list[int] = []
@@ -281,7 +281,7 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
 def test_a_device_sums_few_large_buckets(
     monkeypatch: pytest.MonkeyPatch, far: bool, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(later, "NEAR", () if far else ("cpu",))
+    monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     parameters = [torch.nn.Parameter(torch.empty(1 << 20)) for _ in range(15)]  # 4 MiB each
     assert [b.local.numel() >> 20 for b in OwnedGradients(parameters, None).buckets] == sizes
 
@@ -303,7 +303,7 @@ class Dispatches(TorchDispatchMode):
 def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(
     monkeypatch: pytest.MonkeyPatch, reduction: str
 ) -> None:
-    monkeypatch.setattr(later, "NEAR", ())
+    monkeypatch.setattr(deferred, "NEAR", ())
     told: list[dict[str, int]] = []
     for count in (3, 40):
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is watched
 
-from recover.loop.habits import Habits
+from recover.step.loop.habits import Habits
 
 COUNTS = (6, 3)  # B, and this replica's share
 

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from recover.chaos.cells import PLACES, RECOVERIES
-from recover.chaos.host_agents import AgentLife, HostAgents
-from recover.chaos.host_matrix import WHATS, host_cells, lay_out_hosts
-from recover.chaos.on_hosts import (
+from recover_lab.chaos.cells import PLACES, RECOVERIES
+from recover_lab.chaos.host_agents import AgentLife, HostAgents
+from recover_lab.chaos.host_matrix import WHATS, host_cells, lay_out_hosts
+from recover_lab.chaos.on_hosts import (
     ACTIONS,
     PYTHON_BEGINS,
     QUIET,
@@ -24,6 +23,7 @@ from recover.chaos.on_hosts import (
     Hosts,
     LeftOnHosts,
 )
+
 from recover.faults import Fault, lab_requests, parse_fault, parse_faults
 from recover.faults.fault import OF_HOST
 from recover.faults.probe import Probe

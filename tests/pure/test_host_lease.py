@@ -13,9 +13,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recover.etcd.etcd_client import Answer, EtcdError, KeyValue, Operation
-from recover.etcd.etcd_host import EXPIRY, KEEP, KEEPERS, LEAST_GRACE, HostLease, HostsSeen, parts_of
-from recover.job.hosts_asked import LEASE
+from recover.job.host_options import LEASE
+from recover.world.fabrics.etcd.client import Answer, EtcdError, KeyValue, Operation
+from recover.world.fabrics.etcd.host_lease import (
+    EXPIRY,
+    KEEP,
+    KEEPERS,
+    LEAST_GRACE,
+    HostLease,
+    HostsSeen,
+    parts_of,
+)
 
 GENEROUS = 30.0
 
@@ -106,7 +114,7 @@ class Watcher(HostsSeen):
         self.clock, self.declared = 0.0, dict[str, float]()
         self._pauses: list[float] = []
         fake_time = SimpleNamespace(monotonic=lambda: self.clock)
-        monkeypatch.setattr("recover.etcd.etcd_host.time", fake_time)
+        monkeypatch.setattr("recover.world.fabrics.etcd.host_lease.time", fake_time)
         self._stopped = SimpleNamespace(wait=self._wait)  # type: ignore[assignment]
 
     def look(self, *pauses: float) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 from typer.testing import CliRunner
 
-from recover.agent.host_options import access_to, read_options, slurm_hosts
-from recover.agent.placement import across, place
 from recover.cli import app
-from recover.job.hosts_asked import LEASE, HostOptions
+from recover.job.host_options import LEASE, HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
+from recover.launch.hosts.options import access_to, read_options, slurm_hosts
+from recover.launch.hosts.placement import across, place
 from recover.launch.preflight import Refusal
 
 ASKED = HostOptions(nnodes="4", nproc_per_node="8", rdzv_endpoint="h1,h2:5000,[::1]:7", rdzv_id="job")

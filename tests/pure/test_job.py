@@ -14,7 +14,7 @@ from recover import __version__
 from recover.cli import app
 from recover.job import process
 from recover.job.spec import JobSpec
-from recover.launch import join
+from recover.launch import init
 from recover.launch.preflight import Refusal, check_carrier, check_faults
 
 ROOT = Path(__file__).parents[2]
@@ -76,19 +76,19 @@ def test_a_process_of_another_launcher_is_no_world_of_its_own(
     monkeypatch: pytest.MonkeyPatch, name: str, launcher: str
 ) -> None:
     monkeypatch.setenv(name, "1")
-    assert join._lone_job().ranks == 1
+    assert init._lone_job().ranks == 1
     monkeypatch.setenv(name, "4")
     with pytest.raises(
         RuntimeError, match=f"{name} is 4.*{launcher}.*`recover run -n 4 SCRIPT`.*unset {name}"
     ):
-        join._lone_job()
+        init._lone_job()
 
 
 def test_a_fault_of_another_replica_is_refused_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECOVER_KILL", "3:1:vote")
-    monkeypatch.setattr(join, "_current", None)
+    monkeypatch.setattr(init, "_current", None)
     with pytest.raises(ValueError, match=r"fault 3:1\.0:vote: there are replicas 0 to 0, and no 1"):
-        join._alone(join._lone_job())
+        init._alone(init._lone_job())
 
 
 def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from recover.agent.free_slots import REFUSED, HostSlots
 from recover.job import code
 from recover.job.code import RECOVER, TORCH, Loaded, differences, file_digest
+from recover.launch.hosts.slots import REFUSED, HostSlots
 from recover.launch.job_code import FILE, HostCode, JobCode
-from recover.world.ending import End
+from recover.world.rank_exit import End
 
 
 @pytest.fixture(autouse=True)

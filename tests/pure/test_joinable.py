@@ -20,13 +20,13 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 import recover
-from recover.handover.parcel import OtherStateError, Parcel, refusal
 from recover.job.spec import JobSpec
 from recover.policy import BalancedWorldPolicy, FailureEvent, Holding, Role, SlotSet
 from recover.policy.response import complete_batch
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
-from recover.step.joinable import undeclared_schedulers
+from recover.step.joining.joinable import undeclared_schedulers
+from recover.step.joining.parcel import OtherStateError, Parcel, refusal
 from recover.step.randomness import generators, set_generators
 
 

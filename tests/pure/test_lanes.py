@@ -11,10 +11,10 @@ import pytest
 import torch
 from streams import LateDevice
 
-from recover.carriers.base import Array
-from recover.carriers.contract import CarrierError
-from recover.carriers.lanes import SLOTS, Lanes
-from recover.carriers.worker import Worker
+from recover.world.carriers.base import Array
+from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.pinned_staging import SLOTS, Lanes
+from recover.world.carriers.worker import Worker
 
 GROUP, NEXT = "that of now", "that after a failure"
 PIECE = 64  # bytes: 16 numbers of float32

@@ -15,12 +15,12 @@ from lone_world import torch_world_of_one
 from torch.nn.parallel import DistributedDataParallel
 
 import recover.dropin
-from recover.carriers.worker import Worker
+from recover.gradients.buckets import Bucket
+from recover.gradients.ledger import LedgerError, check_buckets
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.replica_interface import PlainReplica, Sharing
 from recover.policy import SlotSet
-from recover.sums.buckets import Bucket
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import PlainReplica, Sharing
-from recover.sums.ledger import LedgerError, check_buckets
+from recover.world.carriers.worker import Worker
 
 SAMPLES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(slot)) for slot in range(8)]
 

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from recover.carriers.base import Ready
-from recover.carriers.gloo import _travelled, _unreached
-from recover.carriers.worker import Work, Worker
-from recover.fabrics.base import WorldLostError
 from recover.job.grid import Grid
 from recover.job.sockets import notice_loss
 from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
-from recover.liveness import elsewhere
-from recover.liveness.board import WAITS, Board
-from recover.world import cross as cross_group
+from recover.world import cross_group as cross_group
+from recover.world.carriers.base import Ready
+from recover.world.carriers.gloo import _travelled, _unreached
+from recover.world.carriers.worker import Work, Worker
+from recover.world.census import Row, broken_links
+from recover.world.fabrics.base import WorldLostError
 from recover.world.links import IDLE, Links, LinkWatchdog, Shown
+from recover.world.liveness import other_hosts
+from recover.world.liveness.board import WAITS, Board
 from recover.world.membership import FAILURES, Membership, NoCarrierError
-from recover.world.roll_call import Row, broken_links
 
 LOOK = 0.25
 LIMIT = 10.0
@@ -178,11 +178,11 @@ def test_rows_of_other_hosts_tell_whether_their_ranks_wait(tmp_path: Path) -> No
     here.claim(0)
     there.claim(1)
     there.wait(1, 4, 77)
-    elsewhere.leave(tmp_path, {int(rank): told for rank, told in elsewhere.told(there.living()).items()})
-    links = Links(0, here, Worker(), LIMIT, lambda: elsewhere.rows(tmp_path))
+    other_hosts.leave(tmp_path, {int(rank): told for rank, told in other_hosts.told(there.living()).items()})
+    links = Links(0, here, Worker(), LIMIT, lambda: other_hosts.rows(tmp_path))
     assert links._shown(0, 1.0) == Shown(0, 0, 0)
     assert links._shown(1, 1.0) == Shown(0, 4, 77)
-    assert elsewhere.rows(tmp_path / "nowhere") == {}
+    assert other_hosts.rows(tmp_path / "nowhere") == {}
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from recover.carriers.contract import CarrierError, TookTooLongError
 from recover.job.grid import Grid
+from recover.world.carriers.contract import CarrierError, TookTooLongError
+from recover.world.census import Row
 from recover.world.membership import FAILURES, WORD_BITS, Membership, NoCarrierError
-from recover.world.roll_call import Row
 
 
 def left_out(rows: dict[int, Row], size: int = 1) -> frozenset[int]:

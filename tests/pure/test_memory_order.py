@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recover
 import recover.dropin
-from recover.carriers.worker import Worker
+from recover.world.carriers.worker import Worker
 
 STEPS = 3
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

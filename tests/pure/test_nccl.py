@@ -19,12 +19,12 @@ import pytest
 import torch
 from streams import LateDevice, LateStream, on_device
 
-from recover.carriers.base import Ready
-from recover.carriers.contract import CarrierError, TookTooLongError
-from recover.carriers.nccl import NcclCarrier
-from recover.carriers.nccl_library import MAX, SUM, Nccl
-from recover.carriers.worker import Worker
-from recover.world.cross import CrossGroup
+from recover.world.carriers.base import Ready
+from recover.world.carriers.contract import CarrierError, TookTooLongError
+from recover.world.carriers.nccl import NcclCarrier
+from recover.world.carriers.nccl_library import MAX, SUM, Nccl
+from recover.world.carriers.worker import Worker
+from recover.world.cross_group import CrossGroup
 
 
 class Groups:
@@ -289,7 +289,7 @@ def test_a_death_while_the_group_is_made_is_not_waited_for() -> None:
 def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 0.3)
+    monkeypatch.setattr("recover.world.carriers.base.TRIAL_LIMIT", 0.3)
     groups, peers, carriers = Groups(), (0, 1, 2), []
     for number in peers:
         stream = LateDevice().stream()
@@ -315,9 +315,9 @@ def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_lim
 
 def test_who_is_freed_by_the_first_one_that_is_late_has_only_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Open MPI's revoking and gloo's sockets do it: a moment before its own time."""
-    monkeypatch.setattr("recover.carriers.base.TRIAL_LIMIT", 100.0)
+    monkeypatch.setattr("recover.world.carriers.base.TRIAL_LIMIT", 100.0)
     now = [0.0]
-    monkeypatch.setattr("recover.carriers.base.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recover.world.carriers.base.time.monotonic", lambda: now[0])
     carrier = NcclCarrier(Worker(), (0, 1), 0, Rank(Groups(), {}), LateDevice().stream(), [], [])
 
     def after(seconds: float, fails: bool) -> bool:

@@ -13,13 +13,13 @@ from lone_world import BATCH, World, begin
 from torch.utils.checkpoint import checkpoint
 from toy_numbers import Net, draws, make_net, seed_user
 
-from recover.loop.weights import weighted, weights_of
+from recover.gradients.reduction import FastSum, ReproducibleSum
+from recover.gradients.replica_interface import PLAIN, PlainReplica
+from recover.gradients.running_buffers import MovingBuffers
+from recover.step.loop.weights import weighted, weights_of
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
 from recover.step.samples import ExactSamples
-from recover.sums.inside import PLAIN, PlainReplica
-from recover.sums.moving import MovingBuffers
-from recover.sums.reduction import FastSum, ReproducibleSum
 
 STATE = {"index": 3, "skipped": 0, "global_batch": 6, "samples": {"mode": "exact", "next": 18}}
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from recover.fabrics import openmpi
-from recover.fabrics.base import FabricError, NotAdmittedError
-from recover.fabrics.openmpi import NotFaultTolerantError, OpenMPIFabric, start_mpi
+from recover.world.fabrics import openmpi
+from recover.world.fabrics.base import FabricError, NotAdmittedError
+from recover.world.fabrics.openmpi import NotFaultTolerantError, OpenMPIFabric, start_mpi
 
 ENDLESS = 100_000  # calls; a loop that makes more of them would never end
 

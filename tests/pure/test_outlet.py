@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recover.job import outlet
-from recover.job.outlet import Outlet, say
+from recover.job import output
+from recover.job.output import Outlet, say
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_words_are_kept_while_nobody_reads_and_come_out_in_their_order(pipe: tup
 def test_of_more_than_is_kept_the_oldest_is_left_out_and_that_is_told(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet, "MOST", 1000)
+    monkeypatch.setattr(output, "MOST", 1000)
     reader, writer = pipe
     out, filler = Outlet(), b"." * (1 << 16)
     os.write(writer, filler)
@@ -110,7 +110,7 @@ def test_words_for_a_full_disk_are_kept_until_there_is_room(
     for number in range(5):
         out.write(file, b"line %d\n" % number)
     assert not out.pass_on()
-    monkeypatch.setattr(outlet, "_FOR_ROOM", 0.05)
+    monkeypatch.setattr(output, "_FOR_ROOM", 0.05)
     out.finish()
     room[0] = 1 << 20
     assert out.pass_on()

@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-from recover.handover.packing import NamedTensors, pack, unpack
-from recover.replica.blocks import blocks_of, recompute_blocks, refuse_ties_across
-from recover.step.belonging import Belonging, refuse_scheduler
+from recover.parallel.blocks import blocks_of, recompute_blocks, refuse_ties_across
+from recover.step.joining.packing import NamedTensors, pack, unpack
+from recover.step.model_checks import Belonging, refuse_scheduler
 
 
 class Deep(torch.nn.Module):

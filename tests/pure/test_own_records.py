@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.journal.own_records import records_of
 from recover.policy import RestoreMode
+from recover.runs.writing.script_records import records_of
 
 
 class OfWorld:

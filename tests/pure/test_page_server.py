@@ -21,15 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from rich.console import Console
 
-from recover.liveness.board import Board
-from recover.monitor.listening import listen, token_for
-from recover.monitor.screen import shown
-from recover.monitor.server import READERS, PageServer, events, status
-from recover.monitor.view import POINTS, RunView
-from recover.records.curves import CURVES
-from recover.records.goodput import account
-from recover.records.job_log import job_lines, launches
-from recover.records.lines import read_lines
+from recover.runs.live.page_process import listen, token_for
+from recover.runs.live.server import READERS, PageServer, events, status
+from recover.runs.live.terminal import shown
+from recover.runs.live.view import POINTS, RunView
+from recover.runs.records.curves import CURVES
+from recover.runs.records.goodput import account
+from recover.runs.records.job_log import job_lines, launches
+from recover.runs.records.json_lines import read_lines
+from recover.world.liveness.board import Board
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def test_readers_that_do_not_read_hold_nobody_up_and_too_many_are_turned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "recover.monitor.server._Handler.timeout", 600.0
+        "recover.runs.live.server._Handler.timeout", 600.0
     )  # nobody who was let in is sent away
     run = make_run(tmp_path / "run")
     with serving(run) as port:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from recover.carriers.worker import Work
-from recover.handover.parcel import OtherStateError, Parcel
-from recover.handover.stripes import PIECE, SMALL_PIECE, TURNS, Stripes
+from recover.step.joining.parcel import OtherStateError, Parcel
+from recover.step.joining.stripes import PIECE, SMALL_PIECE, TURNS, Stripes
+from recover.world.carriers.worker import Work
 
 
 class Holder:
@@ -150,7 +150,7 @@ def test_stripes_bring_every_byte_once_whoever_gives(
     givers: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a stripe has many pieces, or none."""
-    monkeypatch.setattr("recover.handover.stripes.PIECE", 1000)
+    monkeypatch.setattr("recover.step.joining.stripes.PIECE", 1000)
     rng, peers = np.random.default_rng(0), tuple(range(10, 10 + givers + 2))
     parts = [rng.integers(0, 256, size, np.uint8) for size in sizes]
     mail: dict[tuple[int, int], list[Any]] = {}
@@ -187,7 +187,7 @@ def test_also_a_small_state_is_filled_in_while_it_travels(givers: int, megabytes
 
 
 def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recover.handover.stripes.PIECE", 10)
+    monkeypatch.setattr("recover.step.joining.stripes.PIECE", 10)
     parts, mail = [np.arange(800, dtype=np.uint8)], dict[tuple[int, int], list[Any]]()
     for lost in range(10):
         giver, taker = Wires(0, (0, 1), mail), Wires(1, (0, 1), mail)
@@ -231,7 +231,7 @@ def test_stripe_buffers_are_not_touched_while_they_travel(
 ) -> None:
     """A stripe of many pieces goes through two buffers; each is filled again only after its piece has arrived."""
     for name in ("PIECE", "SMALL_PIECE"):
-        monkeypatch.setattr(f"recover.handover.stripes.{name}", 10)
+        monkeypatch.setattr(f"recover.step.joining.stripes.{name}", 10)
     part = np.random.default_rng(0).integers(0, 256, pieces * 80 - 3, np.uint8)
     mail: dict[tuple[int, int], list[Any]] = {}
     assert Stripes(LateWires(0, (0, 1), mail), [0], [1]).give([part])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
 import recover
-from recover.step.handed_out import loader_mend
+from recover.step.in_flight import loader_mend
 
 BATCH, STEPS = 4, 6
 INPUTS = [

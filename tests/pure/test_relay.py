@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from recover.launch import output_relay as relay_module
 from recover.launch import rank_outputs
-from recover.launch import relay as relay_module
-from recover.launch.relay import Relay
+from recover.launch.output_relay import Relay
 
 PLAIN = st.text("ab \r\n", max_size=12).map(str.encode)
 DRAWN = st.sampled_from(

@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from recover.cli import app
-from recover.report import build, compare
-from recover.report.recorded_runs import read_runs
+from recover.runs.report import build, compare
+from recover.runs.report.recorded_runs import read_runs
 
 
 def make_run(

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from recover.saving.checkpoint import CheckpointError
-from recover.saving.tensors import Tensors
+from recover.checkpoint.directory import CheckpointError
+from recover.checkpoint.tensors import Tensors
 
 STEPS, CUTS = 9, (3, 6)
 INPUTS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(index)) for index in range(STEPS)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recover_lab.simulate.closed_forms import best_interval, daly, endured, restart_goodput, young
+from recover_lab.simulate.learned import fit_alpha_beta, learn
+from recover_lab.simulate.published import ft_hsdp_rows, llama_rows, paper_rows, rsc_rows, spare_rows
+from recover_lab.simulate.race import Track
+from recover_lab.simulate.replay import hold_against, play
+from recover_lab.simulate.scenario import parse_scenario
 
 from recover.faults import parse_faults
 from recover.faults.schedule import read_schedule
-from recover.report.published_figures import ft_hsdp_rows, llama_rows, paper_rows, rsc_rows, spare_rows
-from recover.simulate.closed_forms import best_interval, daly, endured, restart_goodput, young
-from recover.simulate.learned import fit_alpha_beta, learn
-from recover.simulate.played_again import hold_against, play
-from recover.simulate.race import Track
-from recover.simulate.scenario import parse_scenario
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recover_lab.bench.simulations import cluster
+from recover_lab.simulate.account import PARTS
+from recover_lab.simulate.break_even import Curve, crossings, leaders
+from recover_lab.simulate.learned import learn
+from recover_lab.simulate.presets import PRESETS
+from recover_lab.simulate.scenario import parse_scenario
+from recover_lab.simulate.scenario_keys import SYSTEMS
+from recover_lab.simulate.study import ask, parse_sweep
 from typer.testing import CliRunner
 
-from recover.bench.simulations import cluster
 from recover.cli import app
-from recover.simulate.account import PARTS
-from recover.simulate.learned import learn
-from recover.simulate.presets import PRESETS
-from recover.simulate.scenario import parse_scenario
-from recover.simulate.scenario_keys import SYSTEMS
-from recover.simulate.study import ask, parse_sweep
-from recover.simulate.worth import Curve, crossings, leaders
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 QUICK = ("run.seeds=2", "run.days=3")
@@ -84,8 +84,8 @@ def test_every_preset_can_be_run_and_says_what_is_published_and_what_assumed(nam
 def test_all_systems_stand_side_by_side_in_json_and_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recover.simulate.worth.FACTORS", (0.3, 3.0))
-    monkeypatch.setattr("recover.simulate.worth.MOST_FAILURES", 80)
+    monkeypatch.setattr("recover_lab.simulate.break_even.FACTORS", (0.3, 3.0))
+    monkeypatch.setattr("recover_lab.simulate.break_even.MOST_FAILURES", 80)
     words = ("--preset", "meta-100k", *QUICK, "--sweep", "nodes=256:12544:2", "--json")
     result = simulate(*words, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output

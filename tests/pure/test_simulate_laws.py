@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-
-from recover.simulate.account import PARTS
-from recover.simulate.race import Track, race
-from recover.simulate.scenario import Scenario, parse_scenario
-from recover.simulate.scenario_keys import SYSTEMS
+from recover_lab.simulate.account import PARTS
+from recover_lab.simulate.race import Track, race
+from recover_lab.simulate.scenario import Scenario, parse_scenario
+from recover_lab.simulate.scenario_keys import SYSTEMS
 
 SMALL = {
     "cluster.nodes": 64,

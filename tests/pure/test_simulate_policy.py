@@ -7,10 +7,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recover_lab.simulate import plan_cache
+from recover_lab.simulate.plan_cache import ShareOuts
 
 from recover.policy import FailureEvent, get_policy
-from recover.simulate import share_outs
-from recover.simulate.share_outs import ShareOuts
 
 POLICIES = ("balanced", "static", "adaptive")
 
@@ -30,7 +30,7 @@ def test_more_replicas_never_run_more_rounds(name: str, initial: int, accum: int
 @given(initial=st.integers(12, 60), accum=st.integers(1, 9), order=st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, order: object) -> None:
-    listed, share_outs.LISTED = share_outs.LISTED, 8  # everything above is counted by bands
+    listed, plan_cache.LISTED = plan_cache.LISTED, 8  # everything above is counted by bands
     try:
         shares, policy = ShareOuts(name, initial, initial * accum), get_policy(name, initial)
         sizes = list(range(1, initial + 1))
@@ -42,7 +42,7 @@ def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, 
                 layout.committed,
             )
     finally:
-        share_outs.LISTED = listed
+        plan_cache.LISTED = listed
 
 
 @pytest.mark.parametrize("name", ["balanced", "static"])
@@ -59,7 +59,7 @@ def test_every_step_with_losses_is_the_policys_and_commits_b(
     batch = initial * accum
     shares, policy = ShareOuts(name, initial, batch), get_policy(name, initial)
     census = list(policy.layout(range(initial), batch).holdings())
-    losses: share_outs.Losses = ()
+    losses: plan_cache.Losses = ()
     for chance, number in strikes:
         if len(census) <= number:
             break

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from test_gradients import Dispatches
 
+from recover.gradients import deferred
+from recover.gradients.state_hash import WIDTH, StateHash, digest_of, fingerprint, leaves
 from recover.step.totals import MODULUS, all_equal, on_the_wire
-from recover.sums import later
-from recover.sums.state_hash import WIDTH, StateHash, digest_of, fingerprint, leaves
 
 
 def test_replicas_that_train_different_parameters_have_different_fingerprints() -> None:
@@ -27,7 +27,7 @@ def test_replicas_that_train_different_parameters_have_different_fingerprints() 
 
 def test_a_device_adds_up_a_large_tensor_twice_and_mixes_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors cost it nothing of their own, and nothing is waited for."""
-    monkeypatch.setattr(later, "NEAR", ())
+    monkeypatch.setattr(deferred, "NEAR", ())
     small = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 6), (0,))]
     large = [torch.nn.Parameter(torch.randn(2 * WIDTH + 6)) for _ in range(3)]
     counts = []
@@ -87,7 +87,7 @@ def _of(words: list[int]) -> int:
     tensor = torch.from_numpy(np.array(words, np.int64))
     here = fingerprint([tensor], 0).value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(later, "NEAR", ())
+        patch.setattr(deferred, "NEAR", ())
         there = fingerprint([tensor], 0).value
     assert here == there
     return here

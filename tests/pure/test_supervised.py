@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from recover.agent import agent as agents
-from recover.agent import agent_ranks
-from recover.agent.agent import Agent
-from recover.agent.agent_clerk import Clerk
-from recover.agent.agent_ranks import HostRanks
-from recover.agent.free_slots import HostSlots
-from recover.agent.host_options import HostPart
-from recover.agent.meeting import HostPlan
-from recover.agent.placement import Seat
-from recover.agent.returns import Newcomer
-from recover.etcd.etcd_client import Answer, EtcdError
-from recover.job.hosts_asked import HostOptions
+from recover.job.host_options import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised, SupervisorError
-from recover.launch.relay import Relay
+from recover.launch.hosts import agent as agents
+from recover.launch.hosts import host_ranks as host_ranks_module
+from recover.launch.hosts.agent import Agent
+from recover.launch.hosts.etcd_sync import Clerk
+from recover.launch.hosts.host_ranks import HostRanks
+from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.placement import Seat
+from recover.launch.hosts.rendezvous import HostPlan
+from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.slots import HostSlots
+from recover.launch.output_relay import Relay
 from recover.launch.witness import Witness
+from recover.world.fabrics.etcd.client import Answer, EtcdError
 
 GENEROUS = 30.0
 
@@ -117,7 +117,9 @@ def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.M
     etcd = Etcd()
     etcd.fails = ValueError("no such thing")
     clerk = a_clerk(etcd)
-    monkeypatch.setattr("recover.agent.agent_clerk.Supervised", lambda name: Supervised(name, patience=0.0))
+    monkeypatch.setattr(
+        "recover.launch.hosts.etcd_sync.Supervised", lambda name: Supervised(name, patience=0.0)
+    )
     clerk.start()
     deadline = time.monotonic() + GENEROUS
     while clerk.failed is None:
@@ -173,7 +175,7 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         started.append(Process())
         return started[-1]
 
-    monkeypatch.setattr(agent_ranks, "start", start)
+    monkeypatch.setattr(host_ranks_module, "start", start)
     spec = JobSpec(2, run_dir=str(tmp_path / "run"), session=str(tmp_path / "session"), host="h1", room=10)
     session: Any = SimpleNamespace(directory=tmp_path / "session", scratch=tmp_path)
     ends: list[tuple[int, str | None, str]] = []
@@ -187,8 +189,8 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(agent_ranks, "_LOOK", 0.0)
-    monkeypatch.setattr(agent_ranks, "_TICK", 0.001)
+    monkeypatch.setattr(host_ranks_module, "_LOOK", 0.0)
+    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
     real, raised = getattr(HostRanks, where), []
 
     def fail(self: HostRanks, *arguments: Any) -> Any:
@@ -213,9 +215,9 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
 def test_an_agent_that_cannot_look_after_its_ranks_says_so(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_ranks, "Supervised", lambda name: Supervised(name, patience=0.0))
+    monkeypatch.setattr(host_ranks_module, "Supervised", lambda name: Supervised(name, patience=0.0))
     monkeypatch.setattr(HostRanks, "reap", lambda self: 1 / 0)
-    monkeypatch.setattr(agent_ranks, "_TICK", 0.001)
+    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
     passes = iter(range(1000))
     with pytest.raises(SupervisorError, match="look after its ranks"):
         host_ranks.ranks.watch(0.0, lambda: next(passes, None) is None, dict)
@@ -246,7 +248,7 @@ def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
     monkeypatch.setattr(
         *{
             "the file of the job": (JobSpec, "write"),
-            "the process": (agent_ranks, "start"),
+            "the process": (host_ranks_module, "start"),
             "its output": (Relay, "add"),
         }[what],
         fail,
@@ -318,10 +320,10 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     order: list[str] = []
     if where == "watch":
         process = Process()
-        monkeypatch.setattr(agent_ranks, "start", lambda *_: process)
+        monkeypatch.setattr(host_ranks_module, "start", lambda *_: process)
         monkeypatch.setattr(HostRanks, "watch", lambda *_: 1 / 0)
     else:
-        monkeypatch.setattr(agent_ranks, "start", lambda *_: 1 / 0)
+        monkeypatch.setattr(host_ranks_module, "start", lambda *_: 1 / 0)
     declare_all = Clerk.declare_all
 
     def declaring(self: Clerk, why: str, seconds: float) -> bool:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from recover.sums import later
-from recover.sums.gradients import OwnedGradients
-from recover.sums.reduction import make_sum
+from recover.gradients import deferred
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.reduction import make_sum
 
 
 @given(
@@ -35,7 +35,7 @@ def test_one_tells_for_a_bucket_of_a_device_whatever_comes_when(
     for in_round in (False, True):
         parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(6)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(later, "NEAR", ())
+            patch.setattr(deferred, "NEAR", ())
             gradients = OwnedGradients(parameters, 3 * 4 * in_a_bucket / (1 << 20), make_sum(reduction, 64))
         gradients.begin()
         posted: list[torch.Tensor] = []
@@ -60,7 +60,7 @@ def hooks_of(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 def test_who_tells_for_a_bucket_of_a_device_is_who_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full buckets are posted at once from the first microbatch on; after another order each tells for itself again."""
-    monkeypatch.setattr(later, "NEAR", ())
+    monkeypatch.setattr(deferred, "NEAR", ())
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(6)]
     gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20))
     gradients.begin()
@@ -90,7 +90,7 @@ def test_a_reproducible_sum_does_not_depend_on_what_a_rank_has_seen_before(
     monkeypatch: pytest.MonkeyPatch, first: list[int]
 ) -> None:
     """In some microbatches a parameter has two gradients, as by activation checkpointing: each is rounded by itself."""
-    monkeypatch.setattr(later, "NEAR", ())
+    monkeypatch.setattr(deferred, "NEAR", ())
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
     gradients = OwnedGradients(parameters, 3 * 4 * 2 / (1 << 20), make_sum("reproducible", 1 << 20))
     microbatches = [[3, 2, 1, 0], [3, 3, 2, 1, 1, 0], [3, 2, 2, 1, 0]]
@@ -111,7 +111,7 @@ def test_a_reproducible_sum_does_not_depend_on_what_a_rank_has_seen_before(
 
 def test_a_second_gradient_that_nobody_told_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its bucket was posted, of a parameter that does not tell."""
-    monkeypatch.setattr(later, "NEAR", ())
+    monkeypatch.setattr(deferred, "NEAR", ())
     first, last = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     gradients = OwnedGradients([last, first], bucket_mb=1)
     gradients.begin()

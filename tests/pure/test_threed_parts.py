@@ -8,10 +8,10 @@ import pytest
 import torch
 from toy_threed import config_of
 
-from recover.replica.model_cut import ModelCut
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import PlainReplica, Sharing
-from recover.sums.reduction import ReproducibleSum
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.reduction import ReproducibleSum
+from recover.gradients.replica_interface import PlainReplica, Sharing
+from recover.parallel.partition import ModelCut
 
 
 class Doubling:

@@ -8,7 +8,7 @@ from pathlib import Path
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from recorded import START, incident_line, make_run, step_line
 
-from recover.monitor.traces import Traces
+from recover.runs.live.traces import Traces
 
 
 def test_steps_and_repairs_become_traces_and_what_was_there_before_does_not(tmp_path: Path) -> None:

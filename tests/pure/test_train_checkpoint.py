@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from training import small_world
 
-from recover.saving import checkpoint
-from recover.saving.checkpoint import FACTS, CheckpointError, Found
-from recover.saving.saver import Saver
-from recover.saving.tensors import Part, Stored, Tensors
-from recover.sums.state_hash import parameters_digest
+from recover.checkpoint import directory
+from recover.checkpoint.directory import FACTS, CheckpointError, Found
+from recover.checkpoint.saver import Saver
+from recover.checkpoint.tensors import Part, Stored, Tensors
+from recover.gradients.state_hash import parameters_digest
 from recover.train.preparation import prepare_run
 
 
@@ -60,7 +60,7 @@ def saved_twice(run_dir: Path) -> Found:
         save(one, step)
         one.found_equal(step + 1, [0])
     one.finish()
-    found = checkpoint.latest(run_dir)
+    found = directory.latest(run_dir)
     assert found
     return found
 
@@ -94,7 +94,7 @@ def test_parameters_without_numbers_are_part_of_a_checkpoint(tmp_path: Path) -> 
     one.save(1, tensors, {"step": 1})
     one.found_equal(2, [0])
     one.finish()
-    found = checkpoint.latest(tmp_path)
+    found = directory.latest(tmp_path)
     assert found
     found.verify()
     model.some.data.zero_()
@@ -147,7 +147,7 @@ def test_a_flipped_bit_anywhere_is_refused_with_both_digests_and_an_older_one(
     with pytest.raises(CheckpointError) as refusal:
         found.verify()
     assert found.facts()["files"][path.name] in str(refusal.value)
-    assert checkpoint.file_digest(path) in str(refusal.value)
+    assert directory.file_digest(path) in str(refusal.value)
     assert "move it away, and --resume (recover.resume) goes on from step-1" in str(refusal.value)
 
 
@@ -178,7 +178,7 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
         (old / FACTS).write_text(json.dumps({"format": 2, "files": files}))
         return Found(old, 7)
 
-    digest = checkpoint.file_digest(old / ".metadata")
+    digest = directory.file_digest(old / ".metadata")
     found = offer({"part-0.safetensors": digest, ".metadata": digest})
     found.verify()  # whoever made it could lie about that
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -186,7 +186,7 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(planted(mark))
     for refuse in (Found.verify, lambda f: Tensors(*trained(), 1).load(old, f.facts()["files"])):
         with pytest.raises(CheckpointError, match="outside of itself"):
-            refuse(offer({"../../../elsewhere": checkpoint.file_digest(tmp_path / "elsewhere")}))
+            refuse(offer({"../../../elsewhere": directory.file_digest(tmp_path / "elsewhere")}))
     (old / FACTS).write_bytes(planted(mark))
     with pytest.raises(CheckpointError, match="cannot be read"):
         found.facts()
@@ -197,7 +197,7 @@ def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_so
     """And the only good one stays until the next is good, with keep=1, too."""
     one = saver(tmp_path, keep=1)
     save(one, 1)
-    assert (names(tmp_path), checkpoint.latest(tmp_path)) == (["draft-1"], None)
+    assert (names(tmp_path), directory.latest(tmp_path)) == (["draft-1"], None)
     one.found_equal(1, [0, 1])  # the vote of the step itself tells of the state before it
     one.finish()
     assert names(tmp_path) == ["draft-1"]
@@ -238,17 +238,17 @@ def test_states_that_nobody_can_decide_on_are_offered_to_nobody(tmp_path: Path) 
     for seed, (one, replica) in enumerate(zip(made, (0, 4), strict=True)):
         tensors = Tensors(*trained(seed), 1)
         one.save_unconfirmed(9, tensors, {"step": 9, "mark": "f"}, f"unconfirmed-9-replica-{replica}")
-    states = checkpoint.undecided(tmp_path)
+    states = directory.undecided(tmp_path)
     assert sorted(found.path.name for found in states) == [
         "unconfirmed-9-replica-0",
         "unconfirmed-9-replica-4",
     ]
     assert len({found.identity() for found in states}) == 2
-    assert checkpoint.latest(tmp_path) == good
+    assert directory.latest(tmp_path) == good
     right = tmp_path / "checkpoints" / "unconfirmed-9"
     (tmp_path / "checkpoints" / "unconfirmed-9-replica-4").rename(right)
-    assert checkpoint.latest(tmp_path) == checkpoint.Found(right, 9)
-    checkpoint.Found(right, 9).verify()
+    assert directory.latest(tmp_path) == directory.Found(right, 9)
+    directory.Found(right, 9).verify()
     save(made[0], 10, seed=3)
     made[0].found_equal(11, [0])
     made[0].finish()
@@ -263,24 +263,24 @@ def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_ne
     paths = [one.save_unconfirmed(3, tensors, {"step": 3}) for one in (saver(tmp_path), second)]
     assert paths == [tmp_path / "checkpoints" / "unconfirmed-3"] * 2
     assert names(tmp_path) == ["step-1", "step-2", "unconfirmed-3"], "no draft of either is left"
-    found = checkpoint.latest(tmp_path)
+    found = directory.latest(tmp_path)
     assert found is not None
     assert (found.step, found.is_confirmed, first.is_confirmed) == (3, False, True)
     found.verify()
     elsewhere = saver(tmp_path / "another-host", replica=2)
     elsewhere.save_unconfirmed(3, tensors, {"step": 3})
-    other = checkpoint.latest(tmp_path / "another-host")
+    other = directory.latest(tmp_path / "another-host")
     assert other is not None
     assert other.identity() == found.identity()
     saver(tmp_path / "a-third", replica=2).save_unconfirmed(3, Tensors(*trained(4), 1), {"step": 3})
-    different = checkpoint.latest(tmp_path / "a-third")
+    different = directory.latest(tmp_path / "a-third")
     assert different is not None
     assert different.identity() != found.identity()
     for step in (3, 4):  # going on from it
         save(second, step, seed=3)
         second.found_equal(step + 1, [1])
         second.finish()
-        good = checkpoint.latest(tmp_path)
+        good = directory.latest(tmp_path)
         assert good is not None
         assert (good.step, good.is_confirmed, names(tmp_path)) == (step, True, [f"step-{step}"])
 
@@ -337,7 +337,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(
     one.found_equal(5, [0])
     one.finish()
     assert "the checkpoint of step 4 could not be written" in capsys.readouterr().out
-    found = checkpoint.latest(tmp_path)
+    found = directory.latest(tmp_path)
     assert found
     assert found.step == 2
     assert not one.due(5)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from training import SHAPE, small_world
 
-from recover.models import SIZES, Llama
-from recover.saving import checkpoint
+from recover.checkpoint import directory
 from recover.train.config import MODELS, ConfigError, parse, read_file
 from recover.train.model_shape import parameters_of, shape_of
+from recover.train.models import SIZES, Llama
 from recover.train.preparation import prepare_run
 from recover.train.supervision import train
 
@@ -29,7 +29,7 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
     ("words", "said"),
     [
         (["stepz=5"], "there is no key 'stepz'; did you mean 'steps'?"),
-        (["checkpoint.evry=5"], "did you mean 'checkpoint.every'?"),
+        (["directory.evry=5"], "did you mean 'directory.every'?"),
         (["eval=5"], "'eval' is a group of keys"),
         (["policy=balancd"], "did you mean 'balanced'?"),
         (["steps=many"], "steps='many' must be a whole number"),
@@ -157,7 +157,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "make room" in refusal("checkpoint.every=5", place=tmp_path)
+    assert "make room" in refusal("directory.every=5", place=tmp_path)
 
 
 def pretend_checkpoint(place: Path, *words: str) -> Path:
@@ -166,8 +166,8 @@ def pretend_checkpoint(place: Path, *words: str) -> Path:
     path = place / "old" / "checkpoints" / "step-4"
     path.mkdir(parents=True)
     shape = asdict(shape_of(prepared.config, prepared.stream.vocab))
-    facts = {"format": checkpoint.FORMAT, "config": prepared.config.model_dump(), "model": shape, "files": {}}
-    (path / checkpoint.FACTS).write_text(json.dumps(facts))
+    facts = {"format": directory.FORMAT, "config": prepared.config.model_dump(), "model": shape, "files": {}}
+    (path / directory.FACTS).write_text(json.dumps(facts))
     return place / "old"
 
 

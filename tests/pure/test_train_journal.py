@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from recover.job.spec import JobSpec
-from recover.journal.journal import Journal
-from recover.journal.run_records import data_digest, incident_line
 from recover.policy import RestoreMode
-from recover.records.lines import LineFile, read_lines
-from recover.records.sentences import sentence
-from recover.records.tail import Follower
-from recover.report.recorded_runs import Run
-from recover.report.words import sentences
+from recover.runs.records.json_lines import LineFile, read_lines
+from recover.runs.records.sentences import sentence
+from recover.runs.records.tail import Follower
+from recover.runs.report.recorded_runs import Run
+from recover.runs.report.wording import sentences
+from recover.runs.writing.journal import Journal
+from recover.runs.writing.run_records import data_digest, incident_line
 from recover.step.incident import Incident
 from recover.step.samples import PartitionedSamples
 from recover.train.config import parse

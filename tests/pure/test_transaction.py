@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from recover.gradients.exponents import HEADROOM, NOT_FINITE
+from recover.gradients.ledger import LedgerError
+from recover.gradients.module_gradients import OwnedGradients
+from recover.gradients.reduction import make_sum
+from recover.gradients.replica_interface import PLAIN
+from recover.gradients.running_buffers import MovingBuffers
 from recover.job.grid import Grid
 from recover.policy import PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
 from recover.step.difference import UNKNOWN
@@ -27,14 +33,8 @@ from recover.step.transaction import (
     SAME_STATE,
     Transaction,
 )
-from recover.sums.exponents import HEADROOM, NOT_FINITE
-from recover.sums.gradients import OwnedGradients
-from recover.sums.inside import PLAIN
-from recover.sums.ledger import LedgerError
-from recover.sums.moving import MovingBuffers
-from recover.sums.reduction import make_sum
+from recover.world.census import Census, left_behind
 from recover.world.hooks import NoHooks
-from recover.world.roll_call import Census, left_behind
 
 Reply = Callable[[Record], Record | None]  # from this rank's record to another's; None: it has died
 

@@ -14,13 +14,13 @@ import torch
 from streams import LateDevice, on_device
 from test_nccl import Groups, Rank
 
-from recover.carriers.base import Array
-from recover.carriers.contract import CarrierError
-from recover.carriers.host import AllLanes, HostCarrier
-from recover.carriers.nccl import NcclCarrier
-from recover.carriers.two_wires import TwoWires
-from recover.carriers.worker import Worker
-from recover.world.cross import CrossGroup
+from recover.world.carriers.base import Array
+from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.host_and_device import TwoWires
+from recover.world.carriers.host_memory import AllLanes, HostCarrier
+from recover.world.carriers.nccl import NcclCarrier
+from recover.world.carriers.worker import Worker
+from recover.world.cross_group import CrossGroup
 
 
 class ThreadsOfOneHost(HostCarrier):

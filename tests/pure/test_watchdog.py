@@ -11,11 +11,11 @@ import pytest
 from recover.job.grid import Grid
 from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
-from recover.liveness.board import ACTIVITY, Board
-from recover.liveness.signs import Sign
-from recover.loop.clock import HostClock
-from recover.loop.stragglers import NOISE, WINDOW, Stragglers
-from recover.step.handed_out import HandedOut
+from recover.step.in_flight import HandedOut
+from recover.step.loop.clock import HostClock
+from recover.step.loop.stragglers import NOISE, WINDOW, Stragglers
+from recover.world.liveness.board import ACTIVITY, Board
+from recover.world.liveness.signs import Sign
 from recover.world.watchdog import (
     FACTOR,
     FORGOTTEN_AFTER,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from patience import wait_until
 
-from recover.carriers.worker import Rest, Work, Worker
-from recover.sums.buckets import Bucket
-from recover.sums.norm import squared_norm
-from recover.sums.places import Place
+from recover.gradients.bucket_layout import Place
+from recover.gradients.buckets import Bucket
+from recover.gradients.norm import squared_norm
+from recover.world.carriers.worker import Rest, Work, Worker
 
 
 def test_the_next_operation_begins_while_a_device_is_busy_with_the_one_before() -> None:

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from recover_lab.simulated_world.fabric import SimulatedFabric
+from recover_lab.simulated_world.parts import simulated_parts
+from recover_lab.simulated_world.scheduler import Simulation
 
-from recover.fabrics.simulated import Simulation
-from recover.fabrics.simulated_fabric import SimulatedFabric
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.world.calls import Call, CollectiveCallError
-from recover.world.simulated_parts import simulated_parts
 from recover.world.world import CALL_PATIENCE, World
 
 RANKS, SEEDS = 4, 25

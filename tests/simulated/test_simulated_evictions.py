@@ -9,8 +9,8 @@ import torch
 from simulated_training import Training
 
 import recover
-from recover.journal.run_records import incident_line
-from recover.saving import checkpoint
+from recover.checkpoint import directory
+from recover.runs.writing.run_records import incident_line
 
 REASONS = {
     6: "learning rate 0.005, the others have 0.009000000000000001",
@@ -86,7 +86,7 @@ def test_replicas_that_have_joined_do_not_evict_the_one_that_was_there(saved: bo
     assert "and 0.5 on replica 0)" in told
     assert "replicas 3, 4 joined later and got their state from the others" in told
     assert "unconfirmed-16-replica-0 (replica 0), unconfirmed-16-replica-3 (replicas 3, 4)" in told
-    states = checkpoint.undecided(tmp_path)
+    states = directory.undecided(tmp_path)
     assert [found.path.name for found in states] == ["unconfirmed-16-replica-0", "unconfirmed-16-replica-3"]
     for found in states:
         found.verify()

@@ -20,8 +20,8 @@ from simulated_training import Training
 from test_simulated_world import explore
 
 from recover.faults.locations import JOIN_PHASES, REPAIR_PHASES
-from recover.handover.parcel import Parcel
 from recover.job.grid import Grid
+from recover.step.joining.parcel import Parcel
 
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recover_lab.simulated_world.carriers import SimulatedCarriers
+from recover_lab.simulated_world.parts import simulated_parts
+from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 from simulated_training import LateWorker
 from training import small_world
 
-from recover.carriers.simulated_carriers import SimulatedCarriers
-from recover.fabrics.simulated import SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
 from recover.train.config import parse, read
 from recover.train.trainer import Trainer
-from recover.world.simulated_parts import simulated_parts
 from recover.world.world import World
 
 STEPS = 6

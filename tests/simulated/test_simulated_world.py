@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
+from recover_lab.simulated_world.carriers import SimulatedCarrier, SimulatedCarriers
+from recover_lab.simulated_world.parts import InlineWorker
+from recover_lab.simulated_world.scheduler import HangError, SimulatedFabric, Simulation
 from simulated_laws import play, shrink, violation
 from simulated_schedules import (
     BATCH,
@@ -18,8 +21,6 @@ from simulated_schedules import (
     random_schedule,
 )
 
-from recover.carriers.simulated_carriers import SimulatedCarrier, SimulatedCarriers
-from recover.fabrics.simulated import HangError, SimulatedFabric, Simulation
 from recover.job.grid import Grid
 from recover.policy import get_policy
 from recover.world.membership import (
@@ -30,7 +31,6 @@ from recover.world.membership import (
     Membership,
     NoCarrierError,
 )
-from recover.world.simulated_parts import InlineWorker
 
 SCHEDULES = 600
 AIMED = 260

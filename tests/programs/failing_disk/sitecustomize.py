@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from recover.records.files import FILES, Disk
+from recover.job.record_files import FILES, Disk
 
 OPERATIONS = ("append", "replace", "read", "read_end", "truncate", "remove", "modified", "open_to_append")
 

@@ -1,0 +1,128 @@
+"""Checkpoints as they lie on disk: `checkpoints/step-N`, with safetensors files and one readable file, `trainer.json`.
+
+What has this name is whole, and a later vote has confirmed the state that it was taken from. Until then it is a draft,
+`checkpoints/draft-N`, which is offered to nobody: see `recover.checkpoint.saver`. What is saved when nobody can vote
+any more, since all of etcd is lost, is `checkpoints/unconfirmed-N`: whole, and
+reported as such to any run that resumes from it.
+Where replicas held different states and nobody could tell which was right, each of the states is
+`checkpoints/unconfirmed-N-replica-R`: offered to nobody until a person renames one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FACTS = "trainer.json"
+FORMAT = 2  # 1 was torch.distributed.checkpoint's own, with pickle
+UNCONFIRMED = "unconfirmed"
+READERS = 8  # files that are hashed at once
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that must not be loaded."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, or a draft of one, that is whole."""
+
+    path: Path
+    step: int
+
+    def facts(self) -> dict[str, Any]:
+        """What `trainer.json` says. Raises CheckpointError if it is not one of ours."""
+        try:
+            facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
+            form = facts.get("format", 1)
+            if form == FORMAT and not isinstance(facts.get("files"), dict):
+                raise ValueError("it lists no files")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{self.path / FACTS} cannot be read ({error}); {self.mend()}") from None
+        if form != FORMAT:
+            raise CheckpointError(
+                f"{self.path} has format {form}, and this version reads format {FORMAT} only: older ones hold pickles, "
+                f"which can run any code when they are read; {self.mend()}"
+            )
+        return facts
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a vote has compared it with what the other replicas held."""
+        return not self.path.name.startswith(UNCONFIRMED)
+
+    def identity(self) -> str:
+        """The same for copies of the same checkpoint, and for those that several replicas have written."""
+        facts = {name: value for name, value in self.facts().items() if name != "writer"}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return f"step {self.step} ({digest[:12]})"
+
+    def verify(self) -> None:
+        """Raises CheckpointError unless every file has the contents that were written."""
+        files: Mapping[str, str] = self.facts()["files"]
+        with ThreadPoolExecutor(READERS) as pool:
+            for name, digest in zip(files, pool.map(self._digest, files), strict=True):
+                if digest != files[name]:
+                    raise CheckpointError(
+                        f"{self.path / name} is damaged: its SHA-256 should be {files[name]} and is {digest}; "
+                        f"{self.mend()}"
+                    )
+
+    def mend(self) -> str:
+        """What to do instead of loading this one."""
+        older = [found for found in all_good(self.path.parents[1]) if found.step < self.step]
+        if older:
+            return f"move it away, and --resume (recover.resume) goes on from {older[-1].path.name}"
+        return "there is no older one: start again without --resume (recover.resume)"
+
+    def _digest(self, name: str) -> str:
+        path = self.path / name
+        if Path(name).name != name:
+            raise CheckpointError(f"{self.path} lists a file outside of itself, {name!r}; {self.mend()}")
+        return file_digest(path) if path.is_file() else "not there"
+
+
+def latest(run_dir: Path) -> Found | None:
+    """The newest one to go on from: a good one, or, if that is newer, what was saved when the world was lost."""
+    found = sorted([*unconfirmed(run_dir), *all_good(run_dir)], key=lambda found: found.step)
+    return found[-1] if found else None
+
+
+def all_good(run_dir: Path) -> list[Found]:
+    """The good ones, oldest first."""
+    return _named("step", run_dir / "checkpoints")
+
+
+def unconfirmed(run_dir: Path) -> list[Found]:
+    """What was saved when nobody could agree on anything any more, oldest first."""
+    return _named(UNCONFIRMED, run_dir / "checkpoints")
+
+
+def undecided(run_dir: Path) -> list[Found]:
+    """The different states that replicas held when nobody could tell which was right, oldest first."""
+    return _named(UNCONFIRMED, run_dir / "checkpoints", r"-replica-\d+")
+
+
+def drafts(run_dir: Path) -> list[Found]:
+    """Those that nobody has vouched for yet, half written ones included."""
+    return _named("draft", run_dir / "checkpoints")
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _named(kind: str, directory: Path, suffix: str = "") -> list[Found]:
+    pattern = re.compile(rf"{kind}-(\d+){suffix}")
+    numbered = [(pattern.fullmatch(path.name), path) for path in directory.glob(f"{kind}-*")]
+    return sorted(
+        (Found(path, int(match[1])) for match, path in numbered if match),
+        key=lambda found: (found.step, found.path.name),
+    )

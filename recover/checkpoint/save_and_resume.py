@@ -1,0 +1,202 @@
+"""`recover.save` and `recover.resume`: the state of a step on disk, for loops of one's own.
+
+The files are those of `recover train`: `PATH/checkpoints/step-N`, whole tensors under the names of the whole model, so
+that any number of replicas, sharded or not, goes on from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from recover.checkpoint import directory, diverged
+from recover.checkpoint.confirmed import save_confirmed
+from recover.checkpoint.saver import Saver
+from recover.checkpoint.tensors import Part, Stored, Tensors
+from recover.step.errors import StateDivergedError
+from recover.step.joining.extra import digest_of, is_extra, restore, state_of
+from recover.step.joining.packing import NamedTensors, pack, unpack
+from recover.step.state import StepState
+from recover.world.calls import Call
+from recover.world.retry import do_despite_losses
+from recover.world.writers import writing_replicas
+
+if TYPE_CHECKING:
+    from recover.step.step import Step
+
+
+def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> None:
+    """Write the state after the last committed step to `path`/checkpoints/step-N, and return when it is there.
+
+    To be called by all replicas after the same step. The first living one writes; if it is lost over it, the next one
+    does. It gets its name only when all replicas were found to hold the same state, `extra` included: until then it is
+    a draft. A disk that is full is told, and the one before stands. Raises CheckpointError with the name of an entry of
+    the optimizer or the model, TypeError with that of an entry of `extra`, that no file can hold.
+
+    extra:  what is saved beside `Step(extra=)`, by name: objects with state_dict() and load_state_dict(), tensors,
+            numpy arrays, numbers, strings, lists, dicts. A replica that joins is not given these: give to Step what
+            changes during the run
+    keep:   good ones that are kept; older ones go
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep} must be at least 1")
+    step.refuse_inside_step("recover.save")
+    if not step.index:
+        raise ValueError("there is nothing to save before the first step is committed; save after one")
+    with step.world.call(Call.SAVE):
+        _save(step, path, extra, keep)
+
+
+def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: int) -> None:
+    found = directory.latest(Path(path))
+    if found is not None and found.step > step.index:
+        raise ValueError(
+            f"{found.path} is of a later step than {step.index}: another run's; recover.resume goes on from it, or "
+            "give another path"
+        )
+    world, state = step.world, step.state(extra)
+    tensors, packed = _packed(state)
+    kept = _kept(step)
+    kept.path = Path(path)
+    kept.tensors.refuse_unsavable()  # by all replicas, before one of them writes
+    digests = {name: digest_of(value) for name, value in state.named().items()}
+    saver = kept.saver(kept.path, keep)
+
+    def write() -> None:
+        facts = {"step": step.index, "position": step.state_dict(), "state": packed}
+        saver.save(step.index, kept.tensors, facts, tensors)
+
+    def act() -> None:
+        compare()
+        save_confirmed(world, step, saver, write, lambda *_: None)
+        if world.replica in writing_replicas(world):
+            saver.finish()
+
+    with step.saving_extra(extra or {}, digests) as compare:
+        do_despite_losses(world, Call.SAVE, act, lambda *_: None)
+
+
+def save_states(step: Step, error: StateDivergedError) -> None:
+    """Replicas hold different states: save each, where the script saves its checkpoints, or in the job's run directory.
+
+    By all ranks; called by `Step`, before the error ends them.
+    """
+    kept, run_dir = _kept(step), step.world.job.run_dir
+    path = kept.path or (Path(run_dir) if run_dir else None)
+    if path is None or not step.index:
+        error.say("go on from the last checkpoint")
+        return
+
+    def facts() -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
+        tensors, packed = _packed(step.state())
+        return {"step": step.index, "position": step.state_dict(), "state": packed}, tensors
+
+    diverged.save_states(step.world, step.index, error, kept.saver(path, 1), kept.tensors, facts)
+
+
+def resume(
+    step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, *, rebatch: bool = False
+) -> dict[str, Any] | None:
+    """Go on from the newest good checkpoint under `path`; None if there is none, and the run begins at its beginning.
+
+    To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
+    whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
+    Objects and dicts in `extra` get back their state, by name, and belong to `step.extra` from here on. Returns all
+    extras that were saved, as plain values and tensors. A replica that joins goes on from no checkpoint (None): it is
+    given what the others have. `rebatch`: with another global batch, too; no sample is used twice, none is left out.
+    """
+    _kept(step).path = Path(path)
+    for name, value in (extra or {}).items():
+        if is_extra(value):
+            step.extra.setdefault(name, value)
+    if step.world.outside:
+        return None
+    with step.world.call(Call.RESUME):
+        return _resume(step, path, extra, rebatch)
+
+
+def _resume(
+    step: Step, path: str | Path, extra: Mapping[str, Any] | None, rebatch: bool
+) -> dict[str, Any] | None:
+    if step.index:
+        raise ValueError(f"step {step.index} is committed already; resume before the first one")
+    found = directory.latest(Path(path))
+    if found is None:
+        return None
+    if step.world.shard == 0:
+        found.verify()
+    facts, state = found.facts(), step.state(extra)
+    if "state" not in facts:
+        raise directory.CheckpointError(
+            f"{found.path} was not written by recover.save; go on with it by `recover train --resume {path}`"
+        )
+    _kept(step).tensors.load(found.path, facts["files"])
+    with Stored(found.path, facts["files"]) as stored:
+        given = state.named()
+        for name, value in given.items():
+            if not is_extra(value):
+                continue
+            if name not in facts["state"]:
+                raise directory.CheckpointError(
+                    f"{found.path} has no {name}; it was saved without it: to go on from it, add this entry to "
+                    "step.extra after recover.resume"
+                )
+            held = NamedTensors()
+            pack(state_of(value), name, held)
+            restore(value, unpack(facts["state"][name], _Found(stored, held)))
+        saved = {
+            name.removeprefix(StepState.EXTRA): unpack(packed, _Found(stored, {}))
+            for name, packed in facts["state"].items()
+            if name.startswith(StepState.EXTRA)
+        }
+    step.load_state_dict(facts["position"], rebatch=rebatch)
+    return saved
+
+
+class _Found:
+    """Tensors of a checkpoint: whole ones, or this rank's part where it holds a part of the same name."""
+
+    def __init__(self, stored: Stored, held: Mapping[str, torch.Tensor]) -> None:
+        self._stored, self._held = stored, held
+
+    def __call__(self, name: str) -> torch.Tensor:
+        here = self._held.get(name)
+        if here is None or not hasattr(here, "to_local"):
+            return self._stored.whole(name)
+        self._stored.fill(name, Part.of(here))
+        return here
+
+
+def _packed(state: StepState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors = NamedTensors()
+    return tensors, {name: pack(state_of(value), name, tensors) for name, value in state.named().items()}
+
+
+class _Kept:
+    """What is made once for a step: groups and threads."""
+
+    def __init__(self, step: Step) -> None:
+        state, world = step.state(), step.world
+        self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
+        self._world, self._savers = world, dict[tuple[Path, int], Saver]()
+        self.path: Path | None = None  # where the script saves
+
+    def saver(self, path: Path, keep: int) -> Saver:
+        world, key = self._world, (path.absolute(), keep)
+        if key not in self._savers:
+            alone = world.grid.replica_size == 1
+            self._savers[key] = Saver(path, 0, keep, world.replica, first=world.shard == 0, alone=alone)
+        return self._savers[key]
+
+
+_all_kept: WeakKeyDictionary[Step, _Kept] = WeakKeyDictionary()
+
+
+def _kept(step: Step) -> _Kept:
+    if step not in _all_kept:
+        _all_kept[step] = _Kept(step)
+    return _all_kept[step]

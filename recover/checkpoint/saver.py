@@ -1,0 +1,247 @@
+"""Saving while training goes on, and telling good checkpoints from drafts.
+
+A checkpoint of step N is taken before anybody could know whether the state after step N is sound: a bit may have
+flipped on the replica that writes it. The vote of step N+1 (or the confirmation after the last step) compares what
+all replicas hold. So it is a draft until a later vote has found its writer equal to the others; then it is named, and
+only then does an older one go. A draft whose writer was lost before that vote goes, and a sound replica saves again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from recover.checkpoint import directory
+from recover.checkpoint.directory import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
+from recover.checkpoint.tensors import Snapshot, Stored, Tensors, Written
+from recover.gradients.state_hash import parameters_digest
+from recover.job.record_files import AGAIN, FILES, PATIENCE, is_passing
+from recover.world import rank_exit
+
+T = TypeVar("T")
+TRIES = int(PATIENCE / AGAIN)  # to write a checkpoint that waits for the disk
+
+
+class Saver:
+    """Saves for one rank of a replica, in a thread of its own, one thing after the other.
+
+    The `first` rank of the replica names checkpoints and removes old ones; `alone`: the replica has no other.
+    """
+
+    def __init__(
+        self, run_dir: Path, every: int, keep: int, replica: int, first: bool = True, alone: bool = True
+    ) -> None:
+        self._run_dir, self._every, self._keep = run_dir, every, keep
+        self._directory = run_dir / "checkpoints"
+        self._replica, self._first, self._alone = replica, first, alone
+        self._newest: int | None = None  # the newest one, tried or there; None: this rank has not looked yet
+        self._equal: dict[int, int] = {}  # by replica: the last step whose vote found it equal to the others
+        self._unnamed: list[int] = []  # the steps of drafts of this rank's own
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recover-saver")
+        self._writing: Future[None] | None = None
+
+    def start(self) -> None:
+        """Before the first step, by the rank that writes: drafts of an earlier run go, as nobody can vouch for them."""
+        self._newest = self._take_over()
+
+    def comes(self, step: int, lost: bool) -> bool:
+        """Whether one may be taken after this step, the same answer on all replicas: one falls due, or its
+        writer may be among those who were lost."""
+        return bool(self._every) and (step % self._every == 0 or lost)
+
+    def due(self, step: int) -> bool:
+        """Whether this rank should save now. While one is being written, the next is left out."""
+        is_idle = self._writing is None or self._writing.done()
+        return self._first and is_idle and self.newest() < step // self._every * self._every
+
+    def lacks(self, step: int) -> bool:
+        """Whether there is neither a checkpoint nor a draft of this step, at the end of a run."""
+        return self._first and self.newest() != step
+
+    def newest(self) -> int:
+        """The step of the newest checkpoint or draft, tried or there; 0 if there is none."""
+        if self._newest is None:
+            self._newest = self._take_over()
+        return self._newest
+
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        facts: dict[str, Any],
+        beside: Mapping[str, torch.Tensor] | None = None,
+        waits: bool = False,
+    ) -> None:
+        """Copy all tensors now, and write the draft in the thread. All ranks of the replica call it.
+
+        `beside`: tensors that are neither the model's nor the optimizer's. `waits`: for a disk that is full, while
+        there is patience (`recover.job.record_files`).
+        """
+        self._newest = step
+        try:
+            snapshot = tensors.snapshot(beside or {})
+        except Exception as error:
+            if not self._alone:
+                raise  # its mates are saving already, and would wait for this rank for ever
+            self._failed(step, error)
+            return
+        self._unnamed.append(step)
+        self._writing = self._thread.submit(self._write_draft, step, tensors, snapshot, facts, waits)
+
+    def save_unconfirmed(
+        self,
+        step: int,
+        tensors: Tensors,
+        facts: dict[str, Any],
+        name: str = "",
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> Path | None:
+        """Now, since no vote will come any more; where it is. All ranks of the replica call it; others may, too.
+
+        `name`: of the state of this replica, where others hold other states. `beside`: as in `save`.
+        """
+        draft = self._directory / f".lost-{step}-{self._replica}"
+        path = self._directory / (name or f"{UNCONFIRMED}-{step}")
+        self.finish()
+        try:
+            self._write(draft, tensors, tensors.snapshot(beside or {}), facts)
+            if self._first:
+                draft.rename(path)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            return path if path.exists() else None
+        return path
+
+    def found_equal(self, step: int, replicas: Iterable[int]) -> None:
+        """The vote of this step has found that these replicas held the same state when it began."""
+        self._equal |= dict.fromkeys(replicas, step)
+        good = [draft for draft in self._unnamed if self._is_good(draft, self._replica)]
+        for draft in good:
+            self._unnamed.remove(draft)
+            if self._first:
+                self._thread.submit(self._name, draft)  # after it is written
+
+    def finish(self) -> None:
+        """Wait until what is to be saved is on disk, or has failed."""
+        self._thread.submit(lambda: None).result()
+
+    def _is_good(self, step: int, writer: int) -> bool:
+        return self._equal.get(writer, 0) > step
+
+    def _write_draft(
+        self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], waits: bool
+    ) -> None:
+        try:
+            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts, TRIES if waits else 1)
+        except Exception as error:
+            self._failed(step, error)
+
+    def _write(
+        self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], tries: int = 1
+    ) -> None:
+        # Tensors are written by all ranks of the replica, and fail on all of them or on none: so all of them make the
+        # same number of tries, whatever their clocks say. The rest is written by the first alone.
+        written = self._repeated(partial(tensors.write, draft, snapshot), tries)
+        if self._first:
+            self._repeated(partial(self._write_facts, draft, written, facts), tries)
+
+    def _repeated(self, write: Callable[[], T], tries: int) -> T:
+        for _ in range(tries - 1):
+            try:
+                return write()
+            except Exception as error:
+                if not is_passing(error):
+                    raise
+                if not FILES.wait_for(error, "the last checkpoint") and self._alone:
+                    raise
+        return write()
+
+    def _write_facts(self, draft: Path, written: Written, facts: dict[str, Any]) -> None:
+        with Stored(draft, written.files) as stored:
+            digest = parameters_digest((name, stored.whole(name)) for name in written.parameters)
+        facts = {"format": FORMAT, **facts, "writer": self._replica}
+        facts |= {"parameters_digest": digest, "files": written.files}
+        with open(draft / f"{FACTS}.tmp", "w") as file:
+            file.write(json.dumps(facts, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        (draft / f"{FACTS}.tmp").rename(draft / FACTS)  # last: what has it is whole
+        _flush(draft)
+        _flush(self._directory)
+
+    def _name(self, step: int) -> None:
+        """All know now that it is good: it gets its name, and those that are older than the last `keep` go."""
+        draft, path = self._directory / f"draft-{step}", self._directory / f"step-{step}"
+        try:
+            if not (draft / FACTS).exists():
+                return  # it could not be written
+            # One that was declared dead, and lives, may do the same at this moment: a good one is never taken away.
+            if path.exists() and _are_copies(draft, path):
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
+                if path.exists():
+                    _remove(path)
+                draft.rename(path)
+                _flush(self._directory)
+            old = directory.all_good(self._run_dir)[: -self._keep]
+            old += [found for found in directory.unconfirmed(self._run_dir) if found.step <= step]
+            old += [found for found in directory.undecided(self._run_dir) if found.step <= step]
+            for found in old:
+                _remove(found.path)
+        except OSError as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Training is worth more than a checkpoint: say so and go on."""
+        if not self._first:
+            return
+        shutil.rmtree(self._directory / f"draft-{step}", ignore_errors=True)
+        text = f"the checkpoint of step {step} could not be written ({error}); the one before it stands"
+        rank_exit.report(text)
+
+    def _take_over(self) -> int:
+        """Drafts of a writer that is gone: those that are whole and good are named, the others go."""
+        for draft in directory.drafts(self._run_dir):
+            try:
+                good = self._is_good(draft.step, draft.facts()["writer"])
+            except CheckpointError:
+                good = False  # it died over it
+            if good:
+                self._name(draft.step)
+            else:
+                rank_exit.log(f"removed {draft.path}: its writer was lost before a vote had confirmed it")
+                _remove(draft.path)
+        for leftover in (*self._directory.glob(".gone-*"), *self._directory.glob(".lost-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        found = directory.all_good(self._run_dir)
+        return found[-1].step if found else 0
+
+
+def _are_copies(draft: Path, path: Path) -> bool:
+    try:
+        return Found(draft, 0).identity() == Found(path, 0).identity()
+    except CheckpointError:
+        return not (draft / FACTS).exists()  # it has just become the other one
+
+
+def _remove(path: Path) -> None:
+    gone = path.with_name(f".gone-{path.name}-{time.time_ns()}")
+    path.rename(gone)  # first: half a checkpoint must not have a checkpoint's name
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,90 @@
+"""Gradient buckets: flat sums that can be reduced across replicas and, if that went wrong, reduced again.
+
+A bucket has a local sum, which holds the microbatches of this replica, and a result, which holds the sum over all
+replicas. Out of place (the default) they are two tensors, so nothing ever has to be restored. In place, for
+gradients that somebody else owns, they are one, and a snapshot is kept to rewind from. Tensors or NumPy arrays: nothing
+here knows torch, so the simulated world uses the same buckets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from recover.policy import SlotSet
+from recover.world.carriers.device_streams import hold_back
+from recover.world.carriers.worker import Work
+from recover.world.cross_group import CrossGroup
+
+
+class Bucket:
+    """One flat piece of the gradient, and its ledger: the slots in it, what it was reduced with, and when."""
+
+    def __init__(self, local: Any, in_place: bool = False, copies: int = 1) -> None:
+        self.local = local
+        self.copies = copies  # ranks of the replica that hold the same bucket
+        self.result = local if in_place else _empty_like(local)
+        self.snapshot: Any = None
+        self.held = SlotSet()  # the slots of this step that are in the local sum
+        # Those that were in it when it was handed over; None: not in this attempt.
+        self.posted: SlotSet | None = None
+        self._spare: Any = None
+        self._in_place = in_place
+        self._work: Work | None = None
+        self._epoch: int | None = None
+
+    def post(self, cross: CrossGroup, epoch: int, contribute: bool) -> Work:
+        """Hand the bucket to the communication thread. A spare takes part and contributes zeros."""
+        self._epoch, self.posted = epoch, self.held
+        if self._in_place:
+            if self.snapshot is None:
+                self.snapshot = _empty_like(self.local)
+            self.snapshot[:] = self.local
+            if not contribute:
+                self.local[:] = 0
+            self._work = cross.all_reduce(self.local)
+        elif contribute:
+            self._work = cross.all_reduce(self.local, self.result)
+        else:
+            self.result[:] = 0
+            self._work = cross.all_reduce(self.result)
+        return self._work
+
+    def reduced_under(self, epoch: int) -> bool:
+        """Whether the result is the sum over the members of this epoch. Stale results are never mixed in."""
+        return self._epoch == epoch and self._work is not None and self._work.ok
+
+    def is_coming(self) -> bool:
+        """Whether it was reduced, or a device is about to: then whatever this thread asks of it finds the result."""
+        if self._work is None:
+            return False
+        passed = self._work.behind()
+        if passed is None:
+            return self._work.ok
+        hold_back(self.result, passed)
+        return True
+
+    def give_away(self) -> None:
+        """Somebody keeps the memory of the result: it is theirs."""
+        self.result = _empty_like(self.local)
+
+    def rewind(self) -> None:
+        """Make the local sum what it was before it was reduced."""
+        if self._in_place and self._epoch is not None:
+            assert self.snapshot is not None
+            self.local[:] = self.snapshot
+        self.forget()
+
+    def forget(self) -> None:
+        """A new step, or a new attempt: whatever was reduced before does not count."""
+        if self._work is not None and not (self._work.ok or self._work.refused or self._in_place):
+            # The library may still write to a result it gave up, until all have been through another agreement. They
+            # have when the next one fails. So two take turns: allocating anew would scatter the heap.
+            spare = _empty_like(self.local) if self._spare is None else self._spare
+            self.result, self._spare = spare, self.result
+        self._epoch, self._work, self.posted = None, None, None
+
+
+def _empty_like(array: Any) -> Any:
+    return array.new_empty(array.shape) if hasattr(array, "new_empty") else np.empty_like(array)

@@ -1,0 +1,206 @@
+"""A fingerprint of a replica's state, so that a replica whose state differs is found within one step.
+
+All replicas must hold the same bits. Each adds a small hash and its square to a sum that is reduced anyway: the
+square of the sum equals the number of replicas times the sum of squares only if all hashes are equal.
+
+The words of a tensor are laid out as rows of a fixed width. Every row sum and every column sum is mixed with its place
+before all of them are added up, so that the order of words counts, whichever words change places: two words in
+different rows change two row sums, two words of one row change two column sums. Sums of integers are the same in any
+order and on any device, and a device reads each tensor twice and gives one number, without a wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from recover.gradients import deferred
+from recover.gradients.deferred import Later, Numbers
+from recover.gradients.parts import local_part
+
+WIDTH = 4096  # words of 8 bytes in a row
+BLOCK = 8  # rows that a host adds up both ways while they are in its cache
+_LOW = (1 << 32) - 1
+_TENSOR, _PLACE, _FIRST, _SECOND = (  # odd constants of 64 bits, as signed numbers
+    value - (1 << 64) if value >> 63 else value
+    for value in (0xD1B54A32D192ED03, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_PLAIN = (bool, int, float)
+_OF_GROUP = ("params", "param_names")  # the parameters themselves
+
+
+class StateHash:
+    """64 bits over the step counter and all tensors that are added, as they are then. Any flipped bit changes it, and
+    so do any two words that change places.
+
+    `trained` says which parameters are: replicas that train different ones must not go on together, either. `values`:
+    what else must be equal and is no tensor.
+    """
+
+    def __init__(self, step: int, trained: bytes = b"", values: object = None) -> None:
+        self._start = step + zlib.crc32(trained) + (0 if values is None else digest_of(values))
+        self._added = 0
+        self._sums: dict[torch.device, list[torch.Tensor]] = {}
+        self._layout: dict[torch.device, list[tuple[int, int]]] = {}  # number of the tensor, and of its sums
+
+    @torch.no_grad()
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            sums = [part for part in _sums(local_part(tensor)) if part.numel()]
+            if sums:
+                found.setdefault(sums[0].device, []).extend(sums)
+                self._layout.setdefault(sums[0].device, []).append((self._added, sum(map(len, sums))))
+            self._added += 1
+        for device, sums in found.items():
+            self._sums.setdefault(device, []).append(
+                torch.cat(sums)
+            )  # a copy: tensors may change from here on
+
+    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> Later[int]:
+        """Of all that was added so far, and of these, as they are when somebody asks."""
+
+        def begin() -> Iterable[torch.Tensor]:
+            self.add(when_asked())
+            return [
+                _mixed(
+                    torch.cat(sums) if len(sums) > 1 else sums[0],
+                    _places(device, tuple(self._layout[device])),
+                )
+                for device, sums in self._sums.items()
+            ]
+
+        def total(*values: Numbers) -> int:
+            return (self._start + sum(int(value[0]) for value in values)) % 2**64
+
+        return Later(total, when_asked=begin)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
+    """The hash of these alone, as they are now."""
+    whole = StateHash(step, trained)
+    whole.add(tensors)
+    return whole.value()
+
+
+def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The sums of all rows, the sums of all columns, and the words (and bytes) behind the last whole row."""
+    words, over = _words(tensor)
+    rows = words.numel() // WIDTH
+    whole = words[: rows * WIDTH].view(rows, WIDTH)
+    if rows and words.device.type in deferred.NEAR:
+        yield from map(torch.from_numpy, _sums_of_host(whole.numpy()))
+    elif rows:
+        yield whole.sum(1)
+        yield whole.sum(0)
+    yield words[rows * WIDTH :]
+    if over.numel():
+        yield over.to(torch.int64)
+
+
+def _sums_of_host(whole: Numbers) -> tuple[Numbers, Numbers]:
+    """Of rows and of columns, block by block, so that the memory is read once. By one thread: where cores are busy,
+    torch's threads wait for each other longer than these few sums take."""
+    rows, columns = np.empty(len(whole), np.int64), np.zeros(WIDTH, np.int64)
+    for start in range(0, len(whole), BLOCK):
+        block = whole[start : start + BLOCK]
+        np.add.reduce(block, axis=1, out=rows[start : start + BLOCK])
+        columns += np.add.reduce(block, axis=0)
+    return rows, columns
+
+
+def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """One number of all of them, each mixed with its place. Products wrap around, on every device alike."""
+    mixed = (sums + places) * _FIRST
+    mixed ^= (mixed >> 32) & _LOW
+    mixed *= _SECOND
+    mixed ^= (mixed >> 29) & _LOW
+    return mixed.sum()
+
+
+@lru_cache(maxsize=64)
+def _places(device: torch.device, layout: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """What tells each sum of each tensor from all others: the same in every step."""
+    numbers, lengths = torch.tensor(layout, dtype=torch.int64).unbind(1)
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    within = torch.arange(len(starts), dtype=torch.int64) - starts
+    return (torch.repeat_interleave(numbers + 1, lengths) * _TENSOR + (within + 1) * _PLACE).to(device)
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a tensor holds as numbers of 8 bytes, and the bytes left over behind them."""
+    flat = tensor.contiguous().view(-1)
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()  # a view that does not start at a whole number
+    raw = flat.view(torch.uint8)
+    over = raw.numel() % 8
+    return raw[: raw.numel() - over].view(torch.int64), raw[raw.numel() - over :]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All that a nest of dictionaries, lists and tuples holds, with the way to each, in an order that does not depend
+    on when a key was added; keys may be of several types."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=lambda key: (str(key), type(key).__name__)):
+            yield from leaves(value[key], (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from leaves(each, (*path, number))
+    else:
+        yield path, value
+
+
+def digest_of(value: Any) -> int:
+    """64 bits over all that a nest holds but its tensors. Of an object that is no plain value, only the kind counts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path, leaf in leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            digest.update(f"{path!r}={shown(leaf)};".encode(errors="replace"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def shown(leaf: Any) -> str:
+    """A plain value as text, to the bit; of any other object the kind."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
+        return repr(leaf)
+    if hasattr(leaf, "tobytes"):  # numpy's
+        return f"{type(leaf).__name__} {hashlib.sha256(leaf.tobytes()).hexdigest()[:16]}"
+    return type(leaf).__name__
+
+
+def settings(optimizer: Any) -> list[list[tuple[str, Any]]]:
+    """The numbers of each group (learning rate, betas, weight decay and so on), tensors among them, in each step."""
+    return [
+        [
+            (name, group[name])
+            for name in sorted(group)
+            if name not in _OF_GROUP and (_is_plain(group[name]) or isinstance(group[name], torch.Tensor))
+        ]
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(each, _PLAIN) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state, however deep, in the order of its parameters."""
+    states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    return [value for state in states for _, value in leaves(state) if isinstance(value, torch.Tensor)]
+
+
+def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Over the bytes of all parameters, whole, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, parameter in parameters:
+        digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

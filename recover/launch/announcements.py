@@ -1,0 +1,49 @@
+"""Deaths and repairs, told while the job runs: what the launcher sees at once, and what a survivor writes down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.launch.verdict import Verdict, name_ranks
+from recover.runs.records.json_lines import read
+from recover.runs.records.sentences import sentence
+from recover.runs.records.tail import Follower
+
+
+class Teller:
+    """For jobs that write down their steps. Each death and each repair is told once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._steps = Follower(run_dir / "steps.jsonl")
+        self._incidents = Follower(run_dir / "incidents.jsonl")
+        self._earlier = {json.dumps(line) for line in read(run_dir / "incidents.jsonl").whole}
+        self._untold: list[Any] = []
+        self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
+        self._alive: set[int] = set()
+
+    def losses(self, verdict: Verdict, pids: Sequence[int]) -> list[str]:
+        """Who lived at the last look and does not now, and how it went. `pids`: 0 for each that does not live."""
+        alive = {rank for rank, pid in enumerate(pids) if pid}
+        gone, self._alive = self._alive - alive, alive
+        ways: dict[str, list[int]] = {}
+        for rank in sorted(gone & set(verdict.lost)):
+            ways.setdefault(verdict.lost[rank], []).append(rank)
+        return [f"lost {name_ranks(ranks)}: {how}" for how, ranks in ways.items()]
+
+    def repairs(self, at_end: bool = False) -> list[str]:
+        """What was repaired since the last look, each with the step that it was committed in."""
+        # Incidents are written before their step: read after it, none of a step that is known can be missing.
+        steps = {line["step"]: line for line in self._steps.read()}
+        if steps and not self._batch:
+            self._batch = steps[min(steps)]["microbatches"]
+        self._untold += [line for line in self._incidents.read() if json.dumps(line) not in self._earlier]
+        told = []
+        for incident in list(self._untold):
+            step = steps.get(incident["step"])
+            if step is not None or at_end:
+                self._untold.remove(incident)
+                told.append(sentence(incident, step, self._batch))
+        return told

@@ -1,0 +1,220 @@
+"""What is asked of a job on several hosts, with torchrun's words; under Slurm its environment fills in the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from recover.job.gpus import gpus_on_host
+from recover.job.host_options import WARM_UP, HostOptions
+from recover.job.spec import EtcdAccess
+from recover.launch.preflight import Refusal
+from recover.world.fabrics.etcd.client import UNIX
+from recover.world.fabrics.etcd.host_lease import MOST_RANKS
+
+PORT = 2379  # etcd's own
+LEAST_LEASE = 2.0
+MOST = 1e7  # seconds: etcd grants leases of no more than 9e9
+ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What this host brings, and what it expects of the job."""
+
+    least: int  # hosts to begin with
+    most: int
+    slots: int  # ranks that this host takes
+    endpoints: tuple[str, ...]
+    job: str
+    host: str
+    order: int | None  # where this host stands among the others, if somebody says
+    token: str  # "": to be made
+    returns: bool = False
+    standby: int = 0  # replicas that are ready, and wait for a loss
+    warm_up: float = WARM_UP
+
+    @property
+    def admits(self) -> bool:
+        """Whether ranks may join after the start."""
+        return self.returns or self.most > self.least
+
+    @property
+    def nnodes(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def read_options(options: HostOptions, environment: Mapping[str, str] = os.environ) -> HostPart:
+    """Raises Refusal, naming option, value and mend."""
+    slurm = environment if "SLURM_JOB_ID" in environment else {}
+    if options.rdzv_backend not in (None, "etcd", "etcd-v2", "c10d"):
+        raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
+    nnodes = options.nnodes or slurm.get("SLURM_NNODES") or slurm.get("SLURM_JOB_NUM_NODES")
+    if nnodes is None:
+        raise Refusal("how many hosts? give --nnodes, as --nnodes 4, or 3:4 to begin with three of four")
+    least, most = _read_nnodes(nnodes)
+    endpoint = options.rdzv_endpoint or _slurm_endpoints(slurm)
+    if not endpoint:
+        raise Refusal(
+            "where do the hosts meet? give --rdzv-endpoint HOST:PORT, one or three of them, with commas"
+        )
+    endpoints = tuple(map(_read_endpoint, endpoint.split(",")))
+    if UNIX in endpoints and (most > 1 or len(endpoints) > 1):
+        raise Refusal(
+            f"--rdzv-endpoint is {endpoint!r}, a socket of this host, which no other host reaches; give HOST:PORT"
+        )
+    job = options.rdzv_id or slurm.get("SLURM_JOB_ID")
+    if not job:
+        raise Refusal(
+            "what is the job called? give --rdzv-id NAME, the same on every host, and one of its own"
+        )
+    if not re.fullmatch(r"[\w.:-]{1,200}", job):
+        raise Refusal(f"--rdzv-id is {job!r}; give letters, digits, and . : _ - only")
+    for name, value, low in (
+        ("--rdzv-patience", options.rdzv_patience, 1.0),
+        ("--join-timeout", options.join_timeout, 1.0),
+        ("--lease", options.lease, LEAST_LEASE),
+        ("--return-delay", options.return_delay, 0.0),
+        ("--forgive", options.forgive, 0.0),
+        ("--standby", options.standby, 0.0),
+        ("--warm-up", options.warm_up, 1.0),
+    ):
+        if not low <= value <= MOST:
+            what = "a number" if name == "--standby" else "seconds"
+            raise Refusal(f"{name} is {value:g}; give {what}, {low:g} to {MOST:,.0f}")
+    host = options.host_name or socket.gethostname()
+    if not re.fullmatch(r"[\w.:-]{1,200}", host):
+        raise Refusal(f"--host-name is {host!r}; give letters, digits, and . : _ - only")
+    order = slurm.get("SLURM_NODEID") or environment.get("GROUP_RANK")
+    return HostPart(
+        least,
+        most,
+        _read_slots(options.nproc_per_node, slurm),
+        endpoints,
+        job,
+        host,
+        int(order) if order and order.isdecimal() else None,
+        # With one host nobody else need know it; with several an etcd that is not ours to protect may hold it.
+        _read_secret("--token-file", options.token_file) or (secrets.token_hex(32) if most == 1 else ""),
+        options.restarts,
+        options.standby,
+        options.warm_up,
+    )
+
+
+def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
+    """For a job on this host alone, with an etcd of its own: what `options` say of returns, for so many ranks."""
+    return replace(
+        options,
+        nnodes="1",
+        nproc_per_node=str(ranks + options.standby * replica_size),
+        rdzv_endpoint=UNIX,
+        rdzv_id=f"alone-{secrets.token_hex(4)}",
+        lease=ALONE_LEASE,
+    )
+
+
+def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
+    """How etcd is reached. Raises Refusal."""
+    if options.etcd_cert is not None and options.etcd_ca is None:
+        raise Refusal("--etcd-cert needs --etcd-ca: the file that says who signed etcd's own certificate")
+    for name, path in (
+        ("--etcd-ca", options.etcd_ca),
+        ("--etcd-cert", options.etcd_cert),
+        ("--etcd-key", options.etcd_key),
+    ):
+        if path is not None and not os.access(path, os.R_OK):
+            raise Refusal(f"{name} {path} cannot be read on this host; check the path and its permissions")
+    ca, certificate, key = (
+        str(path.absolute()) if path else None
+        for path in (options.etcd_ca, options.etcd_cert, options.etcd_key)
+    )
+    return EtcdAccess(
+        part.endpoints,
+        f"{options.etcd_prefix.rstrip('/')}/{part.job}/",
+        part.token,
+        options.etcd_user,
+        _read_secret("--etcd-password-file", options.etcd_password_file),
+        ca,
+        certificate,
+        key,
+        patience=options.rdzv_patience,
+    )
+
+
+def _read_nnodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise Refusal(
+            f"--nnodes is {text!r}; give a number of hosts, as 4, or 3:4 to begin with three of four"
+        )
+    return least, most
+
+
+def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
+    text = text or slurm.get("SLURM_GPUS_ON_NODE") or "1"
+    if text in ("gpu", "auto"):
+        slots = gpus_on_host() or (1 if text == "auto" else 0)
+        if not slots:
+            raise Refusal("--nproc-per-node is gpu, and there is no GPU to be seen here; give a number")
+    elif text.isdecimal():
+        slots = int(text)
+    else:
+        slots = 0
+    if not 1 <= slots <= MOST_RANKS:
+        raise Refusal(
+            f"--nproc-per-node is {text!r}; give a number of ranks from 1 to {MOST_RANKS}, gpu or auto"
+        )
+    return slots
+
+
+def _read_endpoint(text: str) -> str:
+    """`unix:` is a socket in the job's own session."""
+    if text.strip() == UNIX:
+        return UNIX
+    text = text.strip().removeprefix("http://").removeprefix("https://")
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+)(?::(\d+))?", text)
+    if not found or not 0 < int(found[2] or PORT) < 1 << 16:
+        raise Refusal(f"--rdzv-endpoint is {text!r}; give HOST:PORT, several with commas in between")
+    return f"{found[1]}:{found[2] or PORT}"
+
+
+def _read_secret(option: str, path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise Refusal(f"{option} {path} cannot be read on this host ({error}); check the path") from None
+    if not secret:
+        raise Refusal(f"{option} {path} is empty; write the secret into it")
+    return secret
+
+
+def _slurm_endpoints(slurm: Mapping[str, str]) -> str | None:
+    """The first host of the allocation, or the first three where there are so many."""
+    hosts = slurm_hosts(slurm.get("SLURM_JOB_NODELIST") or slurm.get("SLURM_NODELIST") or "")
+    return ",".join(f"{host}:{PORT}" for host in hosts[: 3 if len(hosts) > 2 else 1]) or None
+
+
+def slurm_hosts(text: str) -> list[str]:
+    """`n[01-03,7],m1` in full, as Slurm's own `scontrol show hostnames` would say it."""
+    hosts: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", word):
+            parts = [plain] if plain else [number for span in ranges.split(",") for number in _numbers(span)]
+            names = [name + part for name in names for part in parts]
+        hosts += names
+    return hosts
+
+
+def _numbers(span: str) -> list[str]:
+    first, _, last = span.partition("-")
+    return [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]

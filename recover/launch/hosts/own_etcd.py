@@ -1,0 +1,226 @@
+"""The etcd in which the hosts of a job meet: the one that answers, or, where nobody does, members of our own.
+
+A host whose address is named in --rdzv-endpoint, and on whose port nobody listens, starts a member there: the only one,
+or one of three. It listens at that address and on that port, and, for the other members, on the next one. On one host
+alone it may listen on a socket in a directory of the job's instead, which nobody else can enter.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from recover.job.output import say
+from recover.job.spec import EtcdAccess
+from recover.launch.hosts.addresses import is_loopback, is_of_this_host, resolved
+from recover.launch.preflight import Refusal
+from recover.world.fabrics.etcd.access import client_of
+from recover.world.fabrics.etcd.client import UNIX, EtcdClient, EtcdError, UnansweredError
+from recover.world.fabrics.etcd.server import EtcdServer, NoEtcdError, peer_of
+
+_AGAIN = 0.1  # seconds between two looks
+_PROBE = 1.0  # seconds for a connection
+_READ_ONCE = 0.0
+MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
+_TRIES = 20
+# What etcd says of a member whose name is known and whose data are lost: by a peer that it reaches, or later.
+_KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
+
+
+def check_token(access: EtcdAccess, alone: bool) -> None:
+    """Raises Refusal where an etcd that this host would start had to hold the job's token, for all to read."""
+    if alone or access.token or _is_protected(access):
+        return
+    if (endpoint := _missing_here(access, alone)) is not None:
+        raise Refusal(
+            f"--token-file is not given, and nobody listens at {endpoint}: whoever reaches the etcd that is started "
+            f"there could read the job's token in it, and take part; make a token, {MAKE_TOKEN}, copy it to all hosts, "
+            "and give each of them --token-file token"
+        )
+
+
+class OwnEtcd:
+    """Use with `with`: what was started is ended there, and nothing of it stays but data in a given directory."""
+
+    def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
+        self._access, self._directory, self._alone = access, directory, alone
+        self.server: EtcdServer | None = None
+
+    def __enter__(self) -> OwnEtcd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.server is not None:
+            self.server.kill()  # its directory lies in the session, or was given
+
+    def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
+        """A client of an etcd that answers. Raises Refusal, also if nobody answers for so many seconds."""
+        client = client_of(replace(self._access, patience=_READ_ONCE))
+        mine = self._mine()
+        deadline = time.monotonic() + patience
+        while not stopped():
+            try:
+                answered = self._answers(client)
+            except EtcdError as error:
+                raise Refusal(f"--rdzv-endpoint: {error}") from None
+            if answered and (mine is None or self.server is not None):
+                break
+            if mine is not None and self.server is None:
+                self._start(mine, client if answered else None)
+                mine = None if self.server is None else mine
+                continue
+            try:
+                if self.server is not None:
+                    self.server.check()
+            except NoEtcdError as error:
+                if not any(words in str(error) for words in _KNOWN_BEFORE):
+                    raise Refusal(str(error)) from None
+                self._leave_to_others()
+                mine = None
+            if time.monotonic() > deadline:
+                raise Refusal(self._nobody(patience))
+            time.sleep(_AGAIN)
+        return client_of(self._access)
+
+    def _mine(self) -> str | None:
+        """The endpoint at which this host is to start a member, if nobody is there."""
+        found = _missing_here(self._access, self._alone)
+        if found is not None and _is_protected(self._access):
+            say(
+                f"nobody listens at {found}; an etcd with users or TLS is not started here, so it is waited for"
+            )
+            return None
+        return found
+
+    def _start(self, endpoint: str, cluster: EtcdClient | None) -> None:
+        """The member of this endpoint, unless the cluster that answers already has, or had, it."""
+        endpoints = self._access.endpoints
+        if cluster is not None and not _is_awaited(cluster, f"http://{peer_of(_numeric(endpoint))}"):
+            say(f"nobody listens at {endpoint}, and etcd answers without it: no member is started there")
+            return
+        if len(endpoints) % 2 == 0:
+            raise Refusal(
+                f"--rdzv-endpoint names {len(endpoints)} hosts, and nobody answers: an etcd of {len(endpoints)} "
+                "members is lost with half of them; give one, or three"
+            )
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if endpoint.startswith(UNIX):
+                    sockets = Path(endpoint.removeprefix(UNIX)).parent
+                    self.server = EtcdServer(self._directory, sockets=sockets)
+                else:
+                    host, port = _parts(_numeric(endpoint))
+                    members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
+                    self.server = EtcdServer(self._directory, host, port, members=members)
+            for warning in told:
+                say(str(warning.message))
+            self.server.begin()
+        except NoEtcdError as error:
+            raise Refusal(f"nobody answers at {endpoint}, and {error}") from None
+        where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
+        say(f"nobody answered at {endpoint}: started etcd there, {where}")
+
+    def _leave_to_others(self) -> None:
+        """They did not answer for a moment, as when their leader is lost, and have had this host's member before."""
+        assert self.server is not None
+        self.server.kill()
+        self.server = None
+        say(
+            "the other members of etcd know that of this host from before, and its data are lost: it stays away, and "
+            "they are waited for"
+        )
+
+    def _answers(self, client: EtcdClient) -> bool:
+        for _ in self._access.endpoints:
+            try:
+                client.get("ready?")  # by consensus
+                return True
+            except UnansweredError:
+                pass
+        return False
+
+    def _nobody(self, patience: float) -> str:
+        names = ", ".join(self._access.endpoints)
+        pairs = [_parts(endpoint) for endpoint in self._access.endpoints if not endpoint.startswith(UNIX)]
+        if there := [f"{host}:{port}" for host, port in pairs if _listens(host, port)]:
+            return (
+                f"somebody listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
+                "majority of its members run, and, if it wants TLS, was --etcd-ca given?"
+            )
+        return (
+            f"no etcd answers at {names} after {patience:g} s; is this command running on the hosts named there, with "
+            "the same --rdzv-endpoint, and is the port open between them?"
+        )
+
+
+def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
+    """The endpoint that is one of this host's, and at which nobody listens. Raises Refusal."""
+    found = None
+    for endpoint in access.endpoints:
+        if endpoint.startswith(UNIX):
+            return endpoint
+        host, port = _parts(endpoint)
+        addresses = resolved(host)
+        if not addresses:
+            raise Refusal(
+                f"--rdzv-endpoint: {host} has no address on this host; check the name, or /etc/hosts"
+            )
+        here = [address for address in addresses if is_of_this_host(address)]
+        if any(map(is_loopback, here)) and not alone:
+            raise Refusal(
+                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
+                "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
+            )
+        if here and not _listens(here[0], port):
+            found = endpoint
+    return found
+
+
+def _is_protected(access: EtcdAccess) -> bool:
+    """Whether etcd asks for users or TLS. Such a one is never started here."""
+    return bool(access.ca or access.user)
+
+
+def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
+    """Whether the cluster expects a member at this place that was never there: one that has lost its data may not come
+    back under its name. Each has a name from the start, and tells where its clients find it once it is there."""
+    for _ in range(_TRIES):  # one that answered just now may be busy; the next one is asked
+        try:
+            members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
+            break
+        except UnansweredError:
+            time.sleep(_AGAIN)
+        except EtcdError:
+            return False
+    else:
+        return False
+    return any(peer in member.get("peerURLs", []) and not member.get("clientURLs") for member in members)
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE):
+            return True
+    except OSError:
+        return False
+
+
+def _parts(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _numeric(endpoint: str) -> str:
+    """With the address in place of the name: members must agree about it, whatever each host calls the other."""
+    host, port = _parts(endpoint)
+    address = resolved(host)[0]
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _in_memory(directory: Path) -> bool:
+    return directory.is_relative_to("/dev/shm")

@@ -1,0 +1,73 @@
+"""Processes of a host that wait to become ranks, so that a lost replica is back sooner: see `waiting`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from recover.job.environment import changed
+
+PYTHON = (sys.executable, "-P", "-m")
+
+
+class ReadyProcesses:
+    """`most`: how many are kept. All are started and used by one thread, with which they end."""
+
+    def __init__(
+        self, most: int, command: Sequence[str], environment: Mapping[str, str], session: Path
+    ) -> None:
+        self._most, self._command, self._session = most, command, session
+        self._environment = environment  # with the job in it: they end with its session
+        self._waiting: list[subprocess.Popen[bytes]] = []
+
+    def fill(self) -> None:
+        """Start what is missing. Not before the ranks are at work: they need the cores first."""
+        if len(self._waiting) < self._most and (environment := changed(self._environment, self._session)):
+            self._waiting.append(
+                start("recover.launch.prewarmed_process", self._command, environment, subprocess.PIPE)
+            )
+
+    def take(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """One that is a rank with this environment from now on; None if there is none."""
+        while self._waiting:
+            process = self._waiting.pop(0)
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
+                process.stdin.close()
+                process.stdin = None  # as of any rank
+                if process.poll() is None:
+                    return process
+            except OSError:
+                pass  # somebody has ended it
+            _end(process)
+        return None
+
+    def end(self) -> None:
+        while self._waiting:
+            _end(self._waiting.pop())
+
+
+def start(
+    module: str, command: Sequence[str], environment: Mapping[str, str], stdin: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*PYTHON, module, *command],
+        env=environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C comes to us, and we end the job
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,100 @@
+"""The grid inside a replica, as torch's groups: who computes what with whom. Tensor-parallel ranks sit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from recover.gradients.replica_interface import Sharing
+from recover.parallel.hsdp import ShardedReplica
+from recover.parallel.partition import ModelCut
+from recover.parallel.torch_world import TIMEOUT
+
+
+class Holders:
+    """Ranks that hold the same parameter, each with a part of its gradient."""
+
+    def __init__(self, ranks: list[int], group: dist.ProcessGroup) -> None:
+        self.ranks, self.size, self._group = ranks, len(ranks), group
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        dist.all_reduce(sums, group=self._group)
+
+    def copy_from_first(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=self.ranks[0], group=self._group)
+
+
+class ReplicaMesh:
+    """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a replica alike."""
+
+    def __init__(self, cut: ModelCut, device: torch.device, tied: bool) -> None:
+        self.cut = cut
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device.type, (cut.pp, cut.ep, cut.tp), mesh_dim_names=("pp", "ep", "tp")
+        )
+        # As patient as the replica's own group: the watcher tells the dead, not a clock.
+        for name in ("pp", "ep", "tp"):
+            _set_pg_timeout(TIMEOUT, self.device_mesh.get_group(name))
+        self._ranks = torch.arange(cut.ranks).view(cut.pp, cut.ep, cut.tp)
+        self.stage, self.expert, self.tensor = (
+            int(i) for i in self.device_mesh.get_coordinate() or (0, 0, 0)
+        )
+        # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp, and a tied embedding
+        # over both ends of the pipeline.
+        self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, cut.ep))
+        self.over_ep_and_tp = self._group(self._ranks.reshape(cut.pp, -1))
+        ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(cut.tp, -1)
+        self.over_ends = self._group(ends) if tied and cut.pp > 1 else None
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank that runs a stage of this rank's own pipeline."""
+        return int(self._ranks[stage % self.cut.pp, self.expert, self.tensor])
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self.device_mesh.get_group("pp")
+
+    def _group(self, rows: torch.Tensor) -> Holders | None:
+        """The group of this rank; all ranks take part in making all of them. None where each would be alone."""
+        if rows.shape[1] == 1:
+            return None
+        mine = None
+        for ranks in rows.tolist():
+            group = dist.new_group(ranks, timeout=TIMEOUT)
+            if dist.get_rank() in ranks:
+                mine = Holders(ranks, group)
+        return mine
+
+
+class MeshReplica(ShardedReplica):
+    """A replica on such a grid, as a step sees it."""
+
+    mates_hold_all_buffers = False
+
+    def __init__(self, device: torch.device, shared: Iterable[tuple[torch.nn.Parameter, Sharing]]) -> None:
+        assert dist.group.WORLD is not None
+        super().__init__(dist.group.WORLD, device)
+        self._shared = dict(shared)
+        self.seed: Callable[[int, int], None] | None = None  # starts the draws of a microbatch in a stage
+        self._weights: list[float] | None = None
+
+    def seed_with(self, seed: Callable[[int, int], None]) -> None:
+        self.seed = seed
+
+    def ran(self, weights: list[float]) -> None:
+        """A round's backward passes have run, each microbatch with its weight."""
+        self._weights = weights
+
+    def weights_of_round(self) -> list[float] | None:
+        weights, self._weights = self._weights, None
+        return weights
+
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter in self._shared
+
+    def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
+        return self._shared[parameter]

@@ -1,1 +1,0 @@
-"""Processes that have imported what ranks need, and become ranks when one is started."""

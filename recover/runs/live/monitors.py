@@ -1,0 +1,62 @@
+"""What looks on beside a job: its page, and the command for incidents; options of `recover run` and `train`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from recover.job.spec import Monitors
+from recover.runs.live.page_process import listen, page_beside, token_for
+
+LOOPBACK = "127.0.0.1"
+
+
+def onlookers(
+    page: str,
+    bind: str,
+    on_incident: str | None,
+    say: Callable[[str], object],
+    otel: bool = False,
+    tell_page: bool = True,
+) -> Monitors:
+    """To be entered with the run directory while the job runs. Raises ValueError, OSError where a page cannot be had.
+
+    `page`: a port, `off`, or `auto`: one of the usual ports, and no page where none can be had.
+    """
+    if page not in ("auto", "off") and not (page.isascii() and page.isdigit() and int(page) < 65536):
+        raise ValueError(f"--page is {page!r}; give a port (0: any), or off")
+    if otel and importlib.util.find_spec("opentelemetry") is None:
+        raise ValueError(
+            "--otel needs OpenTelemetry, which is not installed; pip install 'recover-train[otel]'"
+        )
+    listening, token = None, ""
+    if page != "off":
+        try:
+            token = token_for(bind)
+            listening = listen(None if page == "auto" else int(page), bind)
+        except OSError:
+            if page != "auto" or bind != LOOPBACK:
+                raise
+        except ValueError:
+            raise ValueError(f"--page-bind is {bind!r}; give an address of this host, as 0.0.0.0") from None
+
+    @contextmanager
+    def beside(run_dir: Path) -> Iterator[None]:
+        with ExitStack() as stack:
+            if listening is not None:
+                place = stack.enter_context(page_beside(run_dir, listening, token))
+                if tell_page:
+                    say(f"page: {place}")
+            if on_incident:
+                from recover.runs.live.alerts import Alerts
+
+                stack.enter_context(Alerts(run_dir, on_incident, say))
+            if otel:
+                from recover.runs.live.traces import Traces
+
+                stack.enter_context(Traces(run_dir))
+            yield
+
+    return beside

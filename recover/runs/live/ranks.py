@@ -1,0 +1,83 @@
+"""What each rank does now: by the board of this host, for other hosts by what its agent hears of theirs, otherwise as
+far as the records go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.runs.records.kinds import Line
+from recover.runs.records.root_causes import Death
+from recover.world.liveness import other_hosts
+from recover.world.liveness.board import COLUMNS, Board
+from recover.world.liveness.signs import Now
+
+GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", "joining"
+
+
+def session_of(start: Line) -> Path | None:
+    """The session of a job that runs on this host, for whoever may look into it."""
+    for session in (start.get("sessions") or {"": start.get("session")}).values():
+        try:
+            if session and (Path(session) / "board").exists():
+                return Path(session)
+        except OSError:  # another user's
+            pass
+    return None
+
+
+def ranks_now(
+    start: Line,
+    job: Sequence[Line],
+    gone: Mapping[int, Death],
+    joined: Collection[int],
+    last: Line,
+    seats: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """One entry per rank: what it does, since when (seconds since 1970), in which step, over which slots, where.
+
+    `seats`: the hosts of the ranks, where there are several.
+    """
+    size, count = int(start.get("replica_size", 1)), int(start.get("ranks", 0))
+    exits = {
+        line["rank"]: line for line in job if line["what"] == "exit" and line["at"] >= start.get("at", 0.0)
+    }
+    session = session_of(start)
+    board, others = (_board(session), other_hosts.found(session)) if session else (None, {})
+    found = []
+    # Those who are on their way in are known to the boards alone.
+    there = {*(board.living() if board else ()), *others}
+    coming = {rank for rank in there if rank >= count} - {*joined, *gone, *exits}
+    for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]:
+        host = (seats.get(str(rank)) or start).get("host", "")
+        entry: dict[str, Any] = {"rank": rank, "replica": rank // size, "host": host}
+        if rank in gone or rank in exits:
+            line = exits.get(rank, {})
+            well = rank not in gone and line.get("words", {}).get("end") == "done"
+            why = gone[rank].cause.short if rank in gone else ""
+            entry |= {"doing": DONE if well else GONE, "since": line.get("at"), "why": why}
+            entry |= {"step": line.get("step", 0), "slots": []}
+        elif board is not None and rank < board.size and board.is_here(rank):
+            entry |= _shown(board.now(rank), board.state(rank), rank in coming)
+        elif rank in others:
+            entry |= _shown(*others[rank], rank in coming)
+        else:
+            entry |= {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
+        found.append(entry)
+    return found
+
+
+def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:
+    does = JOINING if coming else now.doing
+    doing = STOPPED if state in ("T", "t") else does if state else GONE
+    since = round(time.time() - now.seconds, 1)
+    return {"doing": doing, "since": since, "step": now.step, "slots": list(now.slots)}
+
+
+def _board(session: Path) -> Board | None:
+    try:
+        return Board(session / "board", (session / "board").stat().st_size // (8 * COLUMNS))
+    except (OSError, ValueError):  # it went just now
+        return None

@@ -1,0 +1,103 @@
+"""A run in the terminal: the same as on the page."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from recover.runs.live.view import RunView
+from recover.runs.records.goodput import PARTS
+
+_LOOK = 0.5  # seconds
+_SHOWN = 8  # incidents: the last ones
+_LETTERS = {
+    "starting": "S", "warming up": "W", "preparing": "P", "computing": "C", "reducing": "R", "voting": "V",
+    "repairing": "!", "updating": "U", "between steps": "B", "ending": "E", "stopped": "Z", "gone": "x",
+    "done": ".", "not known": "?", "joining": "J",
+}  # fmt: skip
+_GRID = 256  # ranks; more are only counted
+
+
+def newest(place: Path) -> Path:
+    """The run that was written to last."""
+    found = [
+        path for path in place.glob("*") if any((path / n).exists() for n in ("job.jsonl", "steps.jsonl"))
+    ]
+    if not found:
+        raise ValueError(f"there is no run in {place.absolute()}; name a run directory")
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def once(view: RunView) -> None:
+    Console(highlight=False, soft_wrap=True).print(shown(view))
+
+
+def follow(view: RunView) -> None:
+    """Until the run has ended, or Ctrl-C."""
+    with Live(shown(view), console=Console(highlight=False), refresh_per_second=4) as live:
+        try:
+            while view.state()["state"] == "running":
+                time.sleep(_LOOK)
+                view.refresh()
+                live.update(shown(view))
+        except KeyboardInterrupt:
+            pass
+
+
+def shown(view: RunView) -> RenderableType:
+    state, ranks, incidents = view.state(), view.ranks(), view.incidents()
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(state):
+        table.add_row(Text(name, style="dim"), Text(value))
+    parts: list[RenderableType] = [Text(f"{state['name']}: {state['state']}", style="bold"), table]
+    if ranks:
+        counts = Counter(entry["doing"] for entry in ranks)
+        parts.append(Text("ranks: " + ", ".join(f"{n} {doing}" for doing, n in counts.items())))
+        if len(ranks) <= _GRID:
+            size = max(1, state["replica_size"])
+            letters = [_LETTERS.get(entry["doing"], "?") for entry in ranks]
+            cells = ["".join(letters[at : at + size]) for at in range(0, len(letters), size)]
+            parts.append(Text("  " + (" " if size > 1 else "").join(cells)))
+    if len(incidents) > _SHOWN:
+        parts.append(Text(f"... {len(incidents) - _SHOWN} losses before these"))
+    for one in incidents[-_SHOWN:]:
+        where = "no committed step tells of it" if one["step"] is None else f"step {one['step']}"
+        happened = []
+        if one["dead_replicas"]:
+            lost = ", ".join(map(str, one["dead_replicas"]))
+            happened.append(f"lost replica {lost}; {one['cause'] or 'cause unknown'}")
+        if one["joined_replicas"]:
+            happened.append(f"replica {', '.join(map(str, one['joined_replicas']))} joined")
+        took = sum(one["phases"].values())
+        parts.append(Text(f"{one['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"))
+    for replica, seen in state["stragglers"].items():
+        parts.append(Text(f"replica {replica} took up to {seen['factor']:g} times as long as the others"))
+    return Group(*parts)
+
+
+def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
+    loss, eta = state["loss"], state["eta_seconds"]
+    goodput = state["goodput"]
+    lost = {
+        name: spent for name, spent in goodput["parts_ms"].items() if name not in ("computing", "exchange")
+    }
+    most = max(lost, key=lambda name: lost[name])
+    of = f" of {state['steps']}" if state["steps"] else ""
+    rows = [
+        ("step", f"{state['step']}{of}" + (f", {eta:.0f} s to go" if eta is not None else "")),
+        ("loss", "-" if loss is None else f"{loss:.4f}"),
+        ("microbatches", f"{state['microbatches']} of B = {state['global_batch']}"),
+        ("replicas", f"{state['replicas'] or state['replicas_start']} of {state['replicas_start']}"),
+        ("tokens/s", f"{state['tokens_per_second']:,.0f}"),
+        ("goodput", f"{goodput['goodput']:.2%}"),
+    ]
+    if goodput["total_ms"] and lost[most]:
+        rows.append(("most lost to", f"{PARTS[most]}, {lost[most] / goodput['total_ms']:.2%}"))
+    return rows

@@ -1,0 +1,319 @@
+"""A run as it stands, kept up to date from its records: what the page, `recover status` and the metrics show."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from array import array
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from recover.runs.live.ranks import ranks_now, session_of
+from recover.runs.records.curves import curves
+from recover.runs.records.goodput import TimeAccount
+from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
+from recover.runs.records.kinds import Line
+from recover.runs.records.root_causes import Story, stories
+from recover.runs.records.tail import Tail
+
+POINTS = 600  # of a curve: more than a screen can show
+COLUMNS = ("step", "loss", "microbatches", "replicas", "tokens_per_second")
+_RECENT = 32  # steps whose speed tells when the run will be through
+_FRESH = 0.1  # seconds: looks that come sooner see what the last one saw
+_SMOOTH = 0.2
+PHASES = ("detect", "repair", "restore", "redo", "transfer")
+
+
+class RunView:
+    """One run. `refresh` reads what is new; the rest tells. May be used by several threads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.name = run_dir, run_dir.resolve().name
+        self._lock = threading.RLock()
+        self._looked = 0.0
+        self._mappings: dict[str, tuple[tuple[int, ...], Line]] = {}
+        self._stories: tuple[tuple[int, ...], list[Story]] = ((), [])
+        self.generation = int(
+            time.time()
+        )  # one more whenever all that was told counts no more; others after a restart
+        self._forget()
+
+    def _forget(self) -> None:
+        self.generation += 1
+        self._steps, self._incident_lines = (
+            Tail(self.run_dir / "steps.jsonl"),
+            Tail(self.run_dir / "incidents.jsonl"),
+        )
+        self._columns = {name: array("d") for name in COLUMNS}
+        self._incidents: list[Line] = []
+        self._job: list[Line] = []
+        self._job_size = -1
+        self._last: Line = {}
+        self._values: dict[str, float] = {}
+        self._stragglers: dict[str, dict[str, Any]] = {}
+        self._reruns = 0
+        self._batches: dict[int, int] = {}  # of the steps with incidents
+        self._tokens = 0
+        self._spans: deque[tuple[float, float]] = deque(
+            maxlen=_RECENT
+        )  # tokens and seconds of the last few steps
+        self._account = TimeAccount()
+        self._fed = 0
+
+    @property
+    def count(self) -> int:
+        """Committed steps that have been read."""
+        return len(self._columns["step"])
+
+    def refresh(self, at_once: bool = False) -> None:
+        """Read what is new; for many readers no more often than they can tell, unless asked `at_once`."""
+        with self._lock:
+            if time.monotonic() - self._looked < _FRESH and not at_once:
+                return
+            self._looked = time.monotonic()
+            if not self._read():  # cut or replaced: once more from the beginning
+                self._forget()
+                self._read()
+
+    def _read(self) -> bool:
+        """Steps before incidents: a step's incidents are written before it, so none of them can be missing then."""
+        size = sum(path.stat().st_size for path in job_files(self.run_dir) if path.exists())
+        if size != self._job_size:
+            before, self._job, self._job_size = launches(self._job), job_lines(self.run_dir), size
+            after = launches(self._job)
+            if self.count and [one.started for one in before] != [one.started for one in after]:
+                return False
+            self._account.launches = after
+        steps, anew = self._steps.read()
+        incidents, anew_too = self._incident_lines.read()
+        if anew or anew_too:
+            return False
+        self._incidents += incidents
+        by_step: dict[int, list[Line]] = {}
+        for incident in self._incidents:
+            by_step.setdefault(incident["step"], []).append(incident)
+        if steps:
+            self._account.replicas = self.config.get("replicas") or 0
+        for line in steps:
+            self._add(line, by_step.get(line["step"], []))
+        return True
+
+    def _add(self, line: Line, incidents: list[Line]) -> None:
+        if self.count and line["step"] <= self._columns["step"][-1]:
+            return  # written twice by two writers
+        values = curves(line)
+        for name in COLUMNS:
+            self._columns[name].append(float(line["step"] if name == "step" else values.get(name, "nan")))
+        self._account.add(line, incidents)
+        self._values |= values
+        self._last = line
+        self._tokens += line.get("tokens", 0)
+        self._reruns += line.get("reruns", 0)
+        self._spans.append((line.get("tokens", 0), line.get("seconds", 0.0)))
+        if incidents:
+            self._batches[line["step"]] = line.get("microbatches", 0)
+        for replica, factor in (line.get("stragglers") or {}).items():
+            seen = self._stragglers.setdefault(replica, {"first": line["step"], "factor": 0.0})
+            seen["factor"], seen["last"] = max(seen["factor"], factor), line["step"]
+
+    @property
+    def config(self) -> Line:
+        return self._mapping("config.yaml")
+
+    @property
+    def summary(self) -> Line:
+        return self._mapping("summary.json")
+
+    def _mapping(self, name: str) -> Line:
+        """Read again only when it has changed."""
+        path = self.run_dir / name
+        try:
+            found = path.stat()
+        except OSError:
+            return {}
+        state = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if name not in self._mappings or self._mappings[name][0] != state:
+            self._mappings[name] = (state, _mapping(path))
+        return self._mappings[name][1]
+
+    def state(self) -> dict[str, Any]:
+        """How the run stands, in numbers."""
+        with self._lock:
+            config, summary, start = self.config, self.summary, self._start()
+            ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
+            running = bool(session_of(start)) or (not ended and not summary and bool(start))
+            tokens, seconds = (
+                (sum(column) for column in zip(*self._spans, strict=True)) if self._spans else (0, 0)
+            )
+            step, planned = int(self._last.get("step", 0)), config.get("steps")
+            size = int(start.get("replica_size", 1))
+            per_step = seconds / len(self._spans) if self._spans else 0.0
+            until = (summary.get("goodput") or {}).get("until")
+            stories = self.stories()
+            return {
+                "name": self.name,
+                "state": "finished" if summary and not running else "running" if running else "ended",
+                "step": step,
+                "steps": planned,
+                "global_batch": config.get("global_batch") or self._first("microbatches"),
+                "microbatches": self._last.get("microbatches"),
+                "loss": self._last.get("loss"),
+                "values": self._values,
+                "tokens": self._tokens,
+                "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+                "eta_seconds": round((planned - step) * per_step, 1) if planned and running else None,
+                "replicas": self._last.get("replicas"),
+                "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
+                "replica_size": size,
+                "hosts": sorted(
+                    {line["host"] for line in self._job if line.get("host")}
+                    | (self._placement().get("hosts") or {}).keys()
+                ),
+                "epoch": self._last.get("epoch"),
+                "goodput": self._account.told(until),
+                "incidents": len(stories),
+                "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
+                "stragglers": self._stragglers,
+                "reruns": self._reruns,
+                "started": start.get("at"),
+                "updated": self._last.get("at"),
+                "unreadable": self._steps.unreadable + self._incident_lines.unreadable,
+            }
+
+    def series(self, points: int = POINTS) -> dict[str, Any]:
+        """The curves, of at most so many points: of each stretch the mean, and of the loss the extremes, too."""
+        with self._lock:
+            table = {
+                name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()
+            }
+        count = len(table["step"])
+        if count == 0:
+            return {"count": 0, **{name: [] for name in (*COLUMNS, "low", "high")}}
+        cuts = np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))
+        sizes = np.diff(np.append(cuts, count))
+        ends = np.append(cuts[1:], count) - 1
+        finite = np.isfinite(table["loss"])
+        losses = np.add.reduceat(np.where(finite, table["loss"], 0.0), cuts)
+        known = np.add.reduceat(finite.astype(float), cuts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shown = {
+                "step": table["step"][ends],
+                "loss": losses / known,
+                "low": np.fmin.reduceat(table["loss"], cuts),
+                "high": np.fmax.reduceat(table["loss"], cuts),
+                "replicas": np.fmin.reduceat(table["replicas"], cuts),
+                "tokens_per_second": np.add.reduceat(table["tokens_per_second"], cuts) / sizes,
+            }
+            least = np.fmin.reduceat(table["microbatches"], cuts)
+            most = np.fmax.reduceat(table["microbatches"], cuts)
+            batch = table["microbatches"][0]
+            # One step that is not on B microbatches must not vanish among many that are.
+            shown["microbatches"] = np.where(np.abs(least - batch) > np.abs(most - batch), least, most)
+        return {"count": count, **{name: _numbers(values) for name, values in shown.items()}}
+
+    def since(self, count: int) -> list[list[float | None]]:
+        """The steps after the first `count` ones, each as the columns."""
+        with self._lock:
+            return [
+                [_number(self._columns[name][row]) for name in COLUMNS] for row in range(count, self.count)
+            ]
+
+    def stories(self) -> list[Story]:
+        with self._lock:
+            state = (self.generation, len(self._incidents), self._job_size)
+            if self._stories[0] != state:
+                self._stories = (state, stories(self._incidents, self._job))
+            return self._stories[1]
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """Every loss, with its first cause, its timeline and what the step was committed on; and who has joined."""
+        with self._lock:
+            told = {story.number: story for story in self.stories()}
+            came = {
+                number: Story(number, incident)
+                for number, incident in enumerate(self._incidents, 1)
+                if incident.get("joined_replicas") and number not in told
+            }
+            return [self._incident(story) for _, story in sorted((told | came).items())]
+
+    def _incident(self, story: Story) -> dict[str, Any]:
+        record = story.incident or {}
+        joined = record.get("joined_replicas") or []
+        return {
+            "number": story.number,
+            "step": record.get("step"),
+            "epoch": record.get("epoch"),
+            "at": record.get("at") or (story.deaths[0].at if story.deaths else None),
+            "location": record.get("location", ""),
+            "dead_ranks": [death.rank for death in story.deaths],
+            "dead_replicas": sorted({death.replica for death in story.deaths}),
+            "joined_replicas": joined,
+            "cause": story.short,
+            "first": [death.facts() for death in story.first],
+            "followed": [death.facts() for death in story.deaths if death.because_of is not None],
+            "phases": {phase: record.get(f"{phase}_ms") or 0.0 for phase in PHASES},
+            "redone": record.get("redone_microbatches", 0),
+            "extra": record.get("extra_microbatches", 0),
+            "committed": self._batches.get(record.get("step", 0)),
+        }
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What each rank does: from the board of a job on this host, or as far as the records tell."""
+        with self._lock:
+            gone = {
+                death.rank: death
+                for story in self.stories()
+                for death in story.deaths
+                if story.incident is None or story.incident.get("at", 0.0) >= self._start().get("at", 0.0)
+            }
+            joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
+            seats = self._placement().get("ranks") or {}
+            return ranks_now(self._start(), self._job, gone, joined, self._last, seats)
+
+    def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
+        """The end of a rank's log; None if there is none, or if it lies elsewhere."""
+        path = self.run_dir / "ranks" / f"{rank}.log"
+        try:
+            if not path.resolve(strict=True).is_relative_to(self.run_dir.resolve()):
+                return None  # a link that leads out of the run
+            with open(path, "rb") as file:
+                file.seek(0, 2)
+                size = file.tell()
+                file.seek(max(0, size - limit))
+                text = file.read().decode(errors="replace")
+        except (OSError, RuntimeError):
+            return None
+        return text if size <= limit else text.partition("\n")[2]
+
+    def _start(self) -> Line:
+        return next((line for line in reversed(self._job) if line["what"] == "start"), {})
+
+    def _placement(self) -> Line:
+        """Of a job on several hosts; the directory may hold that of an earlier one."""
+        return self._mapping(PLACEMENT) if "run" in self._start() else {}
+
+    def _first(self, name: str) -> int | None:
+        return int(self._columns[name][0]) if self.count else None
+
+
+def _mapping(path: Path) -> Line:
+    """Anything unreadable counts as missing."""
+    try:
+        text = path.read_bytes()
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: float) -> float | None:
+    return None if value != value or abs(value) == float("inf") else round(value, 6)
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [_number(float(value)) for value in values]

@@ -1,0 +1,69 @@
+"""`job.jsonl`: what the launcher saw, who stands beside the ranks; a host's agent writes its own, `job-HOST.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recover.job.record_files import FILES
+from recover.runs.records.goodput import LaunchTime
+from recover.runs.records.json_lines import read
+from recover.runs.records.kinds import Line
+
+NAME, OTHERS = "job.jsonl", "job-*.jsonl"
+PLACEMENT = "hosts.json"  # of a job on several hosts: who sits where
+
+
+class JobLog:
+    """One writer. On a full disk lines wait in memory until there is room: they tell why ranks died of it."""
+
+    def __init__(self, run_dir: Path, host: str | None = None) -> None:
+        self._path = run_dir / (f"job-{host}.jsonl" if host else NAME)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        FILES.append(self._path, json.dumps(line).encode() + b"\n")
+
+    def flush(self) -> None:
+        """Try once more to write what waits, of any file of this process."""
+        FILES.flush()
+
+
+def job_files(run_dir: Path) -> list[Path]:
+    return [run_dir / NAME, *sorted(run_dir.glob(OTHERS))]
+
+
+def job_lines(run_dir: Path) -> list[Line]:
+    """What all of them have seen, in the order of their clocks."""
+    lines = [line for path in job_files(run_dir) for line in read(path, "at").whole if "what" in line]
+    return _one_launch_each(sorted(lines, key=lambda line: line["at"]))
+
+
+def _one_launch_each(lines: list[Line]) -> list[Line]:
+    """A job on several hosts (`run`) was begun by the first of their agents, and ended by the last."""
+    last = {line["run"]: line for line in lines if "run" in line and line["what"] == "end"}
+    told: dict[tuple[str, str], Line] = {}
+    found = []
+    for line in lines:
+        if "run" in line and line["what"] != "end":
+            first = told.setdefault((line["what"], line["run"]), line)
+            if line["what"] == "start":  # each host has a session of its own
+                first.setdefault("sessions", {})[line.get("host")] = line.get("session")
+            if first is not line:
+                continue
+        if "run" not in line or line["what"] != "end" or line is last[line["run"]]:
+            found.append(line)
+    return found
+
+
+def launches(lines: Iterable[Line]) -> list[LaunchTime]:
+    """A start, and the end that belongs to it where it was written: a launcher may be killed."""
+    found: list[LaunchTime] = []
+    for line in lines:
+        if line["what"] == "start":
+            size = line.get("replica_size", 1)
+            found.append(LaunchTime(line["at"], line.get("ranks", 0) // size, size))
+        elif line["what"] == "end" and found:
+            found[-1] = LaunchTime(found[-1].started, found[-1].replicas, found[-1].replica_size, line["at"])
+    return found

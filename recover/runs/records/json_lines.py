@@ -1,0 +1,186 @@
+"""Files of JSON lines that grow while they are read, and whose writer may die in the middle of a line.
+
+Every rank holds the latest lines in memory, and they are the same everywhere. One rank writes. When it dies, the next
+one cuts off what the dead one may have left half written, looks how far the file goes, and appends what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from recover.job.record_files import FILES, TornError
+from recover.runs.records.kinds import Line
+
+R = TypeVar("R", bound=Mapping[str, Any])
+KEPT = 1024  # lines in memory that are written already: more than a writer that dies may have kept to itself
+MOST = 100_000  # lines in memory that the disk does not take; of more the oldest are lost
+BATCH = 64  # lines that are written at once: after a time without room there may be many
+_END = 1 << 16  # bytes: a few lines
+
+
+@dataclass
+class Lines:
+    """What could be read of a file."""
+
+    whole: list[Any] = field(default_factory=list)
+    unreadable: int = 0  # lines that are no record, an unfinished last one aside
+    torn: bool = False  # the last line is unfinished: its writer is at it, or has died over it
+
+
+def read(path: Path, key: str = "step") -> Lines:
+    """All that a file holds, whatever became of its writer. A last line without its end may be whole all the same."""
+    found = Lines()
+    if not path.exists():
+        return found
+    *ended, rest = path.read_bytes().split(b"\n")
+    for text in filter(bytes.strip, ended):
+        line = parse(text, key)
+        if line is None:
+            found.unreadable += 1
+        else:
+            found.whole.append(line)
+    found.torn = bool(rest)
+    if (line := parse(rest, key)) is not None:
+        found.whole.append(line)
+    return found
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The finished lines of a file that is as it should be. Raises ValueError where it is not."""
+    if path.exists():
+        for line in FILES.disk.read(path).split(b"\n")[:-1]:
+            yield json.loads(line)
+
+
+def parse(text: bytes, key: str = "step") -> Line | None:
+    """The record in a line; None if there is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get(key), int | float) else None
+
+
+class LineFile(Generic[R]):
+    """A file of JSON lines, each with a higher key than the one before, and the latest of them in memory."""
+
+    def __init__(self, path: Path, *key: str) -> None:
+        self.kept: deque[R] = deque()
+        self.since: tuple[int, ...] | None = None  # from here on this job writes; what others left there goes
+        self._path, self._key = path, key
+        self._written: tuple[int, ...] | None = None  # None: this rank cannot vouch for the file
+        self._forgot = False  # some of this job's lines are not in memory any more
+        self.lost = 0  # lines that were given up in memory before they could be written
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def write(self) -> None:
+        """Append what is missing. Done twice, it changes nothing. Raises OSError if the disk does not take it."""
+        try:
+            if self._written is None:
+                self._written = self._mend()
+            missing = self.missing()
+            for first in range(0, len(missing), BATCH):
+                batch = missing[first : first + BATCH]
+                text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in batch).encode()
+                FILES.disk.append(self._path, text)
+                self._written = self._key_of(batch[-1])
+            self._forget(len(self.kept) - KEPT)
+        except TornError:
+            self._written = None
+            raise
+        finally:
+            if (more := len(self.kept) - MOST) > 0:
+                self.lost += max(0, len(self.missing()) - MOST)
+                self._forget(more)
+
+    def missing(self) -> list[R]:
+        """The lines that are not in the file, as far as this rank can tell."""
+        written = self._written or tuple(0 for _ in self._key)
+        return list(takewhile(lambda line: self._key_of(line) > written, reversed(self.kept)))[::-1]
+
+    def all(self) -> list[Line]:
+        """What the file holds, and what it lacks."""
+        try:
+            there = list(read_lines(self._path))
+        except (OSError, ValueError):
+            there = []
+        reached = self._key_of(there[-1]) if there else tuple(0 for _ in self._key)
+        return there + [dict(line) for line in self.kept if self._key_of(line) > reached]
+
+    def leave_to_another(self) -> None:
+        """Another one writes; should it fall to this one again, it looks how far the file goes."""
+        self._written = None
+        if len(self.kept) >= 2 * KEPT:  # seldom: the writer may have found no room for longer than that
+            reached = self._reached()
+            on_disk = sum(1 for _ in takewhile(lambda line: self._key_of(line) <= reached, self.kept))
+            self._forget(max(min(on_disk, len(self.kept) - KEPT), len(self.kept) - MOST))
+
+    def take_over(self, lines: Iterable[R]) -> None:
+        """What the others remember, for one that joins; it may be given a second time."""
+        self.kept.clear()
+        self.kept.extend(lines)
+        self._forgot = len(self.kept) >= KEPT
+
+    def _forget(self, count: int) -> None:
+        for _ in range(count):
+            self._forgot = True
+            self.kept.popleft()
+
+    def _reached(self) -> tuple[int, ...]:
+        """The key of the last whole line of the file; nothing is forgotten where nobody can tell."""
+        try:
+            *_, last = FILES.disk.read_end(self._path, _END).splitlines(keepends=True)
+            return self._key_of(json.loads(last))
+        except (OSError, ValueError, KeyError, TypeError):
+            return tuple(0 for _ in self._key)
+
+    def cut_after(self, step: int) -> None:
+        """Drop the lines of later steps: a run that goes on from a checkpoint does them again."""
+        lines = [line for line in read_lines(self._path) if line["step"] <= step]
+        self._written = None
+        FILES.disk.replace(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def _mend(self) -> tuple[int, ...]:
+        """Cut off a torn tail and say how far the file goes."""
+        if not self._path.exists():
+            return tuple(0 for _ in self._key)
+        data = FILES.disk.read(self._path)
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            FILES.disk.truncate(self._path, whole)
+        lines = data[:whole].splitlines(keepends=True)
+        kept = {self._key_of(line): line for line in self.kept}
+        mine = min(kept, default=None)
+        if self.since is not None and not self._forgot:  # none of mine is forgotten yet
+            mine = self.since
+        at, reached = 0, tuple(0 for _ in self._key)
+        for text in lines:
+            line = json.loads(text)
+            key = self._key_of(line)
+            if mine is not None and key >= mine and not _same(line, kept.get(key)):
+                # Only the dead have seen this commit: an agreement's result can die with all who held it.
+                FILES.disk.truncate(self._path, at)
+                break
+            at, reached = at + len(text), key
+        return reached
+
+    def _key_of(self, line: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(line[name] for name in self._key)
+
+
+def _same(line: Mapping[str, Any], mine: Mapping[str, Any] | None) -> bool:
+    """Whether two ranks tell of the same step or incident; each noticed it by its own clock, in its own place."""
+    if mine is None:
+        return False
+    own = ("seconds", "at", "location")
+    names = {name for name in (*line, *mine) if name not in own and not name.endswith("_ms")}
+    return all(line.get(name) == mine.get(name) for name in names)

@@ -1,0 +1,50 @@
+"""A repair in one sentence, for the person at the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recover.runs.records.kinds import IncidentRecord, StepRecord
+
+_BROKEN_OFF = (
+    "sums were broken off (a replica has left its step early, or trains other parameters than before)"
+)
+
+
+def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
+    """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
+    dead = incident["dead_replicas"]
+    if came := incident.get("joined_replicas"):
+        also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""
+        on = f"; {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}" if step else ""
+        return (
+            f"step {incident['step']}: {_those(came)} joined{also}; the others waited {incident['stall_ms']:.0f} ms, "
+            f"{incident['transfer_ms']:.0f} of them for {incident['transfer_bytes'] / 2**20:.1f} MiB of state{on}"
+        )
+    where = f"{incident['location']}: {cause}" if cause else incident["location"]
+    if evicted := incident.get("evicted"):
+        told = "; ".join(f"{_those([int(replica)])} was evicted: {why}" for replica, why in evicted.items())
+        where = incident["location"] if cause and "was evicted: " in cause else where
+        where = f"{where}: {told}"
+    what = f"lost {_those(dead)} ({where})" if dead else f"nobody is lost, but {_BROKEN_OFF}"
+    text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
+    extra = incident["extra_microbatches"]
+    if extra:
+        plural = "es" if extra > 1 else ""
+        again = "run again" if incident["redone_microbatches"] else "run in their place"
+        text += f", {extra} microbatch{plural} {again}"
+    else:
+        text += ", nothing to run again"
+    if step is None:
+        return text + "; every step was committed already"
+    return (
+        text + f"; committed with {step['microbatches']} of {global_batch} on {in_replicas(step['replicas'])}"
+    )
+
+
+def _those(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+
+
+def in_replicas(number: int) -> str:
+    return f"{number} replica{'' if number == 1 else 's'}"

@@ -1,0 +1,112 @@
+"""Did two runs do the same? Samples step by step, losses and parameters bit by bit, and where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from recover.runs.records.goodput import PARTS, PRODUCTIVE, shares
+from recover.runs.records.kinds import Line
+from recover.runs.report.recorded_runs import Run
+from recover.runs.report.wording import many
+
+# What came out of a run, and what only says where things go or when they end: none of it is a reason to differ.
+_RESULTS = {
+    *("steps", "tokens", "seconds", "tokens_per_second", "effective_throughput", "final_loss", "failures"),
+    *(
+        "microbatches_min",
+        "microbatches_max",
+        "replicas_start",
+        "replicas_end",
+        "parameters_digest",
+        "goodput",
+    ),
+}
+_HARMLESS = {"run_dir", "faults", "min_replicas", "eval.every", "eval.batches"}
+_HARMLESS_GROUPS = ("log.", "checkpoint.")
+_SHARING = {"replicas", "accum"}  # who computes what: named last, since equal runs may differ in it
+
+
+def compare(one: Run, two: Run) -> str:
+    """One line."""
+    pairs = _common(one, two)
+    if not pairs:
+        return f"{one.name} and {two.name}: no step that both have committed, nothing to compare"
+    losses = _parting(pairs, "loss", "losses", "bitwise equal")
+    parts = [
+        _parting(pairs, "data_digest", "samples", "the same in every step"),
+        losses,
+        _parameters(one, two),
+    ]
+    line = f"{one.name} and {two.name}, {_extent(one, two, pairs)}: {'; '.join(parts)}"
+    different = sorted(_differences(one, two), key=lambda difference: difference[0] in _SHARING)
+    if different and any("part at" in part or "differ" in part for part in parts):
+        named = ", ".join(f"{key} ({mine} against {theirs})" for key, mine, theirs in different[:3])
+        line += f"; recorded differences: {named}"
+        line += f" and {many(len(different) - 3, 'more', 'more')}" if len(different) > 3 else ""
+    return line
+
+
+def compare_goodput(one: Run, two: Run) -> str:
+    """`goodput 97.1% against 88.4%, most of it by repair (0.0% against 5.2%)`"""
+    mine, theirs = (shares(run.goodput) for run in (one, two))
+    text = f"goodput {one.goodput['goodput']:.1%} against {two.goodput['goodput']:.1%}"
+    apart = {name: abs(mine[name] - theirs[name]) for name in mine if name not in PRODUCTIVE}
+    most = max(apart, key=lambda name: apart[name])
+    if apart[most] >= 0.0005:
+        text += f", most of it by {PARTS[most]} ({mine[most]:.1%} against {theirs[most]:.1%})"
+    return text
+
+
+def _common(one: Run, two: Run) -> list[tuple[Line, Line]]:
+    theirs = {line["step"]: line for line in two.steps}
+    return [(line, theirs[line["step"]]) for line in one.steps if line["step"] in theirs]
+
+
+def _extent(one: Run, two: Run, pairs: list[tuple[Line, Line]]) -> str:
+    if len(one.steps) == len(two.steps) == len(pairs):
+        return many(len(pairs), "step")
+    return f"the {many(len(pairs), 'step')} in common (of {len(one.steps)} and {len(two.steps)})"
+
+
+def _parting(pairs: list[tuple[Line, Line]], key: str, noun: str, equal: str) -> str:
+    for mine, theirs in pairs:
+        if key not in mine or key not in theirs:
+            return f"{noun} not recorded in step {mine['step']}"
+        # Shortest decimal forms name a float exactly, and unlike the floats themselves, NaN equals NaN in them.
+        if repr(mine[key]) != repr(theirs[key]):
+            values = f" ({mine[key]!r} against {theirs[key]!r})" if key == "loss" else ""
+            return f"{noun} part at step {mine['step']}{values}"
+    return f"{noun} {equal}"
+
+
+def _parameters(one: Run, two: Run) -> str:
+    digests = [run.summary.get("parameters_digest") for run in (one, two)]
+    unknown = [run.name for run, digest in zip((one, two), digests, strict=True) if not digest]
+    if unknown:
+        return f"parameters not known ({' and '.join(unknown)} not finished)"
+    if digests[0] == digests[1]:
+        return "parameters bitwise equal"
+    unequal = one.steps[-1]["step"] != two.steps[-1]["step"]
+    return "parameters differ" + (", after different numbers of steps" if unequal else "")
+
+
+def _differences(one: Run, two: Run) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of the configuration and of the recorded environment that differ, in the order they were written."""
+    mine, theirs = (_flat(run.config) | _flat(_environment(run.summary)) for run in (one, two))
+    for key in [*mine, *(key for key in theirs if key not in mine)]:
+        if key in _HARMLESS or key.startswith(_HARMLESS_GROUPS):
+            continue
+        if mine.get(key) != theirs.get(key):
+            yield key, mine.get(key, "not set"), theirs.get(key, "not set")
+
+
+def _environment(summary: Line) -> Line:
+    return {key: value for key, value in summary.items() if key not in _RESULTS}
+
+
+def _flat(mapping: Line, prefix: str = "") -> Line:
+    flat: Line = {}
+    for key, value in mapping.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,97 @@
+"""Reading what a run left, whether it is finished, still going, or was killed in the middle of a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recover.runs.records.goodput import account
+from recover.runs.records.job_log import job_lines, launches
+from recover.runs.records.json_lines import read
+from recover.runs.records.kinds import Line
+
+
+@dataclass
+class Run:
+    path: Path
+    name: str
+    steps: list[Line]  # in the order of steps, each once
+    incidents: list[Line]
+    summary: Line  # empty while the run is not finished
+    config: Line
+    unreadable: int  # lines that could not be read, a torn last one aside
+    job: list[Line] = field(default_factory=list)  # what the launcher has seen
+
+    @property
+    def global_batch(self) -> int | None:
+        """B as configured; the first committed step has it, too."""
+        first = self.steps[0].get("microbatches") if self.steps else None
+        return self.config.get("global_batch", first)
+
+    @cached_property
+    def goodput(self) -> dict[str, Any]:
+        """Up to when the summary was written; without one, up to the last step."""
+        until = (self.summary.get("goodput") or {}).get("until")
+        replicas = self.summary.get("replicas_start") or self.config.get("replicas") or 0
+        return account(self.steps, self.incidents, launches(self.job), until, replicas)
+
+    def column(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps, and this key in them, where it was recorded."""
+        rows = [line for line in self.steps if isinstance(line.get(key), int | float)]
+        return [line["step"] for line in rows], [line[key] for line in rows]
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """Runs of the same name are called by their paths."""
+    names = [path.resolve().name for path in paths]
+    return [
+        _read(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def _read(path: Path, name: str) -> Run:
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is not a directory; name the run directory of a `recover train` or `recover run`"
+        )
+    if not any((path / file).exists() for file in ("steps.jsonl", "config.yaml", "job.jsonl")):
+        raise ValueError(
+            f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml nor job.jsonl; "
+            "name one that `recover train` or `recover run` made"
+        )
+    steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
+    once = {line["step"]: line for line in steps.whole}
+    return Run(
+        path,
+        name,
+        [once[step] for step in sorted(once)],
+        sorted(incidents.whole, key=lambda line: (line["step"], line.get("epoch", 0))),
+        _mapping(path / "summary.json"),
+        _mapping(path / "config.yaml"),
+        steps.unreadable + incidents.unreadable,
+        job_lines(path),
+    )
+
+
+def _mapping(path: Path) -> Line:
+    """JSON is YAML's subset only almost, so each is read by its own reader; anything unreadable counts as missing."""
+    if not path.exists():
+        return {}
+    text = path.read_bytes()
+    if path.suffix == ".json":
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}

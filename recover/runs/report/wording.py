@@ -1,0 +1,152 @@
+"""Runs and incidents in plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recover.runs.records.kinds import Line
+from recover.runs.records.root_causes import stories
+from recover.runs.report.recorded_runs import Run
+
+PHASES = {
+    "detect_ms": "to come to the repair",
+    "repair_ms": "to repair the world",
+    "restore_ms": "to restore the gradients",
+    "redo_ms": "to make up for what was lost",
+    "transfer_ms": "to pass the state on",
+}
+
+
+def title(run: Run) -> str:
+    """What there is to know about a run, in one line."""
+    if not run.steps:
+        return f"{run.name}: no step committed yet"
+    batches = sorted({line["microbatches"] for line in run.steps if "microbatches" in line})
+    on = ""
+    if len(batches) == 1:
+        on = f", every one on exactly {batches[0]} microbatches"
+    elif batches:
+        on = f", on {batches[0]} to {batches[-1]} microbatches"
+    return f"{run.name}: {many(len(run.steps), 'step')}{on}, {losses(run)}"
+
+
+def losses(run: Run) -> str:
+    lost, joined = (
+        sum(len(incident.get(key, ())) for incident in run.incidents)
+        for key in ("dead_replicas", "joined_replicas")
+    )
+    back = f", {joined} joined" if joined else ""
+    if not lost:
+        return f"no replica lost{back}"
+    start = run.summary.get("replicas_start") or run.config.get("replicas")
+    of = f" of {start}" if start else ""
+    return (f"{lost}{of} replicas lost" if of or lost > 1 else "1 replica lost") + back
+
+
+def sentences(run: Run, incident: Line) -> str:
+    """Who died, where, what it took, and what the step was committed with; or who joined, and what that took."""
+    if incident.get("joined_replicas"):
+        return _of_joined(incident)
+    who = victims(incident)
+    was = "were" if len(incident.get("dead_replicas") or incident.get("dead_ranks") or ()) > 1 else "was"
+    where = incident.get("location")
+    text = [f"{_capital(who)} {was} lost in step {incident['step']}{f' ({where})' if where else ''}."]
+    if cause := next(
+        (s.short for s in stories(run.incidents, run.job) if s.seen and s.incident is incident), ""
+    ):
+        text.append(f"{_capital(cause)}.")
+
+    spans = {key: incident.get(key) or 0 for key in PHASES}
+    if told := [f"{milliseconds(spans[key])} {what}" for key, what in PHASES.items() if spans[key] >= 0.05]:
+        text.append(f"It took {enumeration(told)}.")
+
+    redone = incident.get("redone_microbatches", 0)
+    fresh = incident.get("extra_microbatches", 0) - redone  # in place of lost ones, but on other samples
+    work = []
+    if redone:
+        work.append(f"survivors redid {many(redone, 'microbatch', 'microbatches')}")
+    if fresh > 0:
+        work.append(f"survivors ran {many(fresh, 'extra microbatch', 'extra microbatches')}")
+    text.append(_capital(" and ".join(work) or "no microbatch had to be run again") + ".")
+
+    committed = next((line for line in run.steps if line["step"] == incident["step"]), None)
+    if committed is None:
+        text.append("The step was not committed.")
+    elif "microbatches" in committed:
+        text.append(
+            f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
+        )
+    return " ".join(text)
+
+
+def _of_joined(incident: Line) -> str:
+    came = incident["joined_replicas"]
+    where = f" on {enumeration(incident['hosts'])}" if incident.get("hosts") else ""
+    text = [f"{_capital(_numbered('replica', came))} joined{where} before step {incident['step']}."]
+    if incident.get("dead_replicas"):
+        lost = _numbered("replica", incident["dead_replicas"])
+        text.append(f"In the same repair the others found that {lost} had been lost.")
+    spans = [
+        (incident.get("warm_up_ms") or 0, "to warm up, while the others trained"),
+        (incident.get("repair_ms") or 0, "to be admitted"),
+        (incident.get("transfer_ms") or 0, "to be given the state"),
+    ]
+    text.append(f"It took {enumeration([f'{milliseconds(span)} {what}' for span, what in spans])}.")
+    text.append(f"The others waited for {milliseconds(incident.get('stall_ms') or 0)}.")
+    return " ".join(text)
+
+
+def stragglers(run: Run) -> list[str]:
+    """Who held the others up, by how much at the most, and when."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in run.steps:
+        for replica, factor in (line.get("stragglers") or {}).items():
+            found.setdefault(replica, []).append((line["step"], factor))
+    return [
+        f"Replica {replica} took up to {max(factor for _, factor in seen):.3g} times as long for a microbatch as the "
+        f"others (steps {seen[0][0]} to {seen[-1][0]})."
+        for replica, seen in sorted(found.items())
+    ]
+
+
+def victims(incident: Line) -> str:
+    """Replica 1, or the ranks where no replica was recorded; +replica 4 for one that has come."""
+    if came := incident.get("joined_replicas"):
+        lost = incident.get("dead_replicas")
+        return f"+{_numbered('replica', came)}" + (f", {_numbered('replica', lost)}" if lost else "")
+    if replicas := incident.get("dead_replicas"):
+        return _numbered("replica", replicas)
+    if ranks := incident.get("dead_ranks"):
+        return _numbered("rank", ranks)
+    return "a rank"
+
+
+def milliseconds(value: float) -> str:
+    return (
+        f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+    )
+
+
+def quantity(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    )
+
+
+def many(number: int, one: str, more: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def enumeration(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {enumeration([str(number) for number in numbers])}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

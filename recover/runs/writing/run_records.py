@@ -1,0 +1,252 @@
+"""What a line of `steps.jsonl`, a line of `incidents.jsonl` and `summary.json` say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from recover.faults import Fault
+from recover.job.record_files import FILES
+from recover.policy import Layout, RestoreMode
+from recover.runs.records.goodput import account
+from recover.runs.records.job_log import job_lines, launches
+from recover.runs.records.kinds import IncidentRecord, Line, StepRecord
+from recover.world.world import World
+
+
+class StepOutcome(Protocol):
+    """What became of it."""
+
+    @property
+    def skipped(self) -> bool: ...
+
+
+class CommittedStep(Protocol):
+    """What a step tells of itself once it is committed."""
+
+    loss: float
+    grad_norm: float
+    weight: float
+    all_samples: list[int]
+    stragglers: dict[int, float]
+    reruns: int
+    busy: dict[int, float]
+
+    @property
+    def result(self) -> StepOutcome: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Repaired(Protocol):
+    """What a repair meant for the step that it struck."""
+
+    step: int
+    epoch: int
+    dead_ranks: tuple[int, ...]
+    dead_replicas: tuple[int, ...]
+    boundary: bool
+    restore: RestoreMode
+    extra_microbatches: int
+    noticed_at: float
+    noticed_in: str
+    detect_ms: float
+    repair_ms: float
+    restore_ms: float
+    redo_ms: float
+    reasons: dict[int, str]
+    joined_ranks: tuple[int, ...]
+    joined_replicas: tuple[int, ...]
+    hosts: tuple[str, ...]
+    warm_up_ms: float
+    transfer_ms: float
+    transfer_bytes: int
+    stall_ms: float
+
+    @property
+    def kind(self) -> str: ...
+
+
+def step_line(
+    step: CommittedStep, world: World, lr: float, seconds: float, tokens_each: int | None = None
+) -> StepRecord:
+    """The step that was just committed. The same on all survivors, but for the time it took.
+
+    `tokens_each`: in a microbatch. A loop of one's own counts by weights instead, which may be tokens or not.
+    """
+    microbatches = len(step.all_samples)
+    stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
+    counted: Any = {"weight": step.weight} if tokens_each is None else {"tokens": microbatches * tokens_each}
+    record: StepRecord = {
+        "step": step.index,
+        "loss": _finite(step.loss),
+        "grad_norm": _finite(step.grad_norm),
+        "lr": lr,
+        "microbatches": microbatches,
+        **counted,
+        "replicas": len(world.replicas),
+        "epoch": world.epoch,
+        "accum": step.layout.accum,
+        "roles": {str(role): count for role, count in sorted(step.layout.roles().items())},
+        "seconds": round(seconds, 6),
+        "data_digest": data_digest(step.all_samples),
+        "at": round(time.time(), 3),
+        "compute_ms": round(1e3 * sum(step.busy.values()), 3),
+        "wait_ms": round(
+            1e3 * (max(step.busy.values(), default=0.0) * len(step.busy) - sum(step.busy.values())), 3
+        ),
+    }
+    if stragglers:
+        record["stragglers"] = stragglers
+    if step.reruns:
+        record["reruns"] = step.reruns
+    if step.result.skipped:
+        record["skipped"] = True
+    return record
+
+
+def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
+    record: IncidentRecord = {
+        "step": incident.step,
+        # Of a death that nobody scheduled: where the survivors were when they noticed.
+        "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
+        "dead_ranks": list(incident.dead_ranks),
+        "dead_replicas": list(incident.dead_replicas),
+        "boundary": incident.boundary,
+        "restore": str(incident.restore),
+        "extra_microbatches": incident.extra_microbatches,
+        # If not exact they draw other samples.
+        "redone_microbatches": incident.extra_microbatches if exact else 0,
+        "epoch": incident.epoch,
+        "detect_ms": round(incident.detect_ms, 3),
+        "repair_ms": round(incident.repair_ms, 3),
+        "restore_ms": round(incident.restore_ms, 3),
+        "redo_ms": round(incident.redo_ms, 3),
+        "at": round(incident.noticed_at, 3),
+    }
+    if incident.reasons:
+        record["evicted"] = {str(replica): why for replica, why in sorted(incident.reasons.items())}
+    if incident.joined_ranks:
+        record |= {
+            "kind": incident.kind,
+            "joined_ranks": list(incident.joined_ranks),
+            "joined_replicas": list(incident.joined_replicas),
+            "hosts": list(incident.hosts),
+            "warm_up_ms": round(incident.warm_up_ms, 3),
+            "transfer_ms": round(incident.transfer_ms, 3),
+            "transfer_bytes": incident.transfer_bytes,
+            "stall_ms": round(incident.stall_ms, 3),
+        }
+    return record
+
+
+def loss_line(
+    world: World, step: int, ranks: Sequence[int], seconds: float, kills: Iterable[Fault]
+) -> IncidentRecord:
+    """Ranks that died before the first step or after the last one, and how long the repair took."""
+    replicas = world.grid.replicas_of(ranks)
+    evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
+    record: IncidentRecord = {
+        "step": step,
+        "location": _struck(kills, replicas, step) or "advance",
+        "dead_ranks": list(ranks),
+        "dead_replicas": list(replicas),
+        "boundary": False,
+        "restore": str(RestoreMode.SKIP),
+        "extra_microbatches": 0,
+        "redone_microbatches": 0,
+        "epoch": world.epoch,
+        "detect_ms": 0.0,
+        "repair_ms": round(seconds * 1e3, 3),
+        "restore_ms": 0.0,
+        "redo_ms": 0.0,
+        "at": round(time.time() - seconds, 3),
+    }
+    return record | {"evicted": evicted} if evicted else record
+
+
+def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
+    """Where the schedule has struck these replicas; "" if nobody had scheduled their deaths."""
+    latest: dict[int, Fault] = {}
+    for kill in sorted(kills, key=lambda kill: kill.step):
+        if kill.lethal and kill.replica in replicas and kill.step <= step:
+            latest[kill.replica] = kill
+    return ", ".join(sorted({kill.location for kill in latest.values()}))
+
+
+def summary(
+    run_dir: Path,
+    world: World,
+    digest: str | None,
+    resumed_at: int,
+    steps: Sequence[Line],
+    incidents: Sequence[Line],
+) -> dict[str, Any]:
+    """Over all steps of the run, those before it was resumed included. What is not known is left out."""
+    before = [line for line in incidents if line["step"] <= resumed_at]
+    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
+    counted = bool(tokens) or not steps  # a script of one's own has weights, which may be anything
+    alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
+    joined = sum(len(line.get("joined_replicas", ())) for line in incidents if line["step"] > resumed_at)
+    facts: dict[str, Any] = {
+        "steps": steps[-1]["step"] if steps else 0,
+        "microbatches_min": min((line["microbatches"] for line in steps), default=0),
+        "microbatches_max": max((line["microbatches"] for line in steps), default=0),
+        "replicas_start": world.grid.replicas,
+        "replicas_end": len(world.replicas),
+        "failures": world.grid.replicas
+        + joined
+        - len(world.replicas)
+        + sum(len(line["dead_replicas"]) for line in before),
+        "tokens": tokens if counted else None,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": (round(tokens / seconds, 1) if seconds else 0.0) if counted else None,
+        # Per living rank.
+        "effective_throughput": (round(tokens / alive, 1) if alive else 0.0) if counted else None,
+        "final_loss": steps[-1]["loss"] if steps else None,
+        "parameters_digest": digest,
+        "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
+    }
+    facts = {name: fact for name, fact in facts.items() if fact is not None or name == "final_loss"}
+    if returned := sum(len(line.get("joined_replicas", ())) for line in incidents):
+        facts["joined"] = returned
+    if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
+        facts["gpu_peak_mib"] = max(peaks)
+    if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:
+        facts["mfu"] = round(sum(part * s for part, s in used) / sum(s for _, s in used), 4)
+    return facts
+
+
+def write_json(path: Path, content: Any) -> bool:
+    """Whole or not at all. At the end of a run: waits for the disk, and returns whether it has taken it."""
+    text = (json.dumps(content, indent=2) + "\n").encode()
+    return FILES.retry(lambda: FILES.disk.replace(path, text), path.name)
+
+
+def data_digest(samples: Sequence[int]) -> str:
+    """Over the sample indices of a step, in order, as text."""
+    return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`0-3, 8`"""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends) or "none"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,66 @@
+"""`extra=`: what the user adds to the state of a run, by name. One list for saving, resuming and joining."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from recover.gradients.parts import local_part
+from recover.step.joining.packing import NamedTensors, pack
+
+
+class Stateful(Protocol):
+    """An object whose state can be read and replaced."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+Extra = Stateful | dict[str, Any]  # a plain dict is its own state
+
+
+def is_extra(value: Any) -> bool:
+    """Whether its state can be replaced by that of another replica."""
+    return type(value) is dict or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
+
+
+def refuse_other_extras(extra: Mapping[str, Any]) -> None:
+    """Raises TypeError for an entry that a joining replica could not be given."""
+    for name, value in extra.items():
+        if not is_extra(value):
+            raise TypeError(
+                f"extra[{name!r}] is a {type(value).__name__}, and a replica that joins could not be given it; give "
+                "objects with state_dict() and load_state_dict(), or a dict that you change in place"
+            )
+        pack(state_of(value), f"extra[{name!r}]", NamedTensors())
+
+
+def state_of(value: Any) -> Any:
+    """Its state: what state_dict() returns, or the value itself."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def restore(value: Any, state: Any) -> None:
+    """Make this its state; a dict is changed in place."""
+    if isinstance(value, dict):
+        value.clear()
+        value.update(state)
+    else:
+        value.load_state_dict(state)
+
+
+def digest_of(value: Any) -> int:
+    """64 bits over the whole state of an entry; of a sharded tensor over the part that is here."""
+    tensors = NamedTensors()
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps(pack(state_of(value), "", tensors), sort_keys=True).encode())
+    for name, tensor in tensors.items():
+        part = local_part(tensor).cpu().contiguous()
+        digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+        digest.update(part.view(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest())

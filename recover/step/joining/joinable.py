@@ -1,0 +1,125 @@
+"""State that a joining replica would not receive, because only the user's code knows of it.
+
+Found before anybody joins, and named with the remedy: the numbers of a replica without it would be wrong, and no vote
+could tell which replica is right.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from recover.step.joining.extra import Extra
+from recover.step.joining.parcel import Parcel
+from recover.world import rank_exit
+from recover.world.world import World
+
+
+class Joinable:
+    """Whether replicas can join, and if not, why. The answer is the same on all members."""
+
+    def __init__(
+        self,
+        world: World,
+        state: tuple[torch.nn.Module, Any, Any, Mapping[str, Extra]],
+        extra: Mapping[str, Extra],
+    ) -> None:
+        """`state`: what a joining replica is given; `extra`: what of it is the user's own."""
+        self._world, self._state, self._extra = world, state, extra
+        self._saved_alone: set[str] = set()  # extras that recover.save was given and Step was not
+        self._reported = ""
+
+    def obstacle(self) -> str | None:
+        """What a joining replica would not receive, with the remedy; None if it receives all that is known."""
+        _, optimizer, scheduler, _ = self._state
+        if self._saved_alone:
+            names = ", ".join(map(repr, sorted(self._saved_alone)))
+            return (
+                f"recover.save was given extra {names}, which Step does not have; give it to recover.Step(..., "
+                "extra={...}), which recover.save and recover.resume use as well (a number or a string belongs into "
+                "a dict that is given to Step and changed in place)"
+            )
+        if unknown := undeclared_schedulers(optimizer, [scheduler, *self._extra.values()]):
+            kinds = ", ".join(sorted({type(each).__name__ for each in unknown}))
+            return (
+                f"the learning rate is set by a {kinds} that Step was not given; write recover.Step(..., "
+                'extra={"scheduler": scheduler}) if your loop calls scheduler.step(), or scheduler=scheduler if Step '
+                "shall call it"
+            )
+        return Parcel(*self._state).obstacle()
+
+    def saved(self, extra: Mapping[str, Any]) -> None:
+        """recover.save was given these entries, on all replicas alike."""
+        known = list(self._extra.values())
+        alone = {name for name, value in extra.items() if not any(value is each for each in known)}
+        self._saved_alone = self._saved_alone - self._extra.keys() | alone
+        if alone:
+            self.report()
+
+    def report(self) -> None:
+        """Say once why no replica can join, in a job that lost replicas may come back to."""
+        if not self._world.job.room or (why := self.obstacle()) is None or why == self._reported:
+            return
+        self._reported = why
+        text = f"no replica can join this job: {why}"
+        rank_exit.log(text)
+        if self._world.rank == min(self._world.members):
+            print(f"recover: {text}", flush=True)
+
+
+def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
+    """The living schedulers of this optimizer that are neither among these objects nor inside of them."""
+    known = {id(each) for each in _inside(declared)}
+    if not (found := [each for each in _schedulers_of(optimizer) if id(each) not in known]):
+        return []
+    del found
+    gc.collect()  # one that was dropped may not have been collected yet
+    return [each for each in _schedulers_of(optimizer) if id(each) not in known]
+
+
+def _schedulers_of(optimizer: Any) -> list[Any]:
+    """ReduceLROnPlateau leaves no trace on the optimizer, so this asks who refers to it."""
+    holders = gc.get_referrers(optimizer)
+    attributes = [each for each in holders if type(each) is dict and each.get("optimizer") is optimizer]
+    # The attributes of an object may be a dict of its own, which refers to the optimizer in its stead.
+    owners = [each for each in gc.get_referrers(*attributes) if type(each) is not dict] if attributes else []
+    return [
+        each
+        for each in {id(each): each for each in (*holders, *owners)}.values()
+        if _sets_rate(each, optimizer)
+    ]
+
+
+def _sets_rate(value: Any, optimizer: Any) -> bool:
+    """Torch's schedulers, and others that look like them; a wrapper of an optimizer has parameter groups."""
+    kind = type(value)
+    if issubclass(kind, LRScheduler):
+        return value.optimizer is optimizer
+    methods = all(callable(getattr(kind, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    return (
+        methods
+        and not any(hasattr(kind, name) for name in ("zero_grad", "param_groups", "backward"))
+        and getattr(value, "__dict__", {}).get("optimizer") is optimizer
+    )
+
+
+def _inside(declared: Iterable[Any]) -> list[Any]:
+    """These objects, what they hold as attributes, and the schedulers inside of schedulers."""
+    found: dict[int, Any] = {}
+    pending = [(value, True) for value in declared]
+    while pending:
+        value, is_declared = pending.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if isinstance(value, list | tuple):
+            pending += [(each, is_declared) for each in value]
+        elif isinstance(value, dict):
+            pending += [(each, is_declared) for each in value.values()]
+        elif hasattr(value, "__dict__") and (is_declared or isinstance(value, LRScheduler)):
+            pending += [(each, False) for each in vars(value).values()]
+    return list(found.values())

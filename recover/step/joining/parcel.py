@@ -1,0 +1,282 @@
+"""The state of one rank, taken apart: tensors, which travel as they are, and a head of JSON that describes the rest.
+
+A rank gives its own part to the rank of the same place in a replica that joins, so nothing is gathered: of a tensor
+that is sharded over the replica, its local part travels. Everything else (numbers, settings, what a user has added) is
+JSON, with a reference for each tensor: an optimizer that has not run yet has none, and gets those of the others.
+Nothing that was received is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from recover.gradients.parts import in_order_of, local_part
+from recover.step.joining.extra import Extra, restore, state_of
+from recover.step.joining.packing import NotPackableError, pack, unpack
+
+Place = dict[str, Any]  # the reference of a tensor: its number among the parts, and how it is laid out
+
+
+class OtherStateError(ValueError):
+    """This process was started to join others that hold another kind of state, or that admit nobody."""
+
+
+def refusal(why: str) -> bytes:
+    """The head that is sent to a replica which must not join."""
+    return json.dumps({"refused": why}).encode()
+
+
+class Parcel:
+    """The state of a rank that gives it, or of one that takes it. `parts`: the bytes of its tensors."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Extra]):
+        self._model, self._optimizer, self._scheduler, self._extra = model, optimizer, scheduler, extra
+        self._named = [*model.named_parameters(), *model.named_buffers()]
+        self._device = local_part(self._named[0][1]).device
+        self._tensors = [local_part(tensor.detach()) for _, tensor in self._named]
+        self._late: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # what has no bytes in a row, and a copy that has
+        self._rest: dict[str, Any] = {}
+
+    def pack(self, position: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+        """The head, which says what the parts are, and the parts. `position`: where the run stands.
+
+        Raises NotPackableError with the name of an entry that cannot be sent.
+        """
+        found: list[torch.Tensor] = []
+        rest = self._packed({"position": dict(position)}, found)
+        head = {
+            "kinds": self._kinds,
+            "trained": [p.requires_grad for p in self._model.parameters()],
+            "training": {name: module.training for name, module in self._model.named_modules()},
+            "rest": rest,
+        }
+        parts = [_bytes(tensor.contiguous()) for tensor in (*self._tensors, *found)]
+        return json.dumps(head).encode(), parts
+
+    def obstacle(self) -> str | None:
+        """The entry that could not be sent to a joining replica, and why; None if all can be."""
+        try:
+            self._packed({}, [])
+        except NotPackableError as error:
+            return str(error)
+        return None
+
+    def open(self, head: bytes) -> list[torch.Tensor]:
+        """The parts of the same shape here, to be filled. Raises OtherStateError where the others hold another one."""
+        found = json.loads(head)
+        if "refused" in found:
+            raise OtherStateError(f"this replica cannot join: {found['refused']}")
+        self._compare(found["kinds"])
+        self._rest = found["rest"]
+        for parameter, is_trained in zip(self._model.parameters(), found["trained"], strict=True):
+            parameter.requires_grad_(is_trained)
+        for name, module in self._model.named_modules():
+            module.training = found["training"].get(name, module.training)
+        room: dict[int, torch.Tensor] = {}
+
+        def make_room(place: Place) -> torch.Tensor:
+            return room.setdefault(place["number"], self._room_for(place))
+
+        unpack(self._rest, make_room)
+        self._found = [room[number] for number in sorted(room)]
+        rows = [
+            tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+            for tensor in self._tensors
+        ]
+        self._late = [(mine, row) for mine, row in zip(self._tensors, rows, strict=True) if mine is not row]
+        return [_bytes(tensor) for tensor in (*rows, *self._found)]
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, as soon as it is open; what of it are tensors comes with the parts."""
+        position: dict[str, Any] = unpack(self._rest["position"], self._put_back)
+        return position
+
+    def install(self) -> dict[str, Any]:
+        """All parts are filled: make it this rank's state. Returns the position."""
+        for mine, row in self._late:
+            mine.copy_(row)
+        rest = unpack(self._rest, self._put_back)
+        for name, module in self._with_extra_state().items():
+            module.set_extra_state(rest["modules"][name])
+        self._fill_optimizer(rest["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(rest["scheduler"])
+        for name, each in self._extra.items():
+            restore(each, rest["extra"][name])
+        position: dict[str, Any] = rest["position"]
+        return position
+
+    def _packed(self, more: Mapping[str, Any], found: list[torch.Tensor]) -> dict[str, Any]:
+        """All that is no parameter and no buffer, each under the name that a refusal shows to the user."""
+
+        def keep(name: str, tensor: torch.Tensor) -> Place:
+            return self._take_out(name, tensor, found)
+
+        modules, scheduler = self._with_extra_state(), self._scheduler
+        packed = {
+            "modules": {
+                name: pack(module.get_extra_state(), f"the extra state of module {name!r}", keep)
+                for name, module in modules.items()
+            },
+            "optimizer": pack(self._optimizer.state_dict(), "optimizer", keep),
+            "scheduler": None if scheduler is None else pack(scheduler.state_dict(), "scheduler", keep),
+            "extra": {
+                name: pack(state_of(each), f"extra[{name!r}]", keep) for name, each in self._extra.items()
+            },
+        }
+        return packed | {name: pack(value, name, keep) for name, value in more.items()}
+
+    def _with_extra_state(self) -> dict[str, torch.nn.Module]:
+        """The modules that have state beside their parameters and buffers."""
+        plain = torch.nn.Module.get_extra_state
+        return {
+            name: module
+            for name, module in self._model.named_modules()
+            if type(module).get_extra_state is not plain
+        }
+
+    @property
+    def _kinds(self) -> dict[str, Any]:
+        """What must be alike, and how it is called to whoever has to mend it."""
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        return {
+            "parameters and buffers (name, type, shape here)": [
+                (name, str(tensor.dtype), tuple(tensor.shape))
+                for (name, _), tensor in zip(self._named, self._tensors, strict=True)
+            ],
+            "parameters in each group of the optimizer": groups,
+            "kind of scheduler": type(self._scheduler).__name__,
+            "modules with extra state": sorted(self._with_extra_state()),
+            "names in extra=": sorted(self._extra),
+        }
+
+    def _compare(self, theirs: Mapping[str, Any]) -> None:
+        for what, here in json.loads(json.dumps(self._kinds)).items():
+            if theirs[what] == here:
+                continue
+            if isinstance(here, list) and len(here) == len(theirs[what]):
+                here, there = next(
+                    pair for pair in zip(here, theirs[what], strict=True) if pair[0] != pair[1]
+                )
+            else:
+                there = theirs[what]
+            raise OtherStateError(
+                f"this replica cannot join: {what} are {_short(here)} here, and {_short(there)} with the others; start "
+                "it with the script and the settings that they run"
+            )
+
+    def _take_out(self, name: str, tensor: torch.Tensor, found: list[torch.Tensor]) -> Place:
+        part = local_part(tensor.detach())
+        found.append(part)
+        place = {
+            "number": len(found) - 1,
+            "dtype": str(part.dtype).removeprefix("torch."),
+            "shape": list(part.shape),
+            "stride": list(part.stride()),
+            "on_device": part.device == self._device,  # where the model is; otherwise on the host
+        }
+        if part is not tensor and hasattr(tensor, "device_mesh"):
+            its: Any = tensor
+            place["sharded"] = {
+                "mesh": _mesh_key(its.device_mesh),
+                "placements": [_placement_as_json(name, each) for each in its.placements],
+                "shape": list(its.shape),
+                "stride": list(its.stride()),
+            }
+        return place
+
+    def _room_for(self, place: Place) -> torch.Tensor:
+        device = self._device if place["on_device"] else torch.device("cpu")
+        return torch.empty(place["shape"], dtype=getattr(torch, place["dtype"]), device=device)
+
+    def _put_back(self, place: Place) -> torch.Tensor:
+        theirs = torch.empty_strided(
+            place["shape"], place["stride"], dtype=getattr(torch, place["dtype"]), device="meta"
+        )
+        tensor = in_order_of(theirs, self._found[place["number"]])  # all travel by rows
+        if "sharded" not in place:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
+        sharded = place["sharded"]
+        meshes = {
+            json.dumps(_mesh_key(p.device_mesh)): p.device_mesh
+            for _, p in self._named
+            if hasattr(p, "device_mesh")
+        }
+        return DTensor.from_local(
+            tensor,
+            meshes[json.dumps(sharded["mesh"])],
+            [_placement(each) for each in sharded["placements"]],
+            run_check=False,
+            shape=torch.Size(sharded["shape"]),
+            stride=tuple(sharded["stride"]),
+        )
+
+    def _fill_optimizer(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict` does, but to the bit: that one casts to the type of the parameter."""
+        held: dict[Any, Any] = {}
+        for group, theirs in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
+            held |= dict(zip(theirs["params"], group["params"], strict=True))
+            group.update({name: value for name, value in theirs.items() if name != "params"})
+        self._optimizer.state.clear()
+        for key, value in state["state"].items():
+            self._optimizer.state[held.get(key, key)] = value
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _mesh_key(mesh: Any) -> list[Any]:
+    """Tells the meshes of one model apart."""
+    return [list(mesh.mesh_dim_names or ()), list(mesh.shape)]
+
+
+def _placement_as_json(name: str, placement: Any) -> list[Any]:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return [kind]
+    if kind == "Shard":
+        return [kind, placement.dim]
+    if kind == "_StridedShard":
+        return [kind, placement.dim, placement.split_factor]
+    if kind == "Partial":
+        return [kind, placement.reduce_op]
+    raise NotPackableError(f"{name} is sharded as {placement}, which a joining replica cannot be told")
+
+
+def _placement(told: list[Any]) -> Any:
+    from torch.distributed.tensor import placement_types
+
+    kind, *arguments = told
+    if kind == "_StridedShard":
+        return placement_types._StridedShard(arguments[0], split_factor=arguments[1])
+    kinds: dict[str, Any] = {
+        "Replicate": placement_types.Replicate,
+        "Shard": placement_types.Shard,
+        "Partial": placement_types.Partial,
+    }
+    return kinds[kind](*arguments)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def buffers_like(tensors: Sequence[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    """Makes buffers of 8-byte words where these tensors are."""
+    device = tensors[0].device
+
+    def make(words: int) -> torch.Tensor:
+        return torch.empty(words, dtype=torch.int64, device=device)
+
+    return make

@@ -1,0 +1,297 @@
+"""Whether a model, its optimizer and the source of its gradients belong together: what would train wrongly is refused.
+
+A parameter that the optimizer moves and the step does not sum drifts apart between replicas, and no vote sees it. One
+that the step sums and the optimizer does not know is never trained. Both would end in a run that reports success.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+import zlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from recover.gradients.module_gradients import Gradients
+from recover.gradients.parts import local_part
+from recover.gradients.replica_interface import is_marked, replica_of
+from recover.step.totals import all_equal, on_the_wire
+from recover.world.world import World
+
+SHOWN = 3  # names in a message
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
+
+class Belonging:
+    """A model and its optimizer, as they were when last looked at."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, which has no param_groups; give a torch.optim.Optimizer"
+            )
+        if _needs(optimizer.step, "closure"):
+            raise ValueError(
+                f"{type(optimizer).__name__} calls the model again inside of its step (a closure), on gradients that "
+                "are not summed over replicas; use an optimizer whose step() takes none"
+            )
+        self._model, self._optimizer, self._adapter = model, optimizer, adapter
+        # A wrapper may show others while it computes; what it was made with are these.
+        self._wrapped = None if adapter is None else list(model.parameters())
+        self._modules: list[torch.nn.Module] = []
+        self._contents: list[object] = []
+        self._parameters: list[torch.nn.Parameter] = []
+        self._check()
+        self._seen = self._look()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The model's, as they are now. Torch's own walk takes long: it is taken again if a module has got, lost or
+        changed anything."""
+        contents = self._look_into(self._modules)
+        if not self._modules or not _same(contents, self._contents):
+            self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
+            self._contents = self._look_into(self._modules)
+        return self._parameters
+
+    @property
+    def trained(self) -> bytes:
+        """Which parameters are trained, one byte for each, as last looked at."""
+        return bytes(self._seen[1])
+
+    def changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused.
+
+        So it stays, and is refused again, until `settle` is called: everybody has followed.
+        """
+        parameters, trained, held = self._look()
+        before, trained_before, held_before = self._seen
+        changed = trained != trained_before or not _same(parameters, before)
+        if changed or not _same(held, held_before):
+            self._check()
+            self._seen = before, trained_before, held
+        return changed
+
+    def settle(self) -> None:
+        self._seen = self._look()
+
+    def names(self) -> dict[torch.nn.Parameter, str]:
+        """Of all parameters of the model, and of those that the optimizer holds."""
+        others = [*self.parameters(), *_held(self._optimizer)]
+        known = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {p: f"of shape {tuple(p.shape)}" for p in others} | known
+
+    def name(self, parameter: torch.nn.Parameter) -> str:
+        names = (name for name, p in self._model.named_parameters() if p is parameter)
+        return next(names, f"of shape {tuple(parameter.shape)}")
+
+    def refuse_left_over_gradients(self, number: int) -> None:
+        """What a backward outside of a step has left would enter the step's sum."""
+        left = [p for p in _held(self._optimizer) if p.grad is not None]
+        if stray := [self.name(p) for p in left if _count(p.grad)]:
+            raise RuntimeError(
+                f"step {number}: {_few('parameter', stray)} hold gradients of a backward() outside of a step, which "
+                "would enter its sum; call optimizer.zero_grad() after it, or use torch.autograd.grad"
+            )
+        for parameter in left:
+            parameter.grad = None
+
+    def _look(self) -> tuple[list[torch.nn.Parameter], list[bool], list[torch.nn.Parameter]]:
+        """The parameters, whether each is trained, and those that the optimizer holds."""
+        parameters = self.parameters() if self._wrapped is None else self._wrapped
+        return parameters, [p.requires_grad for p in parameters], _held(self._optimizer)
+
+    @staticmethod
+    def _look_into(modules: list[torch.nn.Module]) -> list[object]:
+        kinds = operator.attrgetter("_parameters"), operator.attrgetter("_modules")
+        return [each for kind in kinds for each in chain.from_iterable(map(dict.values, map(kind, modules)))]
+
+    def _check(self) -> None:
+        _refuse_wrappers(self._model, self._adapter)
+        named = dict(self._model.named_parameters())
+        if self._adapter is not None and self._wrapped is not None:
+            named |= {self.name(p): p for p in self._wrapped if not any(p is q for q in named.values())}
+        _refuse_unknown_shards(self._model, named, self._adapter)
+        _refuse_types(self._model, named, self._adapter)
+        _refuse_others(self._model, named, self._optimizer)
+        if self._adapter is not None:
+            covered = set(self._adapter.parameters)
+            if left_out := [name for name, p in named.items() if p.requires_grad and p not in covered]:
+                raise ValueError(
+                    f"{_few('parameter', left_out)} of the model would be trained and are not in gradients=, so they "
+                    "would not be summed over replicas; wrap the whole model, and give Step that"
+                )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """One that is told of a metric is the user's to call: Step does not know which."""
+    if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
+        what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
+        raise TypeError(
+            f"scheduler is {what}; give one that was made for the optimizer, with a step() to call"
+        )
+    if scheduler is not None and _needs(scheduler.step, "metrics"):
+        raise ValueError(
+            f'{type(scheduler).__name__}.step() takes a metric; write extra={{"scheduler": scheduler}} instead of '
+            "scheduler=, and call scheduler.step(step.loss) after each step (step.loss is the same on all replicas)"
+        )
+
+
+def refuse_overlapping(model: torch.nn.Module) -> None:
+    """Of a tensor whose elements share memory, no element can be written alone: no state can be copied into it."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            part = local_part(tensor)
+            sizes = [(size, step) for size, step in zip(part.shape, part.stride(), strict=True) if size > 1]
+            reach = 1 + sum((size - 1) * step for size, step in sizes)
+            if part.numel() and (any(step == 0 for _, step in sizes) or reach < part.numel()):
+                raise ValueError(
+                    f"{kind} {name!r}, of shape {tuple(part.shape)}, is an expanded view: several of its elements are "
+                    "the same memory, so a state cannot be copied into it; make it a tensor of its own, by .clone() "
+                    "or .contiguous(), before it is given to the model"
+                )
+
+
+def _needs(method: Any, argument: str) -> bool:
+    try:
+        given = inspect.signature(method).parameters.get(argument)
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    return given is not None and given.default is inspect.Parameter.empty
+
+
+def refuse_different_models(world: World, model: torch.nn.Module) -> None:
+    """Replicas copy each other's values, but not what is to be trained: buckets of different sizes must never meet."""
+    kinds = [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
+    kinds += [(b.shape, b.dtype, False) for b in model.buffers()]
+    sums = torch.tensor(on_the_wire(zlib.crc32(repr(kinds).encode())), dtype=torch.float64)
+    reduced = world.cross.all_reduce(sums).wait()  # if not, somebody has died, and all will be here again
+    total, squares = sums.tolist()
+    if reduced and not all_equal(total, squares, len(world.replicas)):
+        raise ValueError(
+            "replicas have made different models: parameters or buffers of other shapes or types, or others that are "
+            "frozen; make the same on every replica"
+        )
+
+
+def _refuse_wrappers(model: torch.nn.Module, adapter: Gradients | None) -> None:
+    fsdp1 = getattr(sys.modules.get(FSDP1[0]), FSDP1[1], ())
+    for name, module in model.named_modules():
+        where = f"{name} is" if name else "the model is"
+        if adapter is None and isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{where} wrapped in DistributedDataParallel, which reduces gradients itself; give Step the plain "
+                "module, or gradients=recover.dropin.DDPGradients(model)"
+            )
+        if adapter is None and isinstance(module, fsdp1):
+            raise ValueError(
+                f"{where} wrapped in FullyShardedDataParallel, which reduces gradients itself; use recover.hsdp, or "
+                "gradients=recover.dropin.FSDPGradients(model, world)"
+            )
+
+
+def _refuse_unknown_shards(
+    model: torch.nn.Module, named: dict[str, torch.nn.Parameter], adapter: Gradients | None
+) -> None:
+    """What is sharded was sharded by us, and in a replica of several ranks everything that is trained was."""
+    inside = {p for module in model.modules() if is_marked(module) for p in module.parameters()}
+    foreign = [n for n, p in named.items() if hasattr(p, "_local_tensor") and p not in inside]
+    if foreign:
+        raise ValueError(
+            f"{_few('parameter', foreign)} are sharded (DTensors), and not by recover: their ranks may be of different "
+            "replicas; leave out fully_shard and parallelize_module, and use recover.hsdp or recover.threed"
+        )
+    replica = replica_of(model)
+    if replica.size == 1 or adapter is not None:
+        return
+    whole = [n for n, p in named.items() if p.requires_grad and not (p in inside and replica.knows(p))]
+    if whole:
+        raise ValueError(
+            f"{_few('parameter', whole)} are not part of what was sharded over the {replica.size} ranks of a replica: "
+            "their gradients would differ between them; put all into one module before recover.hsdp or "
+            "recover.threed, or freeze these with requires_grad_(False)"
+        )
+
+
+def _refuse_types(
+    model: torch.nn.Module, named: dict[str, torch.nn.Parameter], adapter: Gradients | None
+) -> None:
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name or 'the model'} makes sparse gradients, and buckets are dense; use sparse=False"
+            )
+    alone = replica_of(model).size == 1 and adapter is None
+    stuck = [
+        n for n, p in named.items() if p.is_complex() and not (alone and not hasattr(p, "_local_tensor"))
+    ]
+    if stuck:
+        raise ValueError(
+            f"{_few('parameter', stuck)} are complex, which works in plain replicas of one rank only; hold real and "
+            "imaginary parts in a real parameter, and use torch.view_as_complex in forward"
+        )
+
+
+def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter], optimizer: Any) -> None:
+    mine, held = set(named.values()), set(_held(optimizer))
+    missing = [name for name, p in named.items() if p.requires_grad and p not in held]
+    foreign = [
+        f"{number} of group {index} (shape {tuple(p.shape)})"
+        for index, group in enumerate(optimizer.param_groups)
+        for number, p in enumerate(group["params"])
+        if p not in mine
+    ]
+    if foreign and any(is_marked(module) for module in model.modules()):
+        raise ValueError(
+            f"the optimizer holds {_few('parameter', foreign)} that the model does not have: it was made before "
+            "recover.hsdp or recover.threed, or over another model; make the optimizer after, of model.parameters()"
+        )
+    if foreign and mine.isdisjoint(held):
+        raise ValueError(
+            f"the optimizer holds none of the model's parameters, but {_few('parameter', foreign)} of another; make it "
+            "of model.parameters(), after the model is complete"
+        )
+    if foreign:
+        raise ValueError(
+            f"the optimizer holds {_few('parameter', foreign)} that the model does not have: their gradients would not "
+            "be summed over replicas; give Step a module that holds all, for instance a torch.nn.ModuleDict"
+        )
+    if missing:
+        raise ValueError(
+            f"{_few('parameter', missing)} of the model would be trained, and the optimizer does not hold them; add "
+            "them to it, or freeze them with requires_grad_(False)"
+        )
+
+
+def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether they are the same objects. They are held, so that no other one can get the place of one in memory."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _held(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _count(gradient: Any) -> int:
+    """Elements that are not zero."""
+    part = local_part(gradient)
+    return int((part.coalesce().values() if part.is_sparse else part).count_nonzero())
+
+
+def _few(noun: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return (
+        f"{noun} {shown}"
+        if len(names) == 1
+        else f"{len(names)} {noun}s ({shown}{', ...' * (len(names) > SHOWN)})"
+    )

@@ -1,0 +1,21 @@
+"""The reference models, on torch's own parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recover.train.models.llama_config import SIZES, LlamaConfig
+
+if TYPE_CHECKING:
+    from recover.train.models.llama import Llama
+
+__all__ = ["SIZES", "Llama", "LlamaConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    """The model is fetched when first used: whoever only wants its shape must not pay for torch."""
+    if name == "Llama":
+        from recover.train.models.llama import Llama
+
+        return Llama
+    raise AttributeError(f"module 'recover.train.models' has no attribute {name!r}")

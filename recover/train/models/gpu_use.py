@@ -1,0 +1,56 @@
+"""What a run makes of its GPUs: how many ranks share one, the memory it takes, the part of their speed that it uses."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from recover.job.gpus import VISIBLE, peak_of
+from recover.job.process import ranks_on_host
+from recover.runs.records.kinds import StepRecord
+from recover.train.models.flops import flops_per_token
+from recover.train.models.llama_config import LlamaConfig
+
+
+class GpuUse:
+    """Notes the use of the card in every step's line; on a CPU it notes nothing."""
+
+    def __init__(self, device: torch.device, shape: LlamaConfig, seq_len: int) -> None:
+        self._flops = flops_per_token(shape, seq_len)
+        self.card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._cards = torch.cuda.device_count() if self.card else 0
+        self._peak = peak_of(self.card)
+
+    def note(self, line: StepRecord, members: tuple[int, ...]) -> None:
+        if not self.card:
+            return
+        line["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        if self._peak and line["seconds"]:
+            used = cards_in_use(members, self._cards, ranks_on_host())
+            line["mfu"] = round(mfu(line["tokens"], line["seconds"], self._flops, used * self._peak), 4)
+
+    def told(self, members: tuple[int, ...]) -> str:
+        """For the start of a run, in one line."""
+        ranks = ranks_on_host() or len(members)
+        share = -(-ranks // self._cards)
+        where = "on a host" if len(members) > ranks else "here"
+        shown = f"{VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else f"{VISIBLE} is not set"
+        sharing = f"{share} ranks share a GPU" if share > 1 else "each has a GPU of its own"
+        speed = (
+            f"MFU is of {self._peak / 1e12:.0f} TFLOP/s, {self.card} (dense bfloat16, the vendor's data sheet)"
+            if self._peak
+            else f"no MFU: the peak of {self.card} is not known here"
+        )
+        return f"{ranks} ranks on {self._cards} x {self.card} {where} ({shown}), {sharing}; {speed}"
+
+
+def mfu(tokens: float, seconds: float, flops: float, peak: float) -> float:
+    """Model FLOPs utilisation: what the tokens needed, as a part of what the cards could have done meanwhile."""
+    return tokens * flops / (seconds * peak)
+
+
+def cards_in_use(members: tuple[int, ...], cards: int, on_host: int) -> int:
+    """GPUs that living ranks compute on; ranks take turns over those of their host, and hosts are filled in order."""
+    size = on_host or len(members)
+    return len({(rank // size, rank % size % cards) for rank in members})

@@ -1,0 +1,104 @@
+"""Two carriers as one: what lies on a GPU travels by the GPUs' own wire, what lies on the host by a wire of the host.
+
+The small sums of a vote are made on the host and read there. To send them by way of a GPU would cost it a turn for each
+copy and for the sum, behind all gradients; this way they travel while gradients are still summed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+from recover.world.carriers.base import Data, DataCarrier, DataCarriers, Ready
+from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.nccl import NcclCarrier, NcclCarriers
+from recover.world.carriers.worker import Rest, Worker
+
+_MARK, _LENGTH = b"nccl:", struct.Struct("<q")
+
+
+def _parts(rank: int, offer: bytes) -> tuple[bytes, bytes]:
+    """What a member offers of the device's wire, and of the host's."""
+    if not offer.startswith(_MARK):
+        raise CarrierError(
+            f"rank {rank} has chosen another carrier than nccl (there are not as many GPUs as ranks on its host, or it "
+            "has none): give it GPUs, or say --carrier on all hosts"
+        )
+    (length,), rest = _LENGTH.unpack_from(offer, len(_MARK)), offer[len(_MARK) + _LENGTH.size :]
+    return rest[:length], rest[length:]
+
+
+class TwoWireCarriers(DataCarriers):
+    def __init__(self, device: NcclCarriers, host: DataCarriers, worker: Worker) -> None:
+        self._device, self._host, self._worker = device, host, worker
+        self.settle = max(device.settle, host.settle)
+
+    def make(self, members: tuple[int, ...]) -> TwoWires:
+        host = self._host.make(members)
+        try:
+            device = self._device.make(members)
+        except BaseException:
+            host.free()
+            raise
+        return TwoWires(device, host, self._worker)
+
+
+class TwoWires(DataCarrier):
+    ends_cleanly = NcclCarrier.ends_cleanly
+
+    def __init__(self, device: NcclCarrier, host: DataCarrier, worker: Worker) -> None:
+        super().__init__(worker, device.peers, device.peers[device.index])
+        self._device, self._host = device, host
+
+    @property
+    def carried(self) -> int:
+        return self._device.carried + self._host.carried
+
+    def offer(self) -> bytes:
+        of_device = self._device.offer()
+        return _MARK + _LENGTH.pack(len(of_device)) + of_device + self._host.offer()
+
+    def connect(
+        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
+    ) -> None:
+        """Each is built, and tried, by itself. The second one where all have the first: it is waited for in vain
+        for long, since the library cannot see that somebody does not come."""
+        try:
+            parts = {rank: _parts(rank, offer) for rank, offer in offers.items()}
+            # The one with agreements in it first: whoever fails in the other would leave the rest alone in them.
+            self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
+        except Exception:
+            confirm(False)
+            raise
+        if not confirm(True):
+            raise CarrierError("the host's wire was not built everywhere")
+        self._device.build({rank: of_device for rank, (of_device, _) in parts.items()}, confirm, alarmed)
+
+    def free(self) -> None:
+        self._device.free()
+        self._host.free()
+
+    def follow(self, ready: Ready) -> None:
+        self._device.follow(ready)  # data that have events lie on a device, and travel by its wire
+
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+        return self._wire(source, out).all_reduce(source, out)
+
+    def all_max(self, data: Data) -> Rest | None:
+        return self._wire(data).all_max(data)
+
+    def broadcast(self, data: Data, root: int) -> Rest | None:
+        return self._wire(data).broadcast(data, root)
+
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
+        return self._wire(source, out).all_gather(source, out)
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+        return self._wire(*out.values(), *into.values()).exchange(out, into)
+
+    def barrier(self) -> Rest | None:
+        return self._host.barrier()
+
+    def _wire(self, *data: Data) -> DataCarrier:
+        """Where one of them is on a GPU, the sum is made there."""
+        return self._device if any(map(self._device.holds, data)) else self._host

@@ -1,0 +1,171 @@
+"""Carriers whose wire begins and ends in the memory of the host: where data lie elsewhere, they are brought there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recover.world.carriers.base import Array, Data, DataCarrier, Ready, wire_type
+from recover.world.carriers.worker import Rest, Worker
+
+if TYPE_CHECKING:
+    from recover.world.carriers.pinned_staging import Lanes
+
+Wait = Callable[[], object]
+
+
+class AllLanes:
+    """The lanes to each device of this process, made when they are first needed; they outlive the epochs."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Any, Lanes] = {}
+
+    def to(self, device: Any) -> Lanes:
+        if device not in self._lanes:
+            from recover.world.carriers.pinned_staging import cuda_lanes
+
+            self._lanes[device] = cuda_lanes(device)
+        return self._lanes[device]
+
+
+class HostCarrier(DataCarrier):
+    """Subclasses move contiguous arrays of `WIRE_TYPES`. Those that are on the host travel without a copy."""
+
+    def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, lanes: AllLanes) -> None:
+        super().__init__(worker, peers, rank)
+        self._lanes = lanes
+        self._epoch = object()  # in place of the carrier, which nobody else must keep
+
+    def arrive(self) -> None:
+        """An operation begins: wait for the peers, where that is cheaper than in the library."""
+        return
+
+    @abstractmethod
+    def sum(self, source: Array, out: Array) -> None: ...
+
+    def begin_sum(self, piece: Array) -> Wait | None:
+        """In place; None if it is through already. Several may be under way, and are waited for in their order."""
+        self.sum(piece, piece)
+        return None
+
+    @abstractmethod
+    def maximum(self, data: Array) -> None:
+        """In place."""
+
+    @abstractmethod
+    def copy_from(self, data: Array, root: int) -> None: ...
+
+    @abstractmethod
+    def gather(self, source: Array, out: Array) -> None: ...
+
+    @abstractmethod
+    def swap(self, out: Mapping[int, Array], into: Mapping[int, Array]) -> None: ...
+
+    @abstractmethod
+    def meet(self) -> None: ...
+
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+        if _is_laned(source) and _is_laned(out):
+            self.arrive()
+            return self._lanes.to(source.device).through(source, out, self.begin_sum, self._epoch)
+        send = _HostView(source)
+        receive = send if out is source else _HostView(out)
+        send.load()
+        self.arrive()
+        self.sum(send.array, receive.array)
+        receive.store()
+        return None
+
+    def all_max(self, data: Data) -> Rest | None:
+        staged = _HostView(data)
+        staged.load()
+        self.arrive()
+        self.maximum(staged.array)
+        staged.store()
+        return None
+
+    def broadcast(self, data: Data, root: int) -> Rest | None:
+        if _is_laned(data):
+            self.arrive()
+
+            def begin(piece: Array) -> None:
+                self.copy_from(piece, root)
+
+            return self._lanes.to(data.device).through(data, data, begin, self._epoch)
+        staged = _HostView(data)
+        staged.load()
+        self.arrive()
+        self.copy_from(staged.array, root)
+        staged.store()
+        return None
+
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
+        send, receive = _HostView(source), _HostView(out)
+        send.load()
+        self.arrive()
+        self.gather(send.array, receive.array)
+        receive.store()
+        return None
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+        send = {peer: _HostView(data) for peer, data in out.items()}
+        receive = {peer: _HostView(data) for peer, data in into.items()}
+        for view in send.values():
+            view.load()
+        self.swap({p: view.array for p, view in send.items()}, {p: view.array for p, view in receive.items()})
+        for view in receive.values():
+            view.store()
+        return None
+
+    def barrier(self) -> Rest | None:
+        self.arrive()
+        self.meet()
+        return None
+
+
+def _is_laned(data: Data) -> bool:
+    return bool(getattr(data, "is_cuda", False)) and bool(data.is_contiguous())
+
+
+class _HostView:
+    """A view of the caller's memory that the wire can use, or a copy on the host where there is none."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self._is_tensor = not isinstance(data, np.ndarray)
+        wire = wire_type(data)
+        direct = wire == str(data.dtype).removeprefix("torch.")
+        if self._is_tensor:
+            direct &= data.device.type == "cpu" and data.is_contiguous()
+        else:
+            direct &= data.flags.c_contiguous
+        self._copied = not direct
+        if self._copied:
+            self.array: Array = np.empty(tuple(data.shape), wire)
+        else:
+            self.array = data.detach().numpy() if self._is_tensor else data
+
+    def load(self) -> None:
+        if not self._copied:
+            return
+        if self._is_tensor:
+            self._host().copy_(self._data.detach())
+        else:
+            self.array[...] = self._data
+
+    def store(self) -> None:
+        if not self._copied:
+            return
+        if self._is_tensor:
+            self._data.detach().copy_(self._host())
+            Ready(self._data).wait()
+        else:
+            self._data[...] = self.array
+
+    def _host(self) -> Any:
+        import torch
+
+        return torch.from_numpy(self.array)

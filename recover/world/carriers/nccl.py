@@ -1,0 +1,266 @@
+"""The `nccl` carrier: gradients stay on the GPUs. Its group is made for the epoch, and aborted, never repaired.
+
+The address of a group travels in the census, which members alone take part in: nothing listens for it. NCCL itself is
+asked (`recover.world.carriers.nccl_library`), not torch's process group, which has watchers of its own that may end the
+process, and needs a store that somebody hosts.
+
+A kernel of NCCL that waits for a dead peer spins for ever. So whoever learns of the death aborts the group, on a thread
+of its own, since that may take a while; it ends the kernel, and so whoever waits for the stream behind it. No other
+thread may be inside NCCL meanwhile. The next group is made when the abort is through.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from recover.job.grid import Grid
+from recover.job.process import on_one_host, rank_on_host
+from recover.world.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
+from recover.world.carriers.contract import CarrierError, TookTooLongError
+from recover.world.carriers.device_streams import CudaStream
+from recover.world.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
+from recover.world.carriers.worker import Rest, Worker
+from recover.world.fabrics.base import Fabric
+
+PATIENCE = 60.0  # seconds; the first group of a process takes one, and all members make it at the same moment
+ABORT_LIMIT = 20.0  # seconds; measured were up to 0.5
+POLL = 0.0001  # seconds between two looks at what NCCL has under way
+
+
+class NcclCarriers(DataCarriers):
+    settle = 0.0  # nothing here minds a death while it is built
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        grid: Grid,
+        worker: Worker,
+        library: Any = None,
+        stream: Any = None,
+    ) -> None:
+        if on_one_host():
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nobody outside has business with its sockets
+        self._rank, self._grid, self._worker = fabric.rank, grid, worker
+        self._library = library or Nccl()
+        self._stream = stream or CudaStream(own_device(), first=True)
+        self._aborts: list[threading.Thread] = []
+        self._unused: list[bytes] = []  # addresses: behind each there is a thread that waits for its group
+
+    def make(self, members: tuple[int, ...]) -> NcclCarrier:
+        self._await_aborts()
+        peers = self._grid.peers(self._rank, members)
+        return NcclCarrier(
+            self._worker, peers, self._rank, self._library, self._stream, self._aborts, self._unused
+        )
+
+    def _await_aborts(self) -> None:
+        deadline = time.monotonic() + ABORT_LIMIT
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._aborts):
+            raise CarrierError(f"NCCL has not come back from aborting a group in {ABORT_LIMIT:g} s")
+        self._aborts.clear()
+
+
+class NcclCarrier(DataCarrier):
+    # An abort ends the kernels of peers, too, which may take for the sum what was left in its buffers.
+    ends_cleanly = False
+
+    def __init__(
+        self,
+        worker: Worker,
+        peers: tuple[int, ...],
+        rank: int,
+        library: Any,
+        stream: Any,
+        aborts: list[threading.Thread],
+        unused: list[bytes],
+    ) -> None:
+        super().__init__(worker, peers, rank)
+        self._library, self._stream, self._aborts, self._unused = library, stream, aborts, unused
+        self._address = b""  # that this rank has offered, and nobody has used yet
+        self._comm: int | None = None
+        self._inside = threading.Lock()  # held by whoever is inside NCCL
+        self._freeing = threading.Lock()
+        self._freed = False
+        self._abort_thread: threading.Thread | None = None
+
+    def offer(self) -> bytes:
+        if self.index == 0:
+            self._address = self._unused.pop() if self._unused else bytes(self._library.new_id())
+        return self._address
+
+    def connect(
+        self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
+    ) -> None:
+        address, self._address = offers[self.peers[0]], b""
+        if len(address) != ID_BYTES:
+            raise CarrierError("a member could not offer a carrier")
+        with self._inside, self._stream.on_device():
+            self._comm = self._library.begin_group(address, self.size, self.index)
+        deadline = time.monotonic() + PATIENCE
+        while not self._is_through():
+            late = time.monotonic() > deadline
+            if late or alarmed():
+                self.free()
+                if late:
+                    raise TookTooLongError(f"NCCL: the group was not made after {PATIENCE:g} s")
+                raise CarrierError("NCCL: the group was given up, a member died while it was made")
+            time.sleep(0.001)
+
+    def free(self) -> None:
+        with self._freeing:
+            if self._freed:
+                return
+            self._freed = True
+            if self._address:  # the census came to nothing, on all members: the next round can have it
+                self._unused.append(self._address)
+            self._abort_thread = threading.Thread(target=self._abort, name="recover-nccl-abort", daemon=True)
+            self._aborts.append(self._abort_thread)
+            self._abort_thread.start()
+
+    def _abort(self) -> None:
+        with self._inside, self._stream.on_device():
+            if self._comm is not None:
+                self._library.abort(self._comm)
+
+    def follow(self, ready: Ready) -> None:
+        for event in ready.events:
+            self._stream.wait(event)
+
+    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+        kind = wire_type(source)
+        send = self._on_wire(source, kind)
+        receive = send if out is source else self._room_for(out, send.shape, kind)
+        operation = partial(
+            self._library.all_reduce, send.data_ptr(), receive.data_ptr(), send.numel(), kind, SUM
+        )
+        return self._run(operation, send, [(receive, out)])
+
+    def all_max(self, data: Data) -> Rest | None:
+        wire = self._on_wire(data, "int32")
+        operation = partial(
+            self._library.all_reduce, wire.data_ptr(), wire.data_ptr(), wire.numel(), "int32", MAX
+        )
+        return self._run(operation, wire, [(wire, data)])
+
+    def broadcast(self, data: Data, root: int) -> Rest | None:
+        kind = wire_type(data)
+        wire = self._on_wire(data, kind)
+        operation = partial(self._library.broadcast, root, wire.data_ptr(), wire.numel(), kind)
+        return self._run(operation, wire, [(wire, data)])
+
+    def all_gather(self, source: Data, out: Data) -> Rest | None:
+        kind = wire_type(source)
+        send = self._on_wire(source, kind)
+        receive = self._room_for(out, (self.size, *send.shape), kind)
+        operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
+        return self._run(operation, send, [(receive, out)])
+
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+        send = {peer: self._on_wire(data, "int64") for peer, data in out.items()}
+        receive = {peer: self._room_for(data, data.shape, "int64") for peer, data in into.items()}
+        sent, received = (
+            [(peer, wire.data_ptr(), wire.numel()) for peer, wire in wires.items()]
+            for wires in (send, receive)
+        )
+        return self._run(
+            lambda comm, stream: self._library.exchange(sent, received, "int64", comm, stream),
+            [*send.values()],
+            [(receive[peer], data) for peer, data in into.items()],
+        )
+
+    def barrier(self) -> Rest | None:
+        word = torch.ones(1, dtype=torch.int32)
+        return self.all_reduce(word, word)
+
+    def holds(self, data: Data) -> bool:
+        """Whether these data lie on a GPU."""
+        return bool(self._stream.holds(data))
+
+    def _on_wire(self, data: Data, kind: str) -> torch.Tensor:
+        """The data themselves, or a copy of them that NCCL can take."""
+        tensor = torch.as_tensor(data).detach()
+        if self._is_direct(data, kind):
+            return tensor
+        wire: torch.Tensor = self._stream.new(tensor.shape, kind)
+        self._stream.copy(wire, tensor)
+        return wire
+
+    def _room_for(self, out: Data, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+        """Where the result goes: to its place, or, if NCCL cannot write there, beside it."""
+        room: torch.Tensor = out if self._is_direct(out, kind) else self._stream.new(shape, kind)
+        return room
+
+    def _is_direct(self, data: Data, kind: str) -> bool:
+        """Whether NCCL can take these data where they are."""
+        return self._stream.holds(data) and data.is_contiguous() and str(data.dtype) == f"torch.{kind}"
+
+    def _run(
+        self, operation: Callable[..., None], kept: object, results: Sequence[tuple[torch.Tensor, Data]]
+    ) -> Rest:
+        """Hand an operation to the device; what is left is to wait for it, and to bring its results to their places.
+
+        `kept`: what the device reads until then.
+        """
+        try:
+            with self._inside:
+                self._refuse_if_freed()
+                with self._stream.on_device():
+                    operation(self._comm, self._stream.handle)
+            while not self._is_through():
+                time.sleep(POLL)
+        except CarrierError:
+            self._give_up()
+            raise
+        targets = [(result, out, torch.as_tensor(out).detach()) for result, out in results]
+        for result, out, target in targets:
+            if self._stream.holds(out) and result.data_ptr() != target.data_ptr():
+                self._stream.copy(target, result)
+        passed = self._stream.record()
+
+        def wait(keep: object = kept) -> None:
+            passed.synchronize()
+            try:
+                self._is_through()
+            except CarrierError:
+                self._give_up()
+                raise
+            for result, out, target in targets:
+                if not self._stream.holds(out):
+                    self._stream.copy(target, result)
+                    self._stream.record().synchronize()
+
+        on_device = all(self._stream.holds(out) for _, out, _ in targets)
+        return Rest(wait, passed if on_device else None)
+
+    def _is_through(self) -> bool:
+        """Whether NCCL has nothing of the last call left to do on the host. Raises CarrierError."""
+        with self._inside:
+            self._refuse_if_freed()
+            return bool(self._library.is_through(self._comm))
+
+    def _refuse_if_freed(self) -> None:
+        if self._freed:
+            raise CarrierError("the group was freed after a death")
+
+    def _give_up(self) -> None:
+        """After an error: nothing of this group runs on the device any more, so that its buffers can be used again."""
+        self.free()
+        assert self._abort_thread is not None
+        self._abort_thread.join()
+        self._stream.record().synchronize()
+
+
+def own_device() -> torch.device:
+    """This rank's GPU: the one that it has chosen, or its own among those of this host."""
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(rank_on_host() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())

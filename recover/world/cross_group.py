@@ -1,0 +1,115 @@
+"""The cross-replica group as its users see it: arrays and tensors in, works out, errors latched until the vote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from recover.world.carriers.base import DataCarrier, Ready, wire_type
+from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.worker import Rest, Work, Worker
+
+T = TypeVar("T")
+
+
+class CrossGroup:
+    """One rank's group of same-shard peers, for one epoch.
+
+    Every operation returns a `Work` at once and runs on the communication thread; `work.wait()` makes it
+    blocking. After the first error the group is broken: later operations fail at once, nothing is retried, and
+    the caller goes to the vote.
+    """
+
+    def __init__(
+        self, carrier: DataCarrier, worker: Worker, reduced: Callable[[], None] = lambda: None
+    ) -> None:
+        self.size = carrier.size
+        self.index = carrier.index
+        self.peers = carrier.peers
+        self.ends_cleanly = carrier.ends_cleanly
+        self.error: Exception | None = None
+        self._carrier, self._worker, self._reduced = carrier, worker, reduced
+
+    def all_reduce(self, source: Any, out: Any = None) -> Work:
+        """Sum over the group: in place, or into `out` with the source left as it was.
+
+        NumPy arrays and torch tensors, as this thread leaves them: of a GPU, once what was asked of it so far is done.
+        float32, float64, int32 and int64 travel as they are, other types as float32.
+        """
+        out = source if out is None else out
+        return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
+
+    def all_max(self, data: Any) -> Work:
+        """The maximum over the group, element by element, in place; int32 only."""
+        return self._post(lambda: self._carrier.all_max(data), data)
+
+    def broadcast(self, data: Any, root: int = 0) -> Work:
+        """`data` of the group's member number `root`, in place on all others."""
+        return self._post(lambda: self._carrier.broadcast(data, root), data)
+
+    def all_gather(self, source: Any, out: Any) -> Work:
+        """Every member's `source`, as rows of `out`."""
+        if len(out) != self.size:
+            raise ValueError(
+                f"all_gather: out has {len(out)} rows for a group of {self.size}; give it one per member"
+            )
+        return self._post(lambda: self._carrier.all_gather(source, out), source, out)
+
+    def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
+        """`out` to members of the group, by their number in it, and `into` from members; int64 only."""
+        return self._post(lambda: self._carrier.exchange(out, into), *out.values(), *into.values())
+
+    def barrier(self) -> Work:
+        return self._post(self._carrier.barrier)
+
+    @property
+    def carried(self) -> int:
+        """A count that grows while data of the operation under way travel, as far as the carrier can see that."""
+        return self._carrier.carried
+
+    def drain(self) -> None:
+        """Wait until all that was posted has ended, well or not: the communication thread is idle at the vote."""
+        self._worker.drain()
+
+    def break_off(self, why: str = "a member of the world has died") -> None:
+        """Free whoever is blocked, here and at the peers. From any thread."""
+        if self.error is None:
+            self.error = CarrierError(why)
+        self._carrier.free()
+
+    def _post(self, task: Callable[[], Rest | None], *data: Any) -> Work:
+        """`data`: every buffer that the operation reads or writes."""
+        for each in data:
+            wire_type(each)  # a wrong type is the caller's mistake, and is raised in its thread
+        # Recorded now, in the caller's thread: what the caller asks of its device later need not be waited for.
+        ready = Ready(*data)
+        if self.error is not None:
+            return Work.failed(self.error)
+        return self._worker.post(lambda: self._run(task, ready), lambda: ready.is_past)
+
+    def _run(self, task: Callable[[], Rest | None], ready: Ready) -> Rest | None:
+        if self.error is not None:
+            raise self.error
+
+        def ordered() -> Rest | None:
+            self._carrier.follow(ready)
+            return task()
+
+        rest = self._latched(ordered)
+        if rest is None:
+            self._reduced()
+            return None
+
+        def finish() -> None:
+            self._latched(rest.wait)
+            self._reduced()
+
+        return Rest(finish, rest.passed)
+
+    def _latched(self, part: Callable[[], T]) -> T:
+        try:
+            return part()
+        except Exception as error:
+            self.error = self.error or error
+            self._carrier.free()
+            raise

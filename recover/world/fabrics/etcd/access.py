@@ -1,0 +1,36 @@
+"""From what a job was told about its etcd to a client of it."""
+
+from __future__ import annotations
+
+import ssl
+from typing import TypeVar
+
+from recover.job.spec import EtcdAccess
+from recover.world.fabrics.etcd.client import EtcdClient
+
+LOST = "etcd-lost"  # in the session of a host: its agent has waited for etcd for long enough
+
+
+Client = TypeVar("Client", bound=EtcdClient)
+
+
+def client_of(access: EtcdAccess) -> EtcdClient:
+    """A client of the job's etcd. Raises OSError if a file that it needs for TLS cannot be read."""
+    return client_of_kind(EtcdClient, access)
+
+
+def client_of_kind(kind: type[Client], access: EtcdAccess) -> Client:
+    tls = None
+    if access.ca is not None:
+        tls = ssl.create_default_context(cafile=access.ca)
+        if access.certificate is not None:
+            tls.load_cert_chain(access.certificate, access.key)
+    return kind(
+        access.endpoints,
+        access.prefix,
+        access.user,
+        access.password,
+        tls,
+        patience=access.patience,
+        token=access.token,
+    )

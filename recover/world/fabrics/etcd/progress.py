@@ -1,0 +1,27 @@
+"""How far the ranks of every host are, as their agents write it into etcd twice a second.
+
+pulse/<host>   of its living ranks, what `recover.world.liveness.other_hosts` tells others
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from recover.world.fabrics.etcd.client import EtcdClient
+
+PULSE = "pulse/"
+
+
+def tell_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[object]]) -> None:
+    client.put(f"{PULSE}{host}", json.dumps(told).encode())
+
+
+def pulses(client: EtcdClient) -> dict[str, dict[int, tuple[list[int], str]]]:
+    """By host and rank: its row, and the kernel's letter for its process. They lag."""
+    return {
+        found.key.removeprefix(PULSE): {
+            int(rank): (row, state) for rank, (row, state) in json.loads(found.value).items()
+        }
+        for found in client.get_all(PULSE)[0]
+    }

@@ -1,0 +1,76 @@
+"""What a world stands on, as interfaces: the same world runs over Open MPI on real hosts and in a simulation.
+
+The fabric and the carriers have seams of their own (`recover.world.fabrics.base`, `recover.world.carriers.contract`),
+and so have the places where faults strike (`recover.world.hooks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from recover.world.carriers.base import DataCarriers
+from recover.world.carriers.worker import Worker
+from recover.world.fabrics.base import Fabric
+from recover.world.hooks import Hooks
+from recover.world.liveness.board import Board
+from recover.world.slot_notes import Notes
+
+if TYPE_CHECKING:
+    from recover.world.rank_exit import End
+
+
+class Own(Protocol):
+    """This rank's own process: what it says, and how it ends. The real one is the module `recover.world.rank_exit`."""
+
+    def log(self, text: str) -> None: ...
+
+    def die(
+        self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
+    ) -> NoReturn: ...
+
+    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
+
+    def on_success(self, callback: Callable[[], object]) -> None: ...
+
+    def on_raise(self, callback: Callable[[BaseException], object]) -> None: ...
+
+    def in_step(self, inside: bool) -> None: ...
+
+
+class Code(Protocol):
+    """The code of a job that replicas may join."""
+
+    def differs(self) -> str:
+        """For a rank that is about to ask: what differs from the code of the job, or ""."""
+
+    def publish(self, first: bool) -> None:
+        """By members: what was loaded since the last time. `first`: this rank tells the other hosts, too."""
+
+
+class Looks(Protocol):
+    """A watcher, as far as whoever drives it must know."""
+
+    def start(self) -> None:
+        """Look around again and again, on a thread of its own."""
+
+    def look(self, now: float) -> None:
+        """Look around once."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    fabric: Fabric
+    liveness: Board  # signs of life of the ranks of this host, and the means to end them
+    hooks: Hooks
+    worker: Worker
+    carriers: DataCarriers
+    own: Own
+    notes: Notes
+    watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
+    # Where there are other hosts: the rows of their ranks, as on the board, a moment ago.
+    rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
+    code: Code | None = None  # where replicas may join
+    # Empties a list of what is no longer used. A group of gloo's takes its time to go.
+    drop: Callable[[list[Any]], object] = list.clear

@@ -1,0 +1,343 @@
+"""The progress board: one line of counters per rank, in memory that every process of the host can read.
+
+It is written without any communication library, so it still tells the truth when communication is stuck.
+The launcher reads it to see whether a job makes progress; a rank reads it to see whether it is the one
+that an agreement has forgotten.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from recover.job import process
+from recover.job.grid import Grid
+from recover.world.liveness.signs import Now, Sign, Suspects
+
+# Who it is, and what it has accomplished for good: the launcher's progress.
+PID, STARTED, JOINED, ACCOMPLISHED = range(4)
+# Where it is: what the other ranks go by.
+ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
+# What it computes just now: the first slot (from 1 on; 0: none), which slots after it, as bits, and how far the
+# numbers of their samples lie above theirs.
+SLOT, SLOTS, OFFSET = range(11, 14)
+# The epoch in which it waits for others, 0 if it does not, and a count that grows with what it has carried.
+WAITS, CARRIED = range(14, 16)
+# What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
+DOES, SINCE = range(16, 18)
+# The collective call that it is in (0: none), and the position of that in the order of calls.
+CALL, POSITION = range(18, 20)
+DOING = (
+    *("starting", "warming up", "preparing", "computing", "reducing"),
+    *("voting", "repairing", "updating", "between steps", "ending"),
+)
+STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATING, BETWEEN, ENDING = range(10)
+# By itself, so that it comes to an end of it without the others.
+AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
+ENDED = -1  # in the column of steps: the script has ended
+COLUMNS = 24  # three cache lines per rank, so that writers do not disturb each other
+_SHOWN = 62  # slots that fit into the bits
+
+
+class Board:
+    """A table of `size` ranks by a few 64-bit counters; each rank writes its own row only."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        nbytes = size * COLUMNS * 8
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise PermissionError(
+                f"{path} is a link, and no rank of this job has made it; remove it"
+            ) from None
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                os.ftruncate(fd, nbytes)  # idempotent: whoever comes first makes room, filled with zeros
+            self._memory = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self.size = size
+        self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, COLUMNS)
+
+    def claim(self, rank: int) -> None:
+        """Write this process's pid into its row: from here on the launcher can ask it for its stack."""
+        me = os.getpid(), start_time(os.getpid())
+        if (self._table[rank, PID], self._table[rank, STARTED]) != me:
+            self._table[rank] = 0  # whatever a process before has counted says nothing of this one
+            self._does(rank, STARTING)
+        self._table[rank, STARTED] = me[1]
+        self._table[rank, PID] = me[0]
+
+    def claimed(self, rank: int) -> bool:
+        """Whether a process has ever written its pid there."""
+        return bool(self._table[rank, PID])
+
+    def forget(self, rank: int) -> None:
+        """Its process has ended, and nobody of its number comes again: nobody need look it up any more."""
+        self._table[rank] = 0
+
+    def pid(self, rank: int) -> int:
+        """The pid of a rank on this host while it lives, otherwise 0."""
+        pid = int(self._table[rank, PID])
+        # A pid is used again by strangers once its process is gone; the time of its start is not.
+        return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
+
+    def _state(self, row: Sequence[int]) -> str:
+        """The kernel's letter for the process of a row while it lives, otherwise nothing."""
+        state, started = _look_up(row[PID])
+        return state if row[PID] and started == row[STARTED] else ""
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL a rank of this host, if it still lives."""
+        if pid := self.pid(rank):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # another peer was faster
+
+    def join(self, rank: int) -> None:
+        """MPI is up on this rank, and so it is on all others, or will be."""
+        self._table[rank, JOINED] = 1
+        self._does(rank, WARMING_UP)
+
+    def joined(self, rank: int) -> bool:
+        return bool(self._table[rank, JOINED])
+
+    def enter(self, rank: int, agreement: int) -> None:
+        """This rank is about to take part in agreement number `agreement`."""
+        self._table[rank, ENTERED] = agreement
+        # Agreements outside of a step, and inside a repair, are no votes.
+        if self._table[rank, DOES] == REDUCING:
+            self._does(rank, VOTING)
+
+    def entered(self, rank: int) -> int:
+        return int(self._table[rank, ENTERED])
+
+    def arrive(self, rank: int, operation: int) -> None:
+        """This rank is about to take part in operation number `operation` of its cross-replica group."""
+        self._table[rank, ARRIVED] = operation
+
+    def arrived(self, rank: int) -> int:
+        return int(self._table[rank, ARRIVED])
+
+    def wait(self, rank: int, epoch: int, carried: int) -> None:
+        """This rank waits for others in this epoch (0: it does not), and has carried so much."""
+        self._table[rank, CARRIED] = carried
+        self._table[rank, WAITS] = epoch
+
+    def row(self, rank: int) -> list[int]:
+        """All that a rank shows."""
+        row: list[int] = self._table[rank].tolist()
+        return row
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank writes to this board; those of other hosts have boards of their own."""
+        return bool(self._table[rank, PID])
+
+    def here(self) -> list[int]:
+        """All those who do, or did until they died."""
+        return [int(rank) for rank in np.flatnonzero(self._table[:, PID])]
+
+    def finish(self, rank: int, agreement: int) -> None:
+        """This rank holds the result of agreement number `agreement`."""
+        self._table[rank, FINISHED] = agreement
+        if self._table[rank, DOES] == VOTING:
+            self._does(rank, UPDATING)
+
+    def touch(self, rank: int) -> None:
+        """This rank has done something: nobody may take it for stuck."""
+        self._table[rank, ACTIVITY] += 1
+
+    def accomplish(self, rank: int) -> None:
+        """Something was done that need not be done again: a job that does nothing of the kind makes no progress."""
+        self._table[rank, ACCOMPLISHED] += 1
+
+    def compute(self, rank: int, suspects: Sequence[tuple[int, int]]) -> None:
+        """This rank computes these slots (and samples) now, as far as they can be shown; none of them: it is done."""
+        row = self._table[rank]
+        row[SLOT] = 0
+        if suspects:
+            first, sample = suspects[0]
+            row[OFFSET] = sample - first
+            row[SLOTS] = sum(
+                1 << slot - first
+                for slot, theirs in suspects
+                if theirs - slot == sample - first and 0 <= slot - first < _SHOWN
+            )
+            row[SLOT] = first + 1
+            self._does(rank, COMPUTING)
+
+    def come_to_vote(self, rank: int) -> None:
+        """This rank has done its part, and waits for the others."""
+        self._table[rank, VOTES] += 1
+        self._does(rank, REDUCING)
+
+    def repair(self, rank: int) -> None:
+        """This rank has come to a repair."""
+        self._does(rank, REPAIRING)
+
+    def votes(self, rank: int) -> int:
+        """How often a rank has come to a vote."""
+        return int(self._table[rank, VOTES])
+
+    def catch_up(self, rank: int, votes: int, step: int) -> None:
+        """A rank that joins stands where the others do, and is not late."""
+        self._table[rank, VOTES] = votes
+        self.in_step(rank, step)
+
+    def in_step(self, rank: int, step: int) -> None:
+        """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
+        self._table[rank, STEP] = step
+        self._does(rank, PREPARING if step > 0 else ENDING if step == ENDED else BETWEEN)
+
+    def step(self, rank: int) -> int:
+        """The step that a rank is inside of, 0, or ENDED."""
+        return int(self._table[rank, STEP])
+
+    def announce(self, rank: int, call: int, position: int) -> None:
+        """This rank is in this collective call now, at this position in the order of calls; 0: in none."""
+        row = self._table[rank]
+        row[CALL] = 0  # a reader between the two writes must not see the call before at the new position
+        row[POSITION] = position
+        row[CALL] = call
+
+    def calls_beside(self, rank: int) -> dict[int, int]:
+        """The calls of the living ranks of this host that are at the position of `rank`, its own included; empty while
+        it is in none. A look in the middle of an announcement may show a call that was never made there."""
+        call, position = self._table[rank, [CALL, POSITION]].tolist()
+        if not call:
+            return {}
+        there = np.flatnonzero((self._table[:, POSITION] == position) & (self._table[:, CALL] != 0))
+        beside = {int(other): int(self._table[other, CALL]) for other in there}
+        if len(set(beside.values())) > 1:  # nearly never: the living need not be looked up
+            beside = {other: theirs for other, theirs in beside.items() if self.pid(other)}
+        return beside | {rank: call}
+
+    def on_its_way(self, rank: int, agreement: int) -> bool:
+        """Whether a rank of this host lives and has neither ended nor gone beyond this agreement."""
+        return self.step(rank) != ENDED and self.entered(rank) <= agreement and bool(self.pid(rank))
+
+    def beat(self, rank: int) -> None:
+        """This process runs: its watcher does."""
+        self._table[rank, HEARTBEAT] += 1
+
+    def signs_of_life(self, me: int) -> dict[int, Sign]:
+        """What the ranks of this host show of themselves, from when they have claimed their place until they die."""
+        return signs_of(self.living(), self._table[me].tolist())
+
+    def living(self) -> dict[int, tuple[list[int], str]]:
+        """The rows of the ranks that live on this host, each with the kernel's letter for its process."""
+        claimed = np.flatnonzero(self._table[:, PID])
+        rows = zip(claimed.tolist(), self._table[claimed].tolist(), strict=True)
+        return {rank: (row, state) for rank, row in rows if (state := self._state(row))}
+
+    def finished(self, rank: int) -> int:
+        return int(self._table[rank, FINISHED])
+
+    def now(self, rank: int) -> Now:
+        """What a rank does, or did when it died, and for how long."""
+        return now_of(self._table[rank].tolist(), time.monotonic_ns())
+
+    def state(self, rank: int) -> str:
+        """The kernel's letter for the process of a rank while it lives, otherwise nothing."""
+        return self._state(self._table[rank].tolist())
+
+    def _does(self, rank: int, what: int) -> None:
+        if self._table[rank, DOES] != what or not self._table[rank, SINCE] or what == COMPUTING:
+            self._table[rank, SINCE] = time.monotonic_ns()
+            self._table[rank, DOES] = what
+
+    def held_by_others(self, agreement: int) -> bool:
+        """Whether a living rank of this host holds the result of an agreement. What only the dead held is gone."""
+        if int(self._table[:, FINISHED].max()) < agreement:  # nearly always: the living need not be looked up
+            return False
+        return any(self._table[rank, FINISHED] >= agreement and self.pid(rank) for rank in range(self.size))
+
+    def accomplished(self) -> bytes:
+        """What all ranks have accomplished; two equal answers mean that nothing came of what was done in between."""
+        return self._table[:, : ACCOMPLISHED + 1].tobytes()
+
+
+def signs_of(rows: Mapping[int, tuple[list[int], str]], me: Sequence[int]) -> dict[int, Sign]:
+    """What rows show, to one that is where the row `me` says."""
+    mine, here = me[STEP], (me[VOTES], me[ENTERED])
+    # Those behind me may themselves wait for the last of them.
+    behind = [(row[VOTES], row[ENTERED]) for row, _ in rows.values() if row[STEP] == mine]
+    last = min(behind, default=here)
+    return {
+        rank: Sign(
+            heartbeat=row[HEARTBEAT],
+            progress=tuple(row[ENTERED:HEARTBEAT]),
+            late=0 < row[STEP] == mine and (row[VOTES], row[ENTERED]) == last < here,
+            stopped=state in "Tt",
+            step=row[STEP],
+            suspects=_suspects(row),
+        )
+        for rank, (row, state) in rows.items()
+    }
+
+
+def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
+    """The row of one that is as far as anybody is, inside a step; if nobody is inside one, a row of zeros."""
+    inside = [row for row in rows if row[STEP] > 0]
+    return max(inside, key=lambda row: (row[STEP], row[VOTES], row[ENTERED]), default=[0] * COLUMNS)
+
+
+def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
+    """Whether a whole replica runs that has the state of the run: one that is about to join has none yet."""
+    running = [rank for rank, (_, state) in rows.items() if state not in "Tt"]
+    return bool(grid.whole(rank for rank in running if rank < grid.ranks or rows[rank][0][VOTES]))
+
+
+def now_of(row: Sequence[int], clock: int) -> Now:
+    """What a row shows; `clock`: the one that its column `SINCE` goes by, in nanoseconds."""
+    return Now(
+        DOING[row[DOES]],
+        max(0.0, (clock - row[SINCE]) / 1e9) if row[SINCE] else 0.0,
+        max(0, row[STEP]),
+        tuple(slot for slot, _ in _suspects(row)) if row[DOES] == COMPUTING else (),
+    )
+
+
+def _suspects(row: Sequence[int]) -> Suspects:
+    first, bits, offset = row[SLOT] - 1, row[SLOTS], row[OFFSET]
+    if first < 0:
+        return ()
+    return tuple((first + i, first + i + offset) for i in range(bits.bit_length()) if bits >> i & 1)
+
+
+def start_time(pid: int) -> int:
+    """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
+    return _look_up(pid)[1]
+
+
+def age() -> float:
+    """Seconds since this process was started, or told which rank it is, if it has waited for that."""
+    began = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - max(began, process.waited_until)
+
+
+def _look_up(pid: int) -> tuple[str, int]:
+    """The kernel's letter for the state of a process, and its start time; "" and 0 if there is none."""
+    try:
+        fd = os.open(
+            f"/proc/{pid}/stat", os.O_RDONLY
+        )  # every rank looks at all others: without Python's own layers
+    except OSError:
+        return "", 0
+    try:
+        fields = os.read(fd, 4096).decode(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0  # it ended just now
+    finally:
+        os.close(fd)
+    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

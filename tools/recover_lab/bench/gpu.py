@@ -1,0 +1,200 @@
+"""`recover bench gpu`: a step without failures, a kill inside a reduction, large sums; on GPUs, for each carrier."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recover_lab.bench.measure import BenchmarkError, begin, launched, place, summary, write
+from recover_lab.bench.training import paired_ratio
+from recover_lab.peers.kills import PARTS_OF_A_KILL, judge
+from recover_lab.publish.measured_sources import measured
+from recover_lab.publish.tables import rows_of, show
+
+PARTS = ("step", "kill", "reduce")
+PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"
+SEQ_LEN = {"tiny": 32, "small": 256}  # of the larger ones, 1024
+ACCUM = 4  # microbatches of a replica in a step
+NO_PROGRESS = 90.0  # seconds after which a launch is given up; each says what it has measured
+Facts = dict[str, Any]
+
+
+def bench_gpu(
+    models: Sequence[str],
+    carriers: Sequence[str],
+    replicas: int,
+    kill_replicas: int,
+    turns: int,
+    kills: int,
+    parts: Sequence[str],
+    device: str,
+    output: Path | None,
+) -> Facts:
+    """Every launch is written down as it ends, beside what the same sources have measured into the file before.
+
+    One that fails is told, and costs no other. `device` is cpu where the benchmark itself is tried.
+    """
+    console = begin(output)
+    if device == "cuda":
+        _check_cuda()
+    results: Facts = {"replicas": replicas, "step": {}, "kill": {}, "reduce": {}}
+    if output is not None and measured(output):
+        results |= json.loads(output.read_text())["gpu"]
+    lost: dict[str, str] = {}
+
+    def keep(part: str, *path: str, measure: Callable[[], Facts]) -> None:
+        console.print(f"{part} {' '.join(path)} ...", style="dim")
+        try:
+            facts = measure()
+        except BenchmarkError as error:
+            lost[" ".join((part, *path))] = str(error)
+            console.print(f"{part} {' '.join(path)}: {error}", style="red", markup=False)
+            return
+        results.update(facts.pop("place"))
+        where = results[part]
+        for name in path[:-1]:
+            where = where.setdefault(name, {})
+        where[path[-1]] = facts
+        lost.update((f"a launch of {part} {' '.join(path)}", text) for text in facts.get("broken", ()))
+        write(output, {"gpu": results})
+
+    for carrier in carriers if "step" in parts else ():
+        for model in models:
+            keep(
+                "step",
+                model,
+                carrier,
+                measure=partial(_step, model, carrier, replicas, turns, device),
+            )
+    for carrier in carriers if "kill" in parts else ():
+        keep("kill", carrier, measure=partial(_kill, models[0], carrier, kill_replicas, kills, device))
+    for carrier in carriers if "reduce" in parts else ():
+        keep("reduce", carrier, measure=partial(_reduce, carrier, replicas, device))
+    show(console, f"{results.get('card', device)}, {replicas} replicas", rows_of("gpu", results))
+    console.print(place())
+    if lost:
+        told = "; ".join(f"{what} ({why})" for what, why in lost.items())
+        raise BenchmarkError(f"not measured: {told}; what was is written down")
+    return results
+
+
+def _check_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        asked = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise BenchmarkError(
+            f"torch {torch.__version__} sees no CUDA device here (CUDA_VISIBLE_DEVICES is {asked}); this benchmark "
+            "measures GPUs: run it where there is one, or `recover bench overhead` on a CPU"
+        )
+
+
+def _stocks(carrier: str, device: str) -> str:
+    """Torch's own that ours is held against: NCCL where ours uses it, gloo always."""
+    return "nccl,gloo" if device == "cuda" and carrier == "nccl" else "gloo"
+
+
+def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> Facts:
+    seq_len = SEQ_LEN.get(model, 1024)
+    words = [device, model, str(seq_len), str(ACCUM), str(turns), _stocks(carrier, device)]
+    # On a CPU the two ways to take turns are tried: by carrier, for want of a memory that could be too small.
+    words.append("auto" if device == "cuda" else "no" if carrier == "gloo" else "yes")
+    ranks = _run("gpu_step.py", replicas, words, carrier, "step-*.json")
+    seconds = {
+        name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        for name in ranks[0]["seconds"]
+    }
+    ratios = {
+        name: dict(zip(("value", "low", "high"), paired_ratio(times, seconds["ours"]), strict=True))
+        for name, times in seconds.items()
+        if name != "ours"
+    }
+    peaks = {name: max(rank["peak_bytes"][name] for rank in ranks) for name in ranks[0]["peak_bytes"]}
+    return {
+        "place": _place(ranks),
+        "parameters": ranks[0]["parameters"],
+        "seq_len": seq_len,
+        "microbatches": ACCUM * replicas,
+        "turn_by_turn": ranks[0]["together"],
+        "milliseconds": {name: summary([1e3 * s for s in times]) for name, times in seconds.items()},
+        "tokens_per_second": {
+            name: ACCUM * replicas * seq_len / summary(times)["median"] for name, times in seconds.items()
+        },
+        "ours_against": ratios,
+        "peak_bytes": peaks,
+        "refused": ranks[0]["refused"],
+    }
+
+
+def _kill(model: str, carrier: str, replicas: int, kills: int, device: str) -> Facts:
+    """Until there are so many deaths, each launch with as many as leave two replicas; one, if there are but two."""
+    deaths = max(1, replicas - 2)
+    samples: list[Facts] = []
+    steps: list[float] = []
+    broken: list[str] = []
+    ranks: list[Facts] = []
+    launches = -(-kills // deaths)
+    for seed in range(launches):
+        words = [device, model, str(SEQ_LEN.get(model, 1024)), str(ACCUM), str(deaths), str(seed)]
+        try:
+            with launched(PROGRAMS / "gpu_kill.py", replicas, words, NO_PROGRESS, carrier=carrier) as run_dir:
+                found = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]
+                killed = {int(p.name[7:]): float(p.read_text()) for p in run_dir.glob("killed-*")}
+            samples += judge(found, killed)
+        except BenchmarkError as error:  # the other launches tell how often
+            broken.append(str(error))
+            continue
+        ranks = found
+        steps += [1e3 * row["seconds"] for r in ranks for row in r["rows"][1:] if not row["incidents"]]
+    if not samples:
+        raise BenchmarkError("; ".join(broken))
+    return {
+        "place": _place(ranks),
+        "model": model,
+        "replicas": replicas,
+        "microbatches": ranks[0]["batch"],
+        "deaths": len(samples),
+        "launches": launches,
+        "broken": broken,
+        "discarded": sum(sample["discarded"] for sample in samples),
+        "kill_to_commit_ms": summary([sample["total"] for sample in samples]),
+        "less_redone_ms": summary([sample["total"] - sample["redone"] for sample in samples]),
+        "parts_ms": {part: summary([sample[part] for sample in samples]) for part in PARTS_OF_A_KILL},
+        "step_ms": summary(steps),
+    }
+
+
+def _reduce(carrier: str, replicas: int, device: str) -> Facts:
+    sizes = "400,4000" if device == "cuda" else "1,4"
+    words = [device, sizes, "3", _stocks(carrier, device)]
+    ranks = _run("gpu_reduce.py", replicas, words, carrier, "reduce-*.json")
+    found = {}
+    for size, ways in ranks[0]["seconds"].items():
+        found[size] = {
+            way: summary(
+                [
+                    float(size) / 1e3 / max(each)  # the bytes of one buffer
+                    for each in zip(*(rank["seconds"][size][way] for rank in ranks), strict=True)
+                ]
+            )
+            for way in ways
+        }
+    return {"place": _place(ranks), "gigabytes_per_second": found, "refused": ranks[0]["refused"]}
+
+
+def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: str) -> list[Facts]:
+    with launched(PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier) as run_dir:
+        found = [json.loads(path.read_text()) for path in sorted(run_dir.glob(pattern))]
+    if len(found) != ranks:
+        raise BenchmarkError(
+            f"{program}: {ranks - len(found)} of {ranks} ranks were lost, and nobody was killed"
+        )
+    return found
+
+
+def _place(ranks: Sequence[Facts]) -> Facts:
+    return {key: ranks[0][key] for key in ("card", "cards", "nccl")}

@@ -1,0 +1,128 @@
+"""`recover bench multi`: failures one after the other, until half of the replicas are gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recover.runs.records.kinds import Event
+from recover_lab.bench.measure import begin, place, screen, write
+from recover_lab.peers.costs import Restarting
+from recover_lab.peers.metrics import (
+    advantage,
+    interval_throughput,
+    progress,
+    recovery_seconds,
+    restarting,
+    restarts,
+    steps_by_alive,
+)
+from recover_lab.peers.runs import run_baseline, run_ours, scratch
+from recover_lab.peers.scene import Scene
+from recover_lab.publish.measured_sources import measured
+from recover_lab.publish.tables import rows_of, show
+
+console = screen()
+
+
+def bench_multi(
+    scene: Scene,
+    interval: int | None,
+    output: Path | None,
+    known: Path | None = None,
+    only_best: bool = False,
+) -> dict[str, Any]:
+    """Failures in steps 1.5F, 2.5F, ...; the baseline saves every F steps, as in the paper, and at its best.
+
+    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    """
+    begin(output)
+    found = recall("breakdown", scene, known)
+    costs = Restarting(**found["costs"]) if found else calibrate(scene)
+    tell(costs)
+    interval = interval or costs.production()
+    best = costs.best_interval(interval, kill_steps(scene, interval))
+    results = duel(scene, interval, [best] if only_best else [interval, best])
+    write(output, {"multi": results})
+    show_duel(results)
+    console.print(place())
+    return results
+
+
+def calibrate(scene: Scene) -> Restarting:
+    """What one restart costs here."""
+    console.print("one restart, to learn what it costs here ...", style="dim")
+    with scratch() as directory:
+        events = run_baseline(scene.but(steps=12, kills=((9, scene.replicas - 1),), save_every=4), directory)
+    return restarting([events])
+
+
+def tell(costs: Restarting) -> None:
+    console.print(
+        f"stall {costs.stall:.1f} s, step {costs.step:.2f} s, save {costs.save:.2f} s: "
+        f"production, scaled down, is a failure every {costs.production()} steps"
+    )
+
+
+def recall(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None:
+    """What a file of this part holds, if it was measured with these sources on such a scene."""
+    if known is None or not measured(known):
+        return None
+    found: dict[str, Any] = json.loads(known.read_text()).get(part, {})
+    then, now = found.get("scene", {}), scene.to_json()
+    same = ("replicas", "shard", "tp", "pp", "accum", "pace", "seq_len")
+    return found if all(then.get(key) == now[key] for key in same) else None
+
+
+def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
+    """Ours through these failures once, the baseline once for each of these checkpoint intervals."""
+    victims = scene.victims()
+    count = len(victims)
+    kills = tuple(zip(kill_steps(scene, interval), victims, strict=True))
+    scene = scene.but(steps=kills[-1][0] + interval, kills=kills)
+    console.print(f"failures in steps {', '.join(str(step) for step, _ in kills)}: ours ...", style="dim")
+    with scratch() as directory:
+        events = run_ours(scene, directory)
+    ours = account(events, scene, [(scene.replicas - n) * scene.replica_size for n in range(1, count + 1)])
+    ours["steps_of"] = steps_by_alive(events)
+    ours["recovery"] = recovery_seconds(events)
+    baselines = []
+    for every in dict.fromkeys(saves):
+        console.print(f"checkpoint-restart, a checkpoint every {every} steps ...", style="dim")
+        with scratch() as directory:
+            events = run_baseline(scene.but(save_every=every), directory)
+        theirs = account(events, scene, [scene.ranks] * count)
+        pairs = zip(ours["intervals"], theirs["intervals"], strict=True)
+        theirs |= {
+            "save_every": every,
+            "restarts": [restart.to_json() for restart in restarts(events)],
+            "costs": asdict(restarting([events])),
+            "advantage": advantage(ours["progress"], theirs["progress"]),
+            "ratios": [o["effective_throughput"] / b["effective_throughput"] for o, b in pairs],
+        }
+        baselines.append(theirs)
+    return {"scene": scene.to_json(), "interval": interval, "ours": ours, "baselines": baselines}
+
+
+def kill_steps(scene: Scene, interval: int) -> list[int]:
+    return [interval * 3 // 2 + number * interval for number in range(scene.replicas // 2)]
+
+
+def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict[str, Any]:
+    lost = scene.ranks - alive[0]
+    curve = progress(events, scene.tokens_per_step, scene.ranks, lost)
+    losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
+    return {
+        "intervals": interval_throughput(events, scene.steps, scene.tokens_per_step, alive, scene.ranks),
+        "progress": curve,
+        "final_loss": losses[scene.steps],
+    }
+
+
+def show_duel(results: dict[str, Any]) -> None:
+    scene, interval = results["scene"], results["interval"]
+    title = f"A failure every {interval} steps, {scene['replicas']} replicas of {scene['replica_size']}"
+    show(console, f"{title}: tokens/s per living rank", rows_of("multi", results))

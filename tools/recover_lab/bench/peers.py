@@ -1,0 +1,73 @@
+"""`recover bench peers`: the same kill on other systems that go on after one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from recover.runs.records.kinds import Event
+from recover_lab.bench.measure import begin, place, write
+from recover_lab.peers.metrics import failures, step_seconds
+from recover_lab.peers.runs import run_ours, scratch
+from recover_lab.peers.scene import Scene
+from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
+from recover_lab.publish.tables import rows_of, show
+
+CONTROL = "DistributedDataParallel"
+WAYS = (CONTROL, "Manager.allreduce")
+UNHARMED = f"torchft {CONTROL}, nobody is killed"
+STEPS, KILL = 10, 6
+SCENE = Scene(replicas=4, accum=1, pace=0.4, steps=STEPS, kills=((KILL, 3),))
+
+
+def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]:
+    """From SIGKILL inside the gradient reduction to the next committed step: ours, and torchft where it installs."""
+    console = begin(output)
+    console.print("ours ...", style="dim")
+    with scratch() as directory:
+        systems: dict[str, Any] = {"ours": judge(run_ours(SCENE, directory))}
+    try:
+        python = install_torchft(environment or torchft_home(), console)
+        for way in WAYS:
+            console.print(f"torchft, {way} ...", style="dim")
+            with scratch() as directory:
+                systems[f"torchft {way}"] = judge(run_torchft(python, way, directory, SCENE))
+        console.print(f"torchft, {CONTROL}, nobody is killed ...", style="dim")
+        with scratch() as directory:
+            systems[UNHARMED] = committed(run_torchft(python, CONTROL, directory, SCENE.but(kills=())))
+    except Absent as reason:
+        console.print(f"torchft: {reason}")
+        systems["torchft"] = {"seconds": f"not measured: {reason}"}
+    results = {"scene": SCENE.to_json(), "systems": systems}
+    write(output, {"peers": results})
+    show(console, f"4 replicas, {SCENE.pace:g} s steps, one killed in step {KILL}", rows_of("peers", results))
+    console.print(place())
+    return results
+
+
+def judge(events: list[Event]) -> dict[str, Any]:
+    """From the kill to the first step that all survivors have committed after it."""
+    killed = failures(events)[0]["at"]
+    done = [event for event in events if event["what"] == "step-end" and event["at"] > killed]
+    if not done:
+        return {"seconds": "never: no survivor committed another step"}
+    step = min(event["step"] for event in done)
+    first = [event for event in done if event["step"] == step]
+    discarded = [e for e in events if e["what"] == "discarded" and e["at"] > killed]
+    return {
+        "seconds": round(max(event["at"] for event in first) - killed, 3),
+        "microbatches": first[0]["microbatches"],
+        "discarded": len(discarded) + sum(i["discarded"] for e in first for i in e.get("incidents", ())),
+    }
+
+
+def committed(events: list[Event]) -> dict[str, Any]:
+    """Of a run without a kill: is it the kill that it does not survive?"""
+    done = [
+        {e["step"] for e in events if e["what"] == "step-end" and e["rank"] == n}
+        for n in range(SCENE.replicas)
+    ]
+    took = step_seconds(events)
+    each = f", {median(took.values()):.2f} s each" if took else ""
+    return {"seconds": f"{len(set.intersection(*done))} of {STEPS} steps committed by all{each}"}

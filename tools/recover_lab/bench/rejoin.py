@@ -1,0 +1,131 @@
+"""`recover bench multi --return`: failure after failure, and every lost replica comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from recover.runs.records.kinds import Event
+from recover_lab.bench.measure import begin, place, screen, write
+from recover_lab.bench.multi import calibrate, kill_steps, recall, tell
+from recover_lab.bench.sweep import SHARES
+from recover_lab.peers.costs import Restarting, ReturningCosts
+from recover_lab.peers.ended import BenchmarkError
+from recover_lab.peers.metrics import failures, recovery_seconds, restarting, steps_by_alive
+from recover_lab.peers.rejoin import joins
+from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.scene import Scene
+from recover_lab.publish.tables import rows_of, show
+
+HOUR = 3600.0
+
+
+def bench_multi_returning(
+    scene: Scene,
+    interval: int | None,
+    factors: Sequence[float],
+    output: Path | None,
+    known: Path | None = None,
+) -> dict[str, Any]:
+    """Tokens an hour against checkpoint-restart: measured at these multiples of the interval, by arithmetic between.
+
+    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    """
+    begin(output)
+    console = screen()
+    found = recall("breakdown", scene, known)
+    costs = Restarting(**found["costs"]) if found else calibrate(scene)
+    tell(costs)
+    first = interval or costs.production()
+    duels = []
+    for factor in factors:
+        every = max(2, 2 * round(first * factor / 2))
+        kills = tuple(zip(kill_steps(scene, every), scene.victims(), strict=True))
+        whole = scene.but(steps=kills[-1][0] + every, kills=kills)
+        console.print(f"a failure every {every} steps: ours, with returning replicas ...", style="dim")
+        with scratch() as directory:
+            ours = run_returning(whole, directory)
+        best = costs.best_interval(every, [step for step, _ in kills])
+        console.print(
+            f"a failure every {every} steps: checkpoint-restart, saving every {best} ...", style="dim"
+        )
+        with scratch() as directory:
+            theirs = run_baseline(whole.but(save_every=best), directory)
+        duels.append(_duel(whole, every, best, ours, theirs))
+    pieces = _pieces(duels)
+    results = {
+        "scene": scene.to_json(),
+        "duels": [{name: each[name] for name in each if name != "pieces"} for each in duels],
+        "costs": pieces.to_json(),
+        "calm_ratio": pieces.calm_ratio,
+        "share": SHARES,
+        "wall": [pieces.wall_ratio(pieces.steps_between(share)) for share in SHARES],
+        "crossing": pieces.crossing(),
+    }
+    write(output, {"returning": results})
+    title = f"{scene.replicas} replicas of {scene.replica_size} that come back: tokens an hour"
+    show(console, title, rows_of("returning", results))
+    console.print(place())
+    return results
+
+
+def _duel(
+    scene: Scene, interval: int, save_every: int, ours: Sequence[Event], theirs: Sequence[Event]
+) -> dict[str, Any]:
+    speeds = [_tokens_an_hour(scene, events) for events in (ours, theirs)]
+    away, stalls = _away(ours, scene.replicas), [join["stall"] for join in joins(ours)]
+    alive, costs = steps_by_alive(ours), restarting([theirs])
+    duel: dict[str, Any] = {
+        "interval": interval,
+        "save_every": save_every,
+        "share": costs.stall / (interval * costs.step),
+        "ours": speeds[0],
+        "restart": speeds[1],
+        "ratio": speeds[0] / speeds[1],
+        "away": away,
+        "stalls": stalls,
+    }
+    if away and stalls:
+        duel["pieces"] = ReturningCosts(
+            scene.replicas,
+            costs,
+            recovery_seconds(ours),
+            fmean(stalls),
+            fmean(away),
+            alive[scene.replicas],
+            alive.get(scene.replicas - 1, alive[scene.replicas]),
+        )
+    return duel
+
+
+def _pieces(duels: Sequence[dict[str, Any]]) -> ReturningCosts:
+    """Of the run with the rarest failures: there most steps are those of all, or of one less."""
+    whole = [each for each in duels if "pieces" in each]
+    if not whole:
+        raise BenchmarkError(
+            f"no replica came back within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
+            "or a larger --pace"
+        )
+    pieces: ReturningCosts = max(whole, key=lambda each: each["interval"])["pieces"]
+    return pieces
+
+
+def _tokens_an_hour(scene: Scene, events: Sequence[Event]) -> float:
+    """From the first failure to the end of the last step."""
+    first = failures(events)[0]
+    end = max(e["at"] for e in events if e["what"] == "step-end" and e["step"] == scene.steps)
+    return (scene.steps - first["step"]) * scene.tokens_per_step / (end - first["at"]) * HOUR
+
+
+def _away(events: Sequence[Event], replicas: int) -> list[float]:
+    """From each death until as many are at work as before it, where that came to pass."""
+    seen = []
+    commits = sorted((e["at"], e["replicas"]) for e in events if e["what"] == "step-end")
+    for death in failures(events):
+        before = [count for at, count in commits if at < death["at"]] or [replicas]
+        less = [at for at, count in commits if at > death["at"] and count < before[-1]]
+        again = [at for at, count in commits if less and at > less[0] and count >= before[-1]]
+        seen += [again[0] - death["at"]] if again else []
+    return seen

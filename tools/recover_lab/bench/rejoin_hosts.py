@@ -1,0 +1,157 @@
+"""`recover bench return`: a replica dies and comes back, by the size of its state, here and with others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from recover_lab.bench.measure import begin, place, summary, write
+from recover_lab.peers.ended import BenchmarkError
+from recover_lab.peers.metrics import restarts
+from recover_lab.peers.rejoin import came_back, joins, stages
+from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.scene import Scene, hidden_for
+from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
+from recover_lab.publish.tables import rows_of, show
+
+KILL = 36  # the step in which it dies: in a job at work, where processes are ready
+LEAST, SLACK = 0.15, 1.3  # the stall of the others: seconds that are fine, and times what the link needs
+PROBED = 64 << 20  # bytes that tell what the link can do, at the least
+
+
+def bench_return(
+    replicas: int,
+    pace: float,
+    megabytes: Sequence[float],
+    rounds: int,
+    environment: Path | None,
+    output: Path | None,
+) -> dict[str, Any]:
+    """From the death of a replica until it is back at work: how long that takes, and what the others wait for.
+
+    One of the replicas dies inside a reduction; its process is started again at once, by us, by torchrun together with
+    all others, and by whoever looks after torchft's replicas. Theirs are started from nothing; so ours are as well
+    (`cold`), beside what we do by default: become a process that has imported torch before.
+    """
+    console = begin(output)
+    python, absent = _torchft(environment, console)
+    sizes = []
+    for size in megabytes:
+        kills = ((KILL, replicas - 1),)
+        scene = Scene(replicas=replicas, accum=1, pace=pace, kills=kills, steps=KILL + 1, seq_len=16).but(
+            hidden=hidden_for(size)
+        )
+        console.print(f"{size:g} MB of state: ours ...", style="dim")
+        ours = [_ours(scene) for _ in range(rounds)]
+        console.print(f"{size:g} MB of state: ours, started from nothing ...", style="dim")
+        cold = [_ours(scene, ready=False) for _ in range(rounds)]
+        console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
+        systems: dict[str, Any] = {"restart": _restart(scene)}
+        systems["torchft"] = {"not_measured": absent}
+        if python is not None:
+            console.print(f"{size:g} MB of state: torchft ...", style="dim")
+            systems["torchft"] = _torchft_returns(python, scene)
+        sizes.append(_account(scene, ours, cold, systems))
+    results = {"replicas": replicas, "pace": pace, "sizes": sizes}
+    write(output, {"return": results})
+    show(
+        console,
+        f"One of {replicas} replicas dies and comes back, steps of {pace:g} s",
+        rows_of("return", results),
+    )
+    console.print(place())
+    return results
+
+
+def _account(
+    scene: Scene,
+    ours: Sequence[dict[str, float]],
+    cold: Sequence[dict[str, float]],
+    systems: dict[str, Any],
+) -> dict[str, Any]:
+    nbytes = ours[0]["bytes"]
+    link = link_bandwidth(int(nbytes))
+    return {
+        "scene": scene.to_json(),
+        "bytes": nbytes,
+        "link_bytes_per_second": link,
+        "bound": max(LEAST, SLACK * nbytes / link),
+        "ours": _summaries(ours),
+        "cold": _summaries(cold),
+        **systems,
+    }
+
+
+def _summaries(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    return {name: summary([each[name] for each in rounds]) for name in rounds[0] if name != "bytes"}
+
+
+def _ours(scene: Scene, ready: bool = True) -> dict[str, float]:
+    with scratch() as directory:
+        events = run_returning(scene, directory, awaited=1, ready=ready)
+    (join,) = joins(events)
+    back = came_back(events, lambda event: event["replicas"] == scene.replicas)
+    parts = {name: join[name] for name in ("stall", "repair", "transfer", "warm_up", "bytes")}
+    parts["rest"] = join["stall"] - join["repair"] - join["transfer"]
+    return {**back.to_json(), **parts, **stages(events)}
+
+
+def _restart(scene: Scene) -> dict[str, float]:
+    with scratch() as directory:
+        events = run_baseline(scene.but(steps=KILL + 4, save_every=2), directory)
+    (restart,) = restarts(events)
+    # What some have committed in the life that ended is run again.
+    back = came_back([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
+    return {**back.to_json(), "wait": restart.stall}
+
+
+def _torchft_returns(python: Path, scene: Scene) -> dict[str, Any]:
+    try:
+        with scratch() as directory:
+            events = run_torchft(python, "Manager.allreduce", directory, scene, returns=True)
+        return came_back(events, lambda event: event["microbatches"] == scene.replicas).to_json()
+    except (Absent, BenchmarkError) as reason:
+        return {"not_measured": str(reason)}
+
+
+def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, str]:
+    """Its Python, or why there is none."""
+    try:
+        return install_torchft(environment or torchft_home(), console), ""
+    except Absent as reason:
+        console.print(f"torchft: {reason}")
+        return None, str(reason)
+
+
+def link_bandwidth(nbytes: int, turns: int = 3) -> float:
+    """Bytes per second that one plain connection carries, on the way that a joiner's state takes here: the loopback."""
+    size = max(nbytes, PROBED)
+    return size / median(_one_transfer(size) for _ in range(turns))
+
+
+def _one_transfer(size: int) -> float:
+    data, room = memoryview(bytearray(1 << 20)), memoryview(bytearray(1 << 20))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def send() -> None:
+            with socket.create_connection(door.getsockname()) as line:
+                for at in range(0, size, len(data)):
+                    line.sendall(data[: min(len(data), size - at)])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        line, _ = door.accept()
+        with line:
+            began, left = time.perf_counter(), size
+            while left:
+                left -= line.recv_into(room, min(len(room), left))
+            took = time.perf_counter() - began
+        sender.join()
+    return took

@@ -1,0 +1,244 @@
+"""`recover bench hosts`: what several hosts cost: agreements, a step, and the loss of a rank, a host, a cable."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recover.runs.records.kinds import Event
+from recover.world.fabrics.etcd.server import EtcdServer
+from recover_lab.bench.measure import PROGRAMS, begin, place, summary, write
+from recover_lab.bench.peers import judge
+from recover_lab.bench.training import paired_ratio
+from recover_lab.lab.hosts import unavailable
+from recover_lab.peers.ended import BenchmarkError, check
+from recover_lab.peers.host_stage import HostStage, stage
+from recover_lab.peers.kills import PARTS_OF_A_KILL
+from recover_lab.peers.metrics import failures, restarts, step_seconds
+from recover_lab.peers.runs import scratch
+from recover_lab.peers.scene import Scene
+from recover_lab.peers.stage_runs import (
+    Strike,
+    cast_on,
+    run_ours_struck,
+    run_restart_struck,
+    run_torchft_struck,
+    start_ours,
+)
+from recover_lab.peers.torchft_runs import Absent, install_torchft, torchft_home
+from recover_lab.publish.tables import rows_of, show
+
+WORK = 0.3  # seconds between two agreements at the most: replicas do not come all at once
+PARTS = ("agreement", "step", "kill", "peers")
+BETWEEN = 3  # steps from one strike to the next
+FIRST = 4  # the first step that is struck
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured. `replicas`: those that agree; `hosts`: those that take a step; `struck`: those of a kill."""
+
+    parts: Sequence[str]
+    replicas: Sequence[int]
+    agreements: int
+    hosts: Sequence[int]
+    model: str
+    turns: int
+    struck: int
+    per_host: int
+    rounds: int
+    pace: float
+    lease: float
+    timeout: float  # seconds after which stock torch and torchft take a peer for lost
+
+    @property
+    def scene(self) -> Scene:
+        """Of what is struck."""
+        return Scene(replicas=self.struck * self.per_host, accum=1, pace=self.pace, seq_len=32)
+
+
+def bench_hosts(wanted: Wanted, environment: Path | None, output: Path | None) -> dict[str, Any]:
+    console = begin(output)
+    results: dict[str, Any] = {}
+    if "agreement" in wanted.parts:
+        results |= _agreements(wanted, console)
+    if "step" in wanted.parts:
+        results["step"] = {str(hosts): _step(wanted, hosts, console) for hosts in wanted.hosts}
+    if "kill" in wanted.parts:
+        results["kill"] = _kills(wanted, console)
+    if "peers" in wanted.parts:
+        results["power_cut"] = _peers(wanted, environment, console)
+    results["hosts"] = {
+        "emulated": (why := unavailable()) is None,
+        "why_not": why or "",
+        "struck": wanted.struck,
+        "per_host": wanted.per_host,
+        "lease": wanted.lease,
+        "pace": wanted.pace,
+        "timeout": wanted.timeout,
+    }
+    write(output, {"hosts": results})
+    show(console, "several hosts", rows_of("hosts", results))
+    console.print(place())
+    return results
+
+
+def _agreements(wanted: Wanted, console: Console) -> dict[str, Any]:
+    """From the last vote to the last one who holds the result, for every number of replicas, one etcd in memory."""
+    latencies, own = {}, {}
+    for count in wanted.replicas:
+        console.print(f"{count} replicas agree ...", style="dim")
+        rounds = [zip(*round, strict=True) for round in zip(*_times(count, wanted.agreements), strict=True)]
+        waits = [(max(held) - max(came), held[came.index(max(came))] - max(came)) for came, held in rounds]
+        latencies[str(count)], own[str(count)] = (
+            summary([1e3 * wait for wait in kind]) for kind in zip(*waits, strict=True)
+        )
+    return {"agreement_ms": latencies, "agreement_own_ms": own}
+
+
+def _step(wanted: Wanted, hosts: int, console: Console) -> dict[str, Any]:
+    """Without failures, turn by turn in the same processes and over the same links, one rank on each host."""
+    console.print(f"a step on {hosts} hosts, ours and stock DDP ...", style="dim")
+    with scratch() as directory, stage(hosts, directory) as hall, cast_on(hall, directory / "run") as cast:
+        words = [wanted.model, "128", "2", str(wanted.turns), "fast"]
+        agents = start_ours(cast, 1, wanted.lease, PROGRAMS / "overhead.py", words)
+        cast.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
+        ranks = [json.loads(path.read_text()) for path in cast.place.glob("overhead-*.json")]
+        if len(ranks) != hosts:
+            cast.wait(lambda: False, lambda: True)  # tells what was said
+    seconds = {
+        name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        for name in ("stock", "ours")
+    }
+    ratio, low, high = paired_ratio(seconds["stock"], seconds["ours"])
+    return {
+        "parameters": ranks[0]["parameters"],
+        "milliseconds": {name: summary([1e3 * each for each in took]) for name, took in seconds.items()},
+        "ratio": {"value": ratio, "low": low, "high": high, "turns": wanted.turns},
+    }
+
+
+def _kills(wanted: Wanted, console: Console) -> dict[str, Any]:
+    """From a strike inside a reduction to the commit of that step by all survivors, by what was struck."""
+    samples: dict[str, list[dict[str, float]]] = {}
+    steps: list[float] = []
+    for number in range(wanted.rounds):
+        console.print(
+            f"a rank, a host and a cable are lost, run {number + 1} of {wanted.rounds} ...", style="dim"
+        )
+        with scratch() as directory, stage(wanted.struck, directory) as hall:
+            strikes = strikes_on(hall, wanted.per_host)
+            scene = wanted.scene.but(steps=strikes[-1].step + 2)
+            events = run_ours_struck(hall, scene, wanted.per_host, wanted.lease, strikes, directory / "run")
+        for strike, sample in zip(strikes, kill_samples(events, scene.global_batch), strict=True):
+            samples.setdefault(strike.what, []).append(sample)
+        steps += list(step_seconds(events).values())[1:]
+    return {
+        what: {name: summary([1e3 * sample[name] for sample in found]) for name in found[0]}
+        for what, found in samples.items()
+    } | {"step": summary([1e3 * took for took in steps])}
+
+
+def strikes_on(hall: HostStage, per_host: int) -> list[Strike]:
+    """A rank on every host, the last ones first; then the last host loses its power, and the one before its cable."""
+    names, last = hall.names, len(hall.names) - 1
+    struck = [("rank", number, per_host - 1) for number in range(last, -1, -1)]
+    struck += [("host", last, 0)] + [("link", last - 1, 0)] * hall.emulated
+    return [
+        Strike(what, FIRST + BETWEEN * count, number * per_host + slot, names[number])
+        for count, (what, number, slot) in enumerate(struck)
+    ]
+
+
+def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
+    """Of each strike, in seconds: the whole, less what was computed again, and its parts on the slowest survivor."""
+    found = []
+    for failure in failures(events):
+        ended = [
+            event for event in events if event["what"] == "step-end" and event["step"] == failure["step"]
+        ]
+        struck = [event for event in ended if event["incidents"] and event["at"] > failure["at"]]
+        if not struck or {event["microbatches"] for event in struck} != {batch}:
+            raise BenchmarkError(
+                f"step {failure['step']} was not committed on {batch} microbatches by the survivors"
+            )
+        last = max(struck, key=lambda event: event["at"])
+        whole = last["at"] - failure["at"]
+        incidents = last["incidents"]
+        parts = {name: sum(each[name] for each in incidents) for name in ("repair", "restore", "redo")}
+        parts["notice"] = max(0.0, incidents[0]["noticed_at"] - failure["at"])
+        parts["drain"] = sum(each["detect"] for each in incidents)
+        sample = {"whole": whole, "less_redone": whole - max(event["redone"] for event in struck)}
+        found.append(sample | {name: parts[name] for name in PARTS_OF_A_KILL})
+    return found
+
+
+def _peers(wanted: Wanted, environment: Path | None, console: Console) -> dict[str, Any]:
+    """The same power cut, of the last host in the reduction of one step: ours, torchrun's restart, torchft."""
+    kill = FIRST + BETWEEN
+    scene = wanted.scene.but(steps=kill + 3, kills=((kill, wanted.scene.replicas - wanted.per_host),))
+    per_host, found = wanted.per_host, dict[str, Any]()
+    for name in ("ours", "torchrun", "torchft"):
+        console.print(f"a host loses its power: {name} ...", style="dim")
+        with ExitStack() as kept:
+            directory = kept.enter_context(scratch())
+            hall = kept.enter_context(stage(wanted.struck, directory))
+            run = directory / "run"
+            try:
+                if name == "ours":
+                    strike = Strike("host", kill, scene.kills[0][1], hall.names[-1])
+                    found[name] = judge(run_ours_struck(hall, scene, per_host, wanted.lease, [strike], run))
+                elif name == "torchrun":
+                    events = run_restart_struck(hall, scene.but(save_every=2), per_host, wanted.timeout, run)
+                    (restart,) = restarts(events)
+                    facts = {"seconds": round(restart.H - restart.C, 3), "stall": round(restart.stall, 3)}
+                    found[name] = facts | {"inside_restart": restart.inside_restart()}
+                else:
+                    python = install_torchft(environment or torchft_home(), console)
+                    events = run_torchft_struck(hall, scene, per_host, python, "Manager.allreduce", run)
+                    found[name] = judge(without_the_lost(events, scene.replicas))
+            except (Absent, BenchmarkError) as reason:
+                console.print(f"{name}: {reason}", markup=False)
+                found[name] = {"seconds": f"not measured: {str(reason).splitlines()[0]}"}
+    return {"scene": scene.to_json(), "systems": found}
+
+
+def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
+    """Without steps that were committed by all although one was struck in them.
+
+    torchft commits a step as soon as its sum is there. One that waits to be struck has given its part already.
+    """
+    struck = failures(events)[0]["at"]
+    return [
+        event
+        for event in events
+        if event["what"] != "step-end" or event["at"] < struck or event["microbatches"] < replicas
+    ]
+
+
+def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
+    """By rank and agreement: when it came, when it held the result."""
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
+        warnings.simplefilter("ignore")  # which etcd it is does not matter to its speed
+        with EtcdServer() as server:
+            arguments = [
+                server.endpoint,
+                f"/tools/recover_lab/bench-{replicas}/",
+                str(replicas),
+                str(agreements),
+                str(WORK),
+            ]
+            command = [sys.executable, str(PROGRAMS / "agreements.py"), *arguments, directory]
+            code = subprocess.run(command, timeout=60 + agreements * (WORK + 1)).returncode
+        check(code, f"{replicas} replicas that agree in etcd ended with code {code}")
+        return [json.loads(Path(directory, f"times-{rank}.json").read_text()) for rank in range(replicas)]

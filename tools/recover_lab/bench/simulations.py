@@ -1,0 +1,78 @@
+"""`recover bench simulate`: failures per second and memory as the simulated cluster grows."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recover_lab.bench.measure import begin, place, write
+from recover_lab.publish.tables import rows_of, show
+from recover_lab.simulate.race import Track, race
+from recover_lab.simulate.scenario import Scenario, parse_scenario
+from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
+
+_FAILURES = 4000  # in each measurement, whatever the size of the cluster
+_GPUS, _REPLICA = 600_000, 1000  # the large case
+
+
+def cluster(gpus: int, days: float, seeds: int, replica: int = 0) -> Scenario:
+    """At the rate of the largest published case: a failure every 5 minutes on 600,000 GPUs."""
+    replica = replica or max(8, gpus // 128 // 8 * 8)
+    nodes = gpus // replica * replica // 8
+    return parse_scenario(
+        {
+            "cluster.nodes": nodes,
+            "cluster.spares": max(1, nodes // 50),
+            "job.replica_gpus": replica,
+            "failures.per_node_day": 288 / 75000,
+            "run.days": days,
+            "run.seeds": seeds,
+        }
+    )
+
+
+def bench_simulate(sizes: Sequence[int], output: Path | None) -> dict[str, Any]:
+    console = begin(output)
+    rows = []
+    for gpus in sizes:
+        scenario = cluster(gpus, 1.0, 1)
+        days = _FAILURES * scenario.between_failures / DAY
+        rows.append({"gpus": gpus, **_measure(scenario.but(run__days=days))})
+    whole = cluster(_GPUS, 30.0, 32, _REPLICA)
+    began, computed = time.perf_counter(), _cpu_seconds()
+    race(whole)
+    results = {
+        "rows": rows,
+        "whole": {"gpus": _GPUS, "days": 30, "seeds": 32, "systems": len(SYSTEMS)},
+        "whole_seconds": time.perf_counter() - began,
+        "whole_cpu_seconds": _cpu_seconds() - computed,
+    }
+    write(output, {"simulate": results})
+    show(
+        console,
+        "Failures simulated per second of one core, the policy's first answers aside",
+        rows_of("simulate", results),
+    )
+    console.print(place())
+    return results
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has started: other load on the machine is not in it."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in spent)
+
+
+def _measure(scenario: Scenario) -> dict[str, Any]:
+    track = Track(scenario)
+    found = {}
+    for name in ("restart", "recover-return"):
+        track.run(name, 0)  # the policy is asked now
+        began = time.process_time()
+        account = track.run(name, 1)
+        found[name] = account.failures / (time.process_time() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"failures_per_second": found, "peak_mib": peak, "asked": track.shares.asked}

@@ -1,0 +1,134 @@
+"""`recover bench overhead` and `recover bench recovery`: what the protection costs, and what a death costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from recover_lab.bench.measure import begin, launched, place, summary, write
+
+RECOVERY_LAUNCHES = 5
+
+
+def bench_overhead(
+    model: str, replicas: int, shard: int, seq_len: int, accum: int, turns: int, output: Path | None
+) -> None:
+    """Failure-free speed and memory against stock torch on gloo, turn by turn in one run.
+
+    Stock torch is DDP, or with several ranks to a replica HSDP: `fully_shard` on a mesh of replicas x shards.
+    """
+    console = begin(output)
+    peer = "stock DDP" if shard == 1 else "stock HSDP"
+    launch: dict[str, Any] = {"ranks": replicas * shard, "replica_size": shard, "timeout": 600}
+    arguments = [model, str(seq_len), str(accum), str(turns)]
+    grid = f"{replicas} replicas" + (f" of {shard} ranks" if shard > 1 else "")
+    console.print(f"{grid}, model {model}, {turns} turns each ...", style="dim")
+    with launched("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
+        ranks = [json.loads(path.read_text()) for path in run_dir.glob("overhead-*.json")]
+    seconds = {
+        name: [max(each) for each in zip(*(r["seconds"][name] for r in ranks), strict=True)]
+        for name in ("stock", "ours", "reproducible")
+    }
+    tokens = replicas * shard * accum * seq_len
+    ratio, low, high = paired_ratio(seconds["stock"], seconds["ours"])
+    exact = paired_ratio(seconds["ours"], seconds["reproducible"])
+    memory = {}
+    for name in ("stock", "ours"):
+        with launched("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
+            memory[name] = max(
+                json.loads(path.read_text())["peak_bytes"] for path in run_dir.glob("overhead-*.json")
+            )
+    parameters = ranks[0]["parameters"]
+    results: dict[str, Any] = {
+        "model": model,
+        "parameters": parameters,
+        "peer": peer,
+        "replicas": replicas,
+        "shard": shard,
+        "microbatches": replicas * accum,
+        "seq_len": seq_len,
+        "tokens_per_second": {
+            name: summary([tokens / s for s in values]) for name, values in seconds.items()
+        },
+        "ratio": {"value": ratio, "low": low, "high": high, "turns": turns},
+        "reproducible_against_fast": {"value": exact[0], "low": exact[1], "high": exact[2]},
+        "bytes_on_the_wire": ranks[0]["wire"],
+        "peak_bytes": memory,
+        "extra_bytes_per_parameter": (memory["ours"] - memory["stock"]) / parameters,
+    }
+    write(output, {"overhead": results})
+    table = Table(title=f"{grid}, {parameters / 1e6:.1f}M parameters, no failures", title_justify="left")
+    for column in ("", "tokens/s", "peak memory per rank"):
+        table.add_column(column, justify="right")
+    for name, label in (
+        ("stock", f"{peer} on gloo"),
+        ("ours", "recover.Step"),
+        ("reproducible", "... reduction=reproducible"),
+    ):
+        speed = results["tokens_per_second"][name]["median"]
+        table.add_row(label, f"{speed:.1f}", f"{memory[name] / 2**20:.0f} MiB" if name in memory else "")
+    console.print(table)
+    console.print(
+        f"ours / stock: {ratio:.3f}x, 95% interval {low:.3f} to {high:.3f} over {turns} pairs; "
+        f"memory {results['extra_bytes_per_parameter']:+.2f} bytes per parameter"
+    )
+    megabytes = {name: size / 1e6 for name, size in results["bytes_on_the_wire"].items()}
+    console.print(
+        f"reproducible / fast: {exact[0]:.3f}x, 95% interval {exact[1]:.3f} to {exact[2]:.3f}; "
+        f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
+    )
+    console.print(place())
+
+
+def bench_recovery(replicas: int, output: Path | None) -> None:
+    """From SIGKILL inside a reduction to the commit of that step, less the time of the microbatches run again."""
+    console = begin(output)
+    samples: list[float] = []
+    steps: list[float] = []
+    discarded = 0
+    for launch in range(RECOVERY_LAUNCHES):
+        console.print(f"run {launch + 1} of {RECOVERY_LAUNCHES} ...", style="dim")
+        with launched("recovery.py", replicas, []) as run_dir:
+            rows = [json.loads(path.read_text()) for path in run_dir.glob("rows-*.json")]
+            for killed in run_dir.glob("killed-*"):
+                step = int(killed.name.removeprefix("killed-"))
+                struck = [row for rank in rows for row in rank if row["step"] == step]
+                spent = max(row["committed"] for row in struck) - float(killed.read_text())
+                samples.append((spent - max(row["redone_seconds"] for row in struck)) * 1e3)
+                discarded += sum(row["discarded"] for row in struck)
+            steps += [row["seconds"] * 1e3 for rank in rows for row in rank if not row["repair_ms"]][2:]
+    results = {
+        "replicas": replicas,
+        "recovery_ms": summary(samples),
+        "step_ms": summary(steps),
+        "discarded": discarded,
+    }
+    write(output, {"recovery": results})
+    facts = results["recovery_ms"]
+    assert isinstance(facts, dict)
+    console.print(
+        f"{replicas} replicas, {facts['n']} deaths in the middle of a reduction: from SIGKILL to the committed step, "
+        f"less the microbatches run again: median {facts['median']:.0f} ms (middle half {facts['low']:.0f} to "
+        f"{facts['high']:.0f}); survivors' microbatches discarded: {discarded}; a step without a death takes "
+        f"{statistics.median(steps):.0f} ms"
+    )
+    console.print(place())
+
+
+def paired_ratio(reference: list[float], ours: list[float]) -> tuple[float, float, float]:
+    """How many times faster ours is: the geometric mean over the turns and its 95% interval (Student's t)."""
+    logs = [math.log(theirs / mine) for theirs, mine in zip(reference, ours, strict=True)]
+    mean = statistics.fmean(logs)
+    half = _student_95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def _student_95(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t, by the usual expansion around the normal one."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

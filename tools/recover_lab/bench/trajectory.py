@@ -1,0 +1,109 @@
+"""`recover bench trajectory`: does losing half of the replicas change what is learned, and what does it cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recover.runs.records.json_lines import read_lines
+from recover.runs.records.kinds import Event, Line
+from recover.train.supervision import train
+from recover_lab.bench.measure import BenchmarkError, begin, place, write
+from recover_lab.peers.metrics import step_seconds
+from recover_lab.peers.runs import run_baseline, scratch
+from recover_lab.peers.scene import Scene
+from recover_lab.publish.tables import rows_of, show
+
+RUNS = {  # name, policy, whether replicas are killed
+    "failure-free": ("balanced", False),
+    "ours": ("balanced", True),
+    "adaptive": ("adaptive", True),  # the paper's strawman: the batch shrinks with the world
+}
+
+
+def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
+    """Stock torch, and three runs of `recover train`, from one seed; in two a replica dies every so many steps."""
+    console = begin(output)
+    victims = scene.victims()
+    scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
+    if scene.kills[-1][0] > scene.steps:
+        raise BenchmarkError(
+            f"{len(victims)} deaths, one every {every} steps, need {scene.kills[-1][0]} steps, not {scene.steps}; "
+            "give more --steps or a smaller --every"
+        )
+    console.print("stock, nobody dies ...", style="dim")
+    with scratch() as directory:
+        lines = lines_of(run_baseline(scene.but(kills=()), directory), scene)
+        runs: dict[str, Any] = {"stock": follow(lines, scene)}
+    with scratch() as directory:
+        for name, (policy, deadly) in RUNS.items():
+            console.print(f"\n{name}:")
+            words = [*scene.words(directory), f"policy={policy}"]
+            if train(words, directory / name, scene.kill_words() if deadly else ()):
+                raise BenchmarkError(f"the run {name} was lost")
+            lines = list(read_lines(directory / name / "steps.jsonl"))
+            if len(lines) < scene.steps:
+                raise SystemExit(f"recover bench: stopped in step {len(lines)} of {scene.steps}")
+            runs[name] = follow(lines, scene)
+    for name in ("stock", "ours", "adaptive"):
+        runs[name] |= distance(runs["failure-free"]["steps"], runs[name]["steps"])
+    results = {"scene": scene.to_json(), "every": every, "runs": runs}
+    write(output, {"trajectory": results})
+    title = f"{scene.replicas} replicas, {scene.steps} steps, {len(victims)} lost, one every {every}"
+    show(console, title, rows_of("trajectory", results))
+    console.print(place())
+    return results
+
+
+def lines_of(events: Sequence[Event], scene: Scene) -> list[Line]:
+    """The baseline's run as lines of `steps.jsonl`, where a step takes what it takes its writer, rank 0."""
+    events = [event for event in events if event["rank"] == 0]
+    losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
+    same = {
+        "microbatches": scene.global_batch,
+        "replicas": scene.replicas,
+        "tokens": scene.tokens_per_step,
+    }
+    return [
+        {"step": step, "loss": losses[step], "seconds": seconds, **same}
+        for step, seconds in step_seconds(events).items()
+    ]
+
+
+def follow(lines: Sequence[Line], scene: Scene) -> dict[str, Any]:
+    """What is kept of a run: every step, and the whole."""
+    keys = ("step", "loss", "microbatches", "replicas", "seconds")
+    steps = [{key: line[key] for key in keys} | throughput(line, scene) for line in lines]
+    return {"steps": steps, **totals(lines, scene)}
+
+
+def throughput(line: Line, scene: Scene) -> dict[str, float]:
+    """Tokens per second and rank of one step: per living rank, as the paper has it, and per rank at the start."""
+    alive = line["replicas"] * scene.replica_size
+    return {
+        "effective_throughput": line["tokens"] / (line["seconds"] * alive),
+        "per_provisioned_rank": line["tokens"] / (line["seconds"] * scene.ranks),
+    }
+
+
+def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
+    """The same over a whole run."""
+    tokens = sum(line["tokens"] for line in lines)
+    # Who dies in a step has lived in it, too.
+    before = [scene.replicas, *(line["replicas"] for line in lines)]
+    alive = sum(
+        line["seconds"] * living * scene.replica_size for line, living in zip(lines, before, strict=False)
+    )
+    seconds = sum(line["seconds"] for line in lines)
+    return {
+        "effective_throughput": tokens / alive,
+        "per_provisioned_rank": tokens / (seconds * scene.ranks),
+        "seconds": seconds,
+    }
+
+
+def distance(reference: Sequence[Line], run: Sequence[Line]) -> dict[str, float]:
+    """How far the losses of two runs are apart, step by step."""
+    apart = [abs(a["loss"] - b["loss"]) for a, b in zip(reference, run, strict=True)]
+    return {"largest_distance": max(apart), "mean_distance": sum(apart) / len(apart)}

@@ -1,0 +1,329 @@
+"""`recover faults chaos`: random schedules of faults against a training job, one after another, and what must hold.
+
+Run number i draws its schedule from seed + i, so any of them can be had again by its own seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recover.faults import Fault
+from recover.faults.draw import EVEN, EVERYWHERE, MOMENT, draw_by_clock, draw_schedule
+from recover.faults.locations import (
+    ANYTIME,
+    IN_RECOVERY,
+    JOIN_PHASES,
+    OF_MICROBATCHES,
+    OUTSIDE,
+    REPAIR_PHASES,
+)
+from recover.faults.schedule import impossible, survivors, write_schedule
+from recover.train.config import Config
+from recover.train.preparation import prepare_run
+from recover_lab.chaos.ground import Ground, OneRun
+from recover_lab.chaos.invariants import Left, leftovers, violations
+
+ACTIONS = {
+    "kill": 6.0,
+    "exit": 2.0,
+    "stop": 1.0,
+    "pause:0.3": 1.0,
+    "pause:1": 1.0,
+    "hold:6": 1.0,  # longer than the hang limit
+    "corrupt:weights": 1.0,
+}
+BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
+HANG_LIMIT = 5.0  # seconds: short, so that many stopped ranks can be waited for
+STALLED = 1.6  # times the hang limit: so long all replicas but one wait for their data in some runs
+SLOW_SAMPLE = 1.5  # the same, for a sample that takes so long on every replica
+TO_NEWCOMERS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
+NEWCOMERS = 12  # so many of those who come may be struck
+RETURN = ("--return", "--return-delay=0", "--forgive=0")
+STARTS = (
+    6.0  # times the start of a replica: a run with returns lasts so long, and is struck in its first third
+)
+PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
+TIMES = 10.0
+GUARDIAN = 30.0  # seconds for the guardian of a killed launcher
+
+
+class OneMachine:
+    """This one. `returns`: lost replicas are started again."""
+
+    def __init__(self, returns: bool = False) -> None:
+        self.returns = returns
+
+    def check(self, config: Config) -> None:
+        pass  # whatever `recover train` takes
+
+    def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
+        if not self.returns:
+            return schedule_for(config, seed)
+        return schedule_for(config, seed, last_struck(config)) + strike_newcomers(config, seed)
+
+    def run(self, job: OneRun) -> Left:
+        return run_job(job, RETURN if self.returns else ())
+
+    def violations(
+        self, run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None
+    ) -> Iterator[str]:
+        return violations(run, config, faults, calm)
+
+
+@dataclass
+class Tally:
+    """What came of all runs."""
+
+    runs: int = 0
+    faults: int = 0
+    joined: int = 0
+    bad_seeds: list[int] = field(default_factory=list)
+    calm_is_broken: bool = False
+
+
+def chaos(
+    words: Sequence[str],
+    seed: int,
+    minutes: float | None,
+    runs: int | None,
+    replicas: tuple[int, int] | None = None,
+    output: Path | None = None,
+    ground: Ground | None = None,
+) -> int:
+    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
+
+    A campaign with returns in which no replica has joined shows nothing of joins, and returns 1, too.
+    """
+    ground = ground or OneMachine()
+    if not any(word.startswith("hang_limit=") for word in words):
+        words = [*words, f"hang_limit={HANG_LIMIT:g}"]
+    config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
+    low, high = replicas or (config.replicas, config.replicas)
+    if not 2 <= low <= high:
+        raise ValueError(
+            f"{low} to {high} replicas: somebody must be left; give a range from 2 on, as --replicas 2:6"
+        )
+    jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
+    for theirs in jobs.values():
+        ground.check(prepare_run(theirs, None, (), None).config)  # what cannot be run is refused now
+    place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
+    place.mkdir(parents=True, exist_ok=True)
+    started, tally = time.monotonic(), Tally()
+    try:
+        calm = ground.run(OneRun(words, place / "calm"))
+        if broken := list(ground.violations(calm, config, ())):
+            tally.calm_is_broken = True
+            print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
+            return 1
+        lasts = time.monotonic() - started
+        if ground.returns:
+            pace = pace_for_joins(config, *calm.took)
+            lasts += pace * config.accum * config.steps
+            jobs = {count: [*theirs, f"pace={pace:.3f}"] for count, theirs in jobs.items()}
+        limit = max(PATIENCE, TIMES * lasts)
+        while (runs is None or tally.runs < runs) and (
+            minutes is None or time.monotonic() - started < minutes * 60
+        ):
+            number = seed + tally.runs
+            count = random.Random(f"chaos/{number}").randint(low, high)
+            tally.runs += 1
+            _one(ground, jobs[count], number, place, calm, limit, tally)
+    finally:
+        if not tally.calm_is_broken:
+            shutil.rmtree(place / "calm", ignore_errors=True)
+        if output is None and not (tally.calm_is_broken or tally.bad_seeds):
+            shutil.rmtree(place, ignore_errors=True)
+    came = f"{tally.joined} replicas joined, " if ground.returns else ""
+    print(
+        f"chaos: {tally.runs} runs, {tally.faults} faults, {came}{len(tally.bad_seeds)} with a violation "
+        f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
+        flush=True,
+    )
+    if ground.returns and not tally.joined:
+        print(
+            f"inconclusive: no replica joined in {tally.runs} runs, so nothing is known of joins; give more runs "
+            f"(--runs, --minutes) or a longer job (steps=, it has {config.steps})",
+            flush=True,
+        )
+        return 1
+    return 1 if tally.bad_seeds else 0
+
+
+def last_struck(config: Config) -> int:
+    """The last step in which replicas are struck by step, where others are to join afterwards."""
+    return max(1, config.steps // 3)
+
+
+def pace_for_joins(config: Config, start_up: float, training: float) -> float:
+    """Seconds for a microbatch (`pace`), so that lost replicas have time to start and to join.
+
+    `start_up`, `training`: seconds of the run without faults before and after its first step. Raises ValueError where
+    a microbatch would come near the hang limit.
+    """
+    wanted, most = STARTS * start_up, (config.hang_limit or HANG_LIMIT) / 10
+    if training >= wanted:
+        return config.pace
+    pace = max(config.pace, wanted / (config.steps * config.accum))
+    if pace > max(config.pace, most):
+        raise ValueError(
+            f"steps={config.steps} is too short for --return: a replica takes {start_up:.0f} s to start here, and a "
+            f"microbatch may take {most:g} s; give steps={math.ceil(wanted / (most * config.accum))}"
+        )
+    return pace
+
+
+def _share_out(global_batch: int, replicas: int) -> list[str]:
+    return [f"replicas={replicas}", f"global_batch={global_batch}", f"accum={-(-global_batch // replicas)}"]
+
+
+def _one(
+    ground: Ground,
+    words: list[str],
+    seed: int,
+    place: Path,
+    calm: Any,
+    limit: float,
+    tally: Tally,
+) -> None:
+    """One run. A violation is told, and the run directory kept."""
+    run_dir = place / f"seed-{seed}"
+    config = prepare_run(words, run_dir, (), None).config
+    faults = ground.schedule(config, seed)
+    began = time.monotonic()
+    run = ground.run(OneRun(words, run_dir, limit, faults))
+    broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
+    broken += ground.violations(run, config, faults, calm)
+    told = "ok" if not broken else "VIOLATION"
+    came = len(run.joined)
+    tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came
+    joined = f" {came} joined," if ground.returns else ""
+    print(
+        f"seed {seed}: {config.replicas} replicas, {len(faults)} faults,{joined} {time.monotonic() - began:.1f} s: "
+        f"{told}",
+        flush=True,
+    )
+    if broken:
+        tally.bad_seeds.append(seed)
+        for law in broken:
+            print(f"  {law}")
+        print(f"  schedule: {' '.join(map(str, faults))}\n  evidence: {run_dir}", flush=True)
+    else:
+        shutil.rmtree(run_dir)
+
+
+def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fault, ...]:
+    """The faults of run number `seed`, up to step `last`. One in five by the clock, so that any instruction can be the
+    last."""
+    last = last or config.steps
+    rng = random.Random(f"schedule/{seed}")
+    count = rng.randint(1, max(1, config.replicas - 1))
+    if config.replicas > 1 and rng.random() < 0.2:
+        mean = rng.choice((0.1, 0.3, 1.0))  # seconds; what comes after the last step strikes nobody
+        return draw_by_clock(
+            config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
+        )
+    faults = _draw(config, seed, count, last)
+    late = _hold_up(config, rng, faults, last)
+    return faults + tuple(fault for fault in late if not list(impossible((*faults, fault))))
+
+
+def strike_newcomers(
+    config: Config, seed: int, actions: Mapping[str, float] = TO_NEWCOMERS
+) -> tuple[Fault, ...]:
+    """What becomes of those who come: some die while they ask, are let in or are given the state, some in their first
+    step, some later. How many come, and when, nobody knows, so not all of it happens."""
+    rng = random.Random(f"newcomers/{seed}")
+    found = []
+    for replica in range(config.replicas, config.replicas + NEWCOMERS):
+        local, what = rng.randrange(config.replica_size), rng.random()
+        action = rng.choices(list(actions), list(actions.values()))[0]
+        if what < 0.2:
+            place = rng.choice(OUTSIDE)
+            found.append(Fault(0, replica, place, local, asks=replica))
+        elif what < 0.5:
+            phase = rng.choice((*REPAIR_PHASES, *JOIN_PHASES))
+            found.append(Fault(0, replica, "repair", local, phase, action, asks=replica))
+        elif what < 0.7:
+            place = rng.choice([each for each in EVEN if each not in (*IN_RECOVERY, *OF_MICROBATCHES)])
+            found.append(Fault(0, replica, place, local, action=action, joined=replica))
+        elif what < 0.85:
+            after = round(rng.expovariate(1.0) + MOMENT, 2)
+            found.append(Fault(0, replica, ANYTIME, local, after=after))
+    return tuple(found)
+
+
+def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...], last: int) -> Iterator[Fault]:
+    """In some runs: storage that stalls for all replicas but one, or a sample that takes long wherever it is read."""
+    what, step, number = rng.random(), rng.randint(1, last), rng.randrange(config.replicas)
+    limit = config.hang_limit or HANG_LIMIT
+    drifts = any(fault.action == "corrupt:weights" for fault in faults)
+    # A replica that comes to the stall later than the others is the last one left in it: one alone may be fenced.
+    early = any(fault.kind in ("hold", "pause", "stall", "slow") and fault.step <= step for fault in faults)
+    if what < 0.1 and not early:
+        for replica in sorted({*range(config.replicas)} - {number}):
+            yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
+    elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:
+        # It may cost a replica: somebody must be left, and a majority that tells a corrupt one.
+        yield Fault(step, number, "forward", action=f"sample:{SLOW_SAMPLE * limit:g}")
+
+
+def _draw(config: Config, seed: int, count: int, last: int) -> tuple[Fault, ...]:
+    locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
+    return draw_schedule(
+        config.replicas,
+        config.replica_size,
+        seed,
+        count=count,
+        steps=(1, last),
+        locations=locations,
+        actions=ACTIONS,
+    )
+
+
+def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
+    """On this machine, killed if it takes longer than it may; its schedule and its output lie in its directory."""
+    run_dir = job.run_dir
+    if run_dir.exists():
+        raise ValueError(
+            f"{run_dir} is there already, perhaps as evidence; move it away, or give another --output"
+        )
+    run_dir.mkdir(parents=True)
+    schedule = run_dir / "faults.yaml"
+    schedule.write_text(write_schedule(job.faults))
+    command = [sys.executable, "-m", "recover.cli", "train", *options, *job.words, f"faults={schedule}"]
+    command += ["--run-dir", str(run_dir)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
+    with open(run_dir / "output.txt", "w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        processes = set() if job.running is None else job.running
+        processes.add(process)
+        try:
+            process.wait(job.limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            _wait_for_guardian(Left(run_dir.absolute(), -9, process.pid))
+        finally:
+            if process.poll() is None:  # we are being interrupted
+                process.kill()
+                process.wait()
+            processes.discard(process)
+    return Left(run_dir.absolute(), process.returncode, process.pid)
+
+
+def _wait_for_guardian(run: Left) -> None:
+    """It ends the ranks of a launcher that was killed, and removes what they left. What stays is a violation."""
+    deadline = time.monotonic() + GUARDIAN
+    while list(leftovers(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)

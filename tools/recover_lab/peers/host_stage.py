@@ -1,0 +1,124 @@
+"""Hosts to run a comparison on: those of a lab where one can be made, otherwise processes of this machine.
+
+In a lab a power cut is silent, as of a real host, and a cable can be cut. Without one a host is the processes that were
+started on it: they are killed together, but the kernel closes their connections, and all share one network.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from recover.launch.hosts.addresses import leads_to
+from recover_lab.lab.hosts import Lab, unavailable
+from recover_lab.peers.ended import BenchmarkError
+
+SOMEWHERE = ("192.0.2.1", 9)  # of a network for examples: nothing is sent there
+
+
+class HostStage(Protocol):
+    names: list[str]
+    emulated: bool  # by namespaces, with a network of their own
+
+    def address(self, name: str) -> str: ...
+
+    def start(self, name: str, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]: ...
+
+    def power_cut(self, name: str) -> None: ...
+
+    def cut(self, name: str) -> None: ...
+
+
+class LabStage:
+    emulated = True
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab, self.names = lab, [host.name for host in lab]
+
+    def address(self, name: str) -> str:
+        return self._lab[name].address
+
+    def start(self, name: str, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+        return self._lab[name].start(list(map(str, command)), **options)
+
+    def power_cut(self, name: str) -> None:
+        self._lab[name].power_cut()
+
+    def cut(self, name: str) -> None:
+        self._lab[name].cut()
+
+
+class OwnStage:
+    emulated = False
+
+    def __init__(self, hosts: int, address: str) -> None:
+        self.names = [f"h{number + 1}" for number in range(hosts)]
+        self._address = address
+        self._started: dict[str, list[subprocess.Popen[Any]]] = {name: [] for name in self.names}
+
+    def address(self, name: str) -> str:
+        return self._address
+
+    def start(self, name: str, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+        process = subprocess.Popen(list(map(str, command)), start_new_session=True, **options)
+        self._started[name].append(process)
+        return process
+
+    def power_cut(self, name: str) -> None:
+        """All at once: whoever is stopped says nothing any more."""
+        started, self._started[name] = self._started[name], []
+        doomed = [pid for process in started if process.poll() is None for pid in _tree(process.pid)]
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in doomed:
+                try:
+                    os.kill(pid, how)
+                except ProcessLookupError:
+                    pass
+        for process in started:
+            process.wait()
+
+    def cut(self, name: str) -> None:
+        raise BenchmarkError("no cable can be cut here: hosts share this machine's network")
+
+    def end(self) -> None:
+        for name in self.names:
+            self.power_cut(name)
+
+
+@contextmanager
+def stage(hosts: int, shared: Path) -> Iterator[HostStage]:
+    """`shared`: a directory that all of them see."""
+    if unavailable() is None:
+        with Lab(hosts, shared=[shared]) as lab:
+            yield LabStage(lab)
+        return
+    address = leads_to(*SOMEWHERE)
+    if address is None:
+        raise BenchmarkError(
+            f"no hosts can be made here ({unavailable()}), and this machine has no address but its loopback"
+        )
+    own = OwnStage(hosts, address)
+    try:
+        yield own
+    finally:
+        own.end()
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all that it has started, and so on; those first that might start others."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # gone meanwhile
+        children.setdefault(parent, []).append(int(name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found

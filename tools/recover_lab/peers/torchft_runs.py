@@ -1,0 +1,150 @@
+"""Starts torchft on a scene, in a virtual environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recover.faults.locations import IN_FLIGHT
+from recover.runs.records.kinds import Event
+from recover.train.model_shape import shape_of
+from recover_lab.peers.events import read_events
+from recover_lab.peers.metrics import failures
+from recover_lab.peers.runs import PROGRAMS, configure
+from recover_lab.peers.scene import VOCAB, Scene
+
+TORCHFT = "torchft==0.2.0"
+PATIENCE = 120.0  # seconds: its timeouts add up to less
+SOURCES = Path(__file__).parents[2]  # where `recover` itself is imported from
+
+
+class Absent(Exception):
+    """This peer cannot be run here."""
+
+
+def torchft_home() -> Path:
+    """Where it is installed, unless somebody says otherwise."""
+    return Path.home() / ".cache" / "recover" / "torchft"
+
+
+def install_torchft(directory: Path, console: Console) -> Path:
+    """A virtual environment of its own, which takes torch from ours."""
+    python = directory / "bin" / "python"
+    if platform.machine() != "x86_64":
+        raise Absent(f"it has no wheel for {platform.machine()}")
+    if not python.exists():
+        console.print(f"installing torchft into {directory} ...", style="dim")
+        venv.create(directory, with_pip=True)
+    own = next(directory.glob("lib/python3*/site-packages"))
+    # Each time: who made it may have had its torch elsewhere.
+    (own / "torch_from_recover.pth").write_text(
+        "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
+    )
+    if _run(python, "-c", "import torchft"):
+        command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCHFT]
+        if said := _run(python, *command) or _run(python, "-c", "import torchft"):
+            raise Absent(f"it could not be installed ({said.splitlines()[-1]}); try again with --venv")
+    return python
+
+
+def _run(python: Path, *arguments: str) -> str:
+    """What it said, if it failed."""
+    try:
+        done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        return "no answer within 300 s"
+    return (done.stderr.strip() or "it failed") if done.returncode else ""
+
+
+def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: bool = False) -> list[Event]:
+    """On this machine. `returns`: who dies is started again at once, and the run goes on until all are in it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    job = torchft_job(way, directory, scene) | {"returns": returns}
+    environment = torchft_environment("localhost", port)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    with (directory / "log").open("wb") as log:
+
+        def start(replica: int, command: list[Any]) -> None:
+            processes[replica] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+        try:
+            start(-1, lighthouse(python, port))
+            for replica in range(scene.replicas):
+                start(replica, replica_command(python, job, replica))
+            deadline = time.monotonic() + PATIENCE
+            while time.monotonic() < deadline:
+                ended = [replica for replica, each in processes.items() if each.poll() is not None]
+                died = [replica for replica in ended if processes[replica].returncode == -signal.SIGKILL]
+                if returns and died:
+                    start(died[0], replica_command(python, job | {"kill": 0}, died[0]))
+                elif len(ended) >= scene.replicas:
+                    break
+                time.sleep(0.01)
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return judged_events(directory, scene)
+
+
+def lighthouse(python: Path, port: int) -> list[Any]:
+    command = [python.with_name("torchft_lighthouse"), "--min_replicas", "1", "--quorum_tick_ms", "100"]
+    return [*command, "--join_timeout_ms", "10000", "--bind", f"[::]:{port}"]
+
+
+def replica_command(python: Path, job: dict[str, Any], replica: int) -> list[Any]:
+    return [python, PROGRAMS / "torchft_peer.py", json.dumps({**job, "replica": replica})]
+
+
+def torchft_environment(address: str, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}",
+        "PYTHONPATH": str(SOURCES),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def torchft_job(way: str, directory: Path, scene: Scene) -> dict[str, Any]:
+    config = configure(scene, directory)
+    kill, victim = scene.kills[0] if scene.kills else (0, 0)
+    return {
+        "place": str(directory),
+        "way": way,
+        "replicas": scene.replicas,
+        "steps": scene.steps,
+        "kill": kill,
+        "victim": victim,
+        "pace": scene.pace,
+        "in_flight": IN_FLIGHT,
+        "seed": scene.seed,
+        "seq_len": scene.seq_len,
+        "data": config.data.path,
+        "shape": asdict(shape_of(config, VOCAB)),
+    }
+
+
+def judged_events(directory: Path, scene: Scene) -> list[Event]:
+    """Raises Absent if it did not come to what was to be seen."""
+    events = read_events(directory)
+    if not events or (scene.kills and not failures(events)):
+        text = (directory / "log").read_text(errors="replace").strip().splitlines()
+        raise Absent(f"it did not come to the kill ({text[-1] if text else 'no output'})")
+    return events

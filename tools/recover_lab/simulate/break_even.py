@@ -1,0 +1,118 @@
+"""What decides: at which rate of failures which system is ahead, what a spare is worth, and faster noticing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.scenario import Scenario
+from recover_lab.simulate.scenario_keys import DAY
+
+FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # times the scenario's rate of failures
+FEW_SEEDS, MOST_FAILURES = 5, 300  # of each point of a curve
+_NOTHING = 0.003  # of goodput: closer than this is a tie
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Goodput of each system against one key."""
+
+    key: str
+    values: tuple[float, ...]
+    goodput: dict[str, tuple[float, ...]]
+    between: tuple[float, ...]  # seconds between failures
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "values": self.values, "goodput": self.goodput, "between": self.between}
+
+
+def quick(scenario: Scenario, **changes: Any) -> Scenario:
+    """The same, short enough to be run many times: few seeds, and as many days as some hundred failures take."""
+    other = scenario.but(**changes)
+    days = min(other.run.days, max(0.1, MOST_FAILURES * other.between_failures / DAY))
+    return other.but(run__days=days, run__seeds=min(other.run.seeds, FEW_SEEDS))
+
+
+def curve(
+    scenario: Scenario, key: str, values: Sequence[float], systems: Sequence[str] | None = None
+) -> Curve:
+    names = list(systems or scenario.systems)
+    goodput: dict[str, list[float]] = {name: [] for name in names}
+    between = []
+    for value in values:
+        other = quick(scenario, **{key.replace(".", "__"): value})
+        between.append(other.between_failures)
+        for name, placing in race(other, names).items():
+            goodput[name].append(placing.goodput.mean)
+    return Curve(key, tuple(values), {name: tuple(row) for name, row in goodput.items()}, tuple(between))
+
+
+def rates(scenario: Scenario, systems: Sequence[str] | None = None) -> Curve:
+    """From failures that are rare to failures all the time."""
+    values = [factor * scenario.failures.per_node_day for factor in FACTORS]
+    return curve(scenario, "failures.per_node_day", values, systems)
+
+
+def crossings(found: Curve, one: str, other: str) -> list[float]:
+    """The values at which one overtakes the other, between those tried (the line between two, in logarithms)."""
+    gaps = [a - b for a, b in zip(found.goodput[one], found.goodput[other], strict=True)]
+    places = []
+    for (left, gap), (right, next_gap) in pairwise(zip(found.values, gaps, strict=True)):
+        if gap * next_gap < 0 and max(abs(gap), abs(next_gap)) > _NOTHING:
+            part = gap / (gap - next_gap)
+            places.append(math.exp(math.log(left) + part * math.log(right / left)))
+    return places
+
+
+def leaders(found: Curve) -> list[str]:
+    """The one that is ahead at each value."""
+    names = list(found.goodput)
+    return [max(names, key=lambda name: found.goodput[name][place]) for place in range(len(found.values))]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one change brings a system, in tokens a day: a part of what it had."""
+
+    what: str
+    system: str
+    gain: float
+
+
+def worth(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Change]:
+    """Of a few more spares, of noticing at once, of restarts and returns in half of the time."""
+    names = list(systems or scenario.systems)
+    unit, few = scenario.unit_nodes, quick(scenario)
+    spares = scenario.cluster.spares
+    base = race(few, names)
+    recovery, restart, leaving = scenario.recovery, scenario.restart, scenario.discarding
+    changes: dict[str, dict[str, Any]] = {
+        f"{unit} spare node{'s' if unit > 1 else ''} more": {"cluster__spares": spares + unit},
+        "noticing ten times as fast": {
+            "recovery__detect_s": recovery.detect_s / 10,
+            "recovery__lease_s": recovery.lease_s / 10,
+            "restart__detect_s": restart.detect_s / 10,
+            "discarding__timeout_s": leaving.timeout_s / 10,
+        },
+        "restarting and returning twice as fast": {
+            "restart__schedule_s": restart.schedule_s / 2,
+            "restart__start_s": restart.start_s / 2,
+            "restart__load_s": restart.load_s / 2,
+            "joining__start_s": scenario.joining.start_s / 2,
+            "discarding__start_s": leaving.start_s / 2,
+        },
+        "nodes repaired twice as fast": {"failures__repair_hours": scenario.failures.repair_hours / 2},
+    }
+    return [
+        Change(what, name, _gain(base[name], placing))
+        for what, values in changes.items()
+        for name, placing in race(few.but(**values), names).items()
+    ]
+
+
+def _gain(before: Placing, after: Placing) -> float:
+    return after.tokens_per_day.mean / before.tokens_per_day.mean - 1 if before.tokens_per_day.mean else 0.0

@@ -1,0 +1,115 @@
+"""A schedule of deaths in the simulation, step by step: to be held against the run that suffered it for real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover.faults.fault import LETHAL, Fault
+from recover.faults.locations import AFTER_VERDICT
+from recover.runs.records.json_lines import read
+from recover_lab.simulate.elastic import GoingOn
+from recover_lab.simulate.failures import Mishap
+from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.scenario import Scenario
+
+_DEATH = Mishap(0.0, 0.0, 1, True, False, 0.0)
+_A_MOMENT = 1e-6
+_IN_REDUCTION = ("bucket", "in-reduce", "in-totals")  # all have computed by then, or nearly
+
+
+@dataclass(frozen=True)
+class Played:
+    seconds: tuple[float, ...]  # of each step
+    incidents: dict[int, float]  # by step: seconds from the repair until the gradients are whole again
+    microbatches: tuple[int, ...]
+
+
+class _Scheduled(GoingOn):
+    """Deaths come when told, and nothing else happens."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        shares = ShareOuts(scenario.job.policy, scenario.replicas, scenario.global_batch)
+        super().__init__(scenario, shares, seed=0, returning=False)
+        self.stretch, self.floor = 1.0, 0.0
+        self.numbers = list(range(self.replicas))  # of the living
+        self._durations.clear()
+        self.begin(0.0)
+
+    def die(self, fault: Fault) -> None:
+        place = self.numbers.index(fault.replica)
+        self.numbers.remove(fault.replica)
+        chance = (place + 0.5) / (len(self.numbers) + 1)
+        self.replicas_lost(self._moment(fault), 1, chance, _DEATH)
+
+    def die_complete(self, fault: Fault) -> None:
+        """In the vote: everybody has the whole sum, and commits it."""
+        self.numbers.remove(fault.replica)
+        seconds = self.scenario.repairing(self.replicas - 1)
+        self.trail.append(("repair", seconds))
+        self.end += seconds
+        self.replicas -= 1
+
+    def _moment(self, fault: Fault) -> float:
+        if self.losses:
+            return (self.repaired if fault.location == "extra" else self.repairing) + _A_MOMENT
+        computed = self.shares.plan(self.at_start).accum * self.microbatch
+        late = fault.location in (*_IN_REDUCTION, "vote")
+        return self.began + (computed if late else 0.0) + _A_MOMENT
+
+
+def play(scenario: Scenario, faults: Sequence[Fault], steps: int) -> Played:
+    """So many steps under these faults; only those that cost a replica are played."""
+    lethal = [fault for fault in faults if fault.action in LETHAL and fault.action != "corrupt:weights"]
+    of_step: dict[int, list[Fault]] = {}
+    for fault in lethal:
+        of_step.setdefault(fault.step + (fault.location in AFTER_VERDICT), []).append(fault)
+    run = _Scheduled(scenario)
+    seconds, incidents, microbatches = [], {}, []
+    for step in range(1, steps + 1):
+        struck = of_step.get(step, [])
+        if len(struck) == 1 and struck[0].location == "vote":
+            run.die_complete(struck[0])
+        else:
+            for fault in sorted(struck, key=lambda fault: fault.location in ("repair", "extra")):
+                run.die(fault)
+        if struck:
+            incidents[step] = sum(spent for part, spent in run.trail if part != "detect")
+        seconds.append(run.end - run.began)
+        microbatches.append(run.shares.standing(run.at_start, run.losses).committed)
+        run.advance(run.end)
+    return Played(tuple(seconds), incidents, tuple(microbatches))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A played run against the recorded one: differences as parts of what was recorded."""
+
+    seconds: float  # recorded, of all steps but the first
+    total: float
+    tokens: float
+    incidents: dict[int, tuple[float, float, float]]  # by step: recorded, played, difference
+    microbatches: tuple[set[int], set[int]]  # that steps were committed on: recorded, played
+
+
+def hold_against(scenario: Scenario, faults: Sequence[Fault], run: Path) -> Held:
+    """The first step starts everything up (imports, groups, the first allocation) and is left out on both sides."""
+    steps = read(run / "steps.jsonl").whole
+    recorded = {line["step"]: line for line in read(run / "incidents.jsonl").whole if line["dead_replicas"]}
+    played = play(scenario, faults, len(steps))
+    real, mine = sum(line["seconds"] for line in steps[1:]), sum(played.seconds[1:])
+    tokens = sum(line["tokens"] for line in steps)
+    my_tokens = sum(played.microbatches) * scenario.job.tokens
+    incidents = {}
+    for step, line in recorded.items():
+        took = (line["repair_ms"] + line["restore_ms"] + line["redo_ms"]) / 1e3
+        said = played.incidents.get(step, 0.0)
+        incidents[step] = (took, said, said / took - 1)
+    return Held(
+        real,
+        mine / real - 1,
+        my_tokens / tokens - 1,
+        incidents,
+        ({line["microbatches"] for line in steps}, set(played.microbatches)),
+    )

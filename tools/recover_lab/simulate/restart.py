@@ -1,0 +1,254 @@
+"""Checkpoint-restart in virtual time, from disk and from memory; and copies that put a restart off."""
+
+from __future__ import annotations
+
+import math
+
+from recover_lab.simulate.account import TimeSpent
+from recover_lab.simulate.closed_forms import best_interval, endured
+from recover_lab.simulate.failures import Fleet, Mishap, hits, slow_spells
+from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.scenario import Scenario
+from recover_lab.simulate.scenario_keys import DAY
+
+
+class StartingOver:
+    """One run of checkpoint-restart, from one seed. `every`: seconds between checkpoints."""
+
+    def __init__(
+        self, scenario: Scenario, shares: ShareOuts, seed: int, every: float, memory: bool = False
+    ) -> None:
+        self.scenario, self.shares, self.memory = scenario, shares, memory
+        self.horizon = scenario.run.days * DAY
+        self.account = TimeSpent(self.horizon)
+        self.fleet = Fleet(scenario, seed)
+        self.per_unit, self.in_unit = scenario.unit_nodes, scenario.unit_replicas
+        self.microbatch = scenario.microbatch
+        self.save = scenario.checkpoint.memory_save_s if memory else scenario.checkpoint.save_s
+        disk = scenario.recovery.checkpoint_every_s
+        self.stretch = (
+            (disk + scenario.checkpoint.save_s) / disk if memory else 1.0
+        )  # now and then to disk, too
+        self.full = scenario.cluster.nodes // self.per_unit
+        self.whole = scenario.full_step
+        self.every = every
+        self.slow = 1.0
+        self._plains: dict[int, float] = {}
+        self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
+        self.now = self.resume = self.started = (
+            0.0  # it works from `resume` on; a restart is over at `started`
+        )
+        self._place()
+
+    def run(self) -> TimeSpent:
+        fleet = self.fleet
+        while True:
+            failure, repair = fleet.next_failure(), fleet.next_repair()
+            due = min(failure, repair, self._spells[-1] if self._spells else math.inf)
+            if due >= self.horizon:
+                break
+            self._work(due)
+            if due == failure:
+                self.account.failures += 1
+                self._struck(fleet.strike(due))
+            elif due == repair:
+                fleet.mend(due)
+            else:
+                self._spells.pop()
+                self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
+                self._pace("stragglers")
+        self._work(self.horizon)
+        self._close()
+        return self.account
+
+    # Training.
+
+    def _plain(self, replicas: int) -> float:
+        """Seconds of a step."""
+        found = self._plains.get(replicas)
+        if found is None:
+            computing = self.shares.plan(replicas).accum * self.microbatch
+            found = computing + self.scenario.reduce(replicas) + self.scenario.job.overhead_s
+            self._plains[replicas] = found
+        return found
+
+    def _place(self) -> None:
+        """On all healthy nodes, as many whole replicas as there were at the start or fewer."""
+        self.fleet.free = self.fleet.healthy
+        self.units = min(self.full, self.fleet.free // self.per_unit)
+        self.fleet.free -= self.units * self.per_unit
+        self.replicas = self.units * self.in_unit
+        self.placed()
+        self.at = 0.0  # seconds into the segment, as steps take now
+        self.shifted: dict[str, float] = {}  # the difference to the seconds that it has really taken
+        self.step = self.step_seconds()
+        self.steps = max(1, round(self.every / self.step))
+
+    def placed(self) -> None:
+        """For who keeps copies."""
+
+    def step_seconds(self) -> float:
+        return self._plain(self.replicas) * self.stretch * self.slow
+
+    def _pace(self, part: str) -> None:
+        """Steps take another time from now on: the same place in the segment, in other seconds."""
+        before, self.step = self.step, self.step_seconds()
+        done = min(self.at, self.steps * before)
+        place = done * self.step / before + self.at - done
+        self.shifted[part] = self.shifted.get(part, 0.0) + self.at - place
+        self.at = place
+
+    def _settle(self) -> None:
+        """The segment is through: what it took more or less than its steps take now was what changed them."""
+        for part, seconds in self.shifted.items():
+            self.account.parts[part] += seconds
+        self.shifted.clear()
+
+    def _work(self, until: float) -> None:
+        began, self.now = max(self.now, self.resume), until
+        if until <= began:
+            return
+        self.account.living += (until - began) * self.replicas
+        self.at += until - began
+        length = self.steps * self.step + self.save
+        segments = int(self.at / length)
+        if segments:
+            self._settle()
+            self.at -= segments * length
+            self.account.commit(self.shares.global_batch, segments * self.steps)
+            self.spend(segments * self.steps)
+            self.account.parts["checkpoint"] += segments * self.save
+
+    def spend(self, steps: float) -> None:
+        parts, full = self.account.parts, self.scenario.replicas
+        undelayed = self.step / self.slow
+        plain = undelayed / self.stretch
+        by_right = self.whole * full / self.replicas
+        parts["productive"] += steps * self.whole
+        parts["missing"] += steps * (by_right - self.whole)
+        parts["uneven"] += steps * (plain - by_right)
+        parts["checkpoint"] += steps * (undelayed - plain)
+        parts["stragglers"] += steps * (self.step - undelayed)
+
+    # Failures.
+
+    def _struck(self, mishap: Mishap) -> None:
+        inside, healthy = self.units * self.per_unit, self.fleet.healthy
+        lost = hits(mishap, inside, healthy)
+        units = min(-(-lost // self.per_unit), self.units)
+        self.fleet.free += units * self.per_unit
+        self.units -= units
+        self.fleet.lose(self.now, mishap.nodes, mishap)
+        if units:
+            self.account.struck += 1
+            chance = mishap.chance * healthy / inside if mishap.nodes == 1 else mishap.chance
+            self.lost(units * self.in_unit, min(chance, 1 - 1e-9), mishap)
+
+    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
+        self.restart(mishap)
+
+    def restart(self, mishap: Mishap) -> None:
+        parts, now, cost = self.account.parts, self.now, self.scenario.restart
+        if now < self.started and cost.struck == "goes-on" and self.fleet.healthy >= self.per_unit:
+            return self._place()
+        if now < self.started:  # once more
+            self.account.take_back(self.started - now, "restart", "waiting")
+        else:
+            parts["rework"] += self.at + sum(self.shifted.values())
+            self.account.take_back(max(0.0, self.resume - now), "repair", "detect")
+        from_memory = self.memory and mishap.nodes < self.scenario.checkpoint.memory_copies
+        if self.memory and not from_memory:
+            lost = min(self.scenario.recovery.checkpoint_every_s / 2, now)
+            parts["rework"] += lost
+            parts["productive"] -= lost
+        self.account.restarts += 1
+        while self.fleet.healthy < self.per_unit:
+            now = self.fleet.next_repair()
+            self.fleet.mend(now)
+        parts["waiting"] += now - self.now
+        self._place()
+        seconds = cost.seconds - cost.detect_s
+        if from_memory:
+            seconds += self.scenario.checkpoint.memory_load_s - cost.load_s
+        seconds += max(cost.detect_s, self.scenario.recovery.lease_s if mishap.silent else 0.0)
+        parts["restart"] += seconds
+        self.resume = self.started = now + seconds
+        self.account.living += (self.resume - self.now) * self.replicas
+
+    def _close(self) -> None:
+        over = max(0.0, self.resume - self.horizon)
+        if self.horizon < self.started:
+            return self.account.take_back(over, "restart", "waiting")
+        self.account.take_back(over, "repair", "detect")
+        self._settle()
+        self.spend(min(self.at / self.step, self.steps))
+        self.account.parts["checkpoint"] += max(0.0, self.at - self.steps * self.step)
+
+
+class Copied(StartingOver):
+    """Every shard lies on several neighbours in a ring; a restart comes when all of some shard's are lost.
+
+    Replication computes all of its shards in every step. A stacked system (SPARe) computes as few of them as the
+    living can cover all with: ceil(N / living). Either way nobody comes back before the restart.
+    """
+
+    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, copies: int, stacked: bool) -> None:
+        self.copies, self.stacked = copies, stacked
+        between = scenario.between_failures * endured(scenario.replicas, copies)
+        super().__init__(scenario, shares, seed, best_interval(scenario.checkpoint.save_s, between))
+
+    def placed(self) -> None:
+        self.groups = self.replicas
+        self._living = list(range(self.groups))
+        self._dead = bytearray(self.groups)
+
+    def step_seconds(self) -> float:
+        rounds = -(-self.groups // len(self._living)) if self.stacked else self.copies
+        computing = self.shares.plan(self.groups).accum * self.microbatch
+        return (self._plain(self.groups) + (rounds - 1) * computing) * self.slow
+
+    def spend(self, steps: float) -> None:
+        parts, full = self.account.parts, self.scenario.replicas
+        undelayed = self.step / self.slow
+        by_right = self.whole * full / self.groups
+        parts["productive"] += steps * self.whole
+        parts["missing"] += steps * (by_right - self.whole)
+        alone = self._plain(self.groups)
+        parts["uneven"] += steps * (alone - by_right)
+        parts["redundant"] += steps * (undelayed - alone)
+        parts["stragglers"] += steps * (self.step - undelayed)
+
+    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
+        if self.now < self.started:
+            return self.restart(mishap)
+        gone = []
+        for _ in range(min(number, len(self._living))):
+            place = int(chance * len(self._living))
+            self._living[place], self._living[-1] = self._living[-1], self._living[place]
+            gone.append(self._living.pop())
+            self._dead[gone[-1]] = 1
+        if not self._living or any(self._wiped(group) for group in gone):
+            return self.restart(mishap)
+        parts = self.account.parts
+        self.account.take_back(max(0.0, self.resume - self.now), "repair", "detect")
+        detect = self.scenario.recovery.lease_s if mishap.silent else self.scenario.recovery.detect_s
+        parts["detect"] += detect
+        parts["repair"] += self._masking(mishap) - detect
+        self.resume = self.now + self._masking(mishap)
+        self.replicas = len(self._living)
+        self._pace("redundant")
+
+    def _masking(self, mishap: Mishap) -> float:
+        recovery = self.scenario.recovery
+        noticed = recovery.lease_s if mishap.silent else recovery.detect_s
+        return noticed + self.scenario.repairing(len(self._living))
+
+    def _wiped(self, group: int) -> bool:
+        """Whether all holders of a shard of this group are dead: so many neighbours in a row."""
+        row, here = 1, group
+        while row < self.copies and self._dead[(here := (here + 1) % self.groups)]:
+            row += 1
+        here = group
+        while row < self.copies and self._dead[(here := (here - 1) % self.groups)]:
+            row += 1
+        return row >= self.copies

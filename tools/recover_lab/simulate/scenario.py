@@ -1,0 +1,257 @@
+"""What `recover simulate` is told, and what follows from it. What cannot be is refused, with value and mend."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Self, get_args
+
+from pydantic import ValidationError
+from pydantic import model_validator as validator
+from pydantic_core import ErrorDetails
+
+from recover.job.gpus import peak_of
+from recover.train.config import NOTHING, ConfigError, Keys, describe
+from recover_lab.simulate.scenario_keys import (
+    DAY,
+    SYSTEMS,
+    Copies,
+    Discarding,
+    Failures,
+    Joining,
+    Machinery,
+    Playing,
+    Recovering,
+    Reducing,
+    Restarts,
+    Saving,
+    SlowNodes,
+    TrainingJob,
+)
+
+
+class Scenario(Keys):
+    cluster: Machinery = Machinery()
+    failures: Failures = Failures()
+    stragglers: SlowNodes = SlowNodes()
+    job: TrainingJob = TrainingJob()
+    reduction: Reducing = Reducing()
+    recovery: Recovering = Recovering()
+    joining: Joining = Joining()
+    checkpoint: Saving = Saving()
+    restart: Restarts = Restarts()
+    discarding: Discarding = Discarding()
+    replication: Copies = Copies()
+    run: Playing = Playing()
+
+    @validator(mode="after")
+    def _can_be(self) -> Self:
+        cluster, job, failures = self.cluster, self.job, self.failures
+        gpus, per_node, size = cluster.nodes * cluster.gpus_per_node, cluster.gpus_per_node, job.replica_gpus
+        if size > gpus:
+            raise ValueError(
+                f"job.replica_gpus={size} is more than the {gpus} GPUs of cluster.nodes={cluster.nodes}; use more nodes"
+            )
+        if size % per_node and per_node % size:
+            raise ValueError(
+                f"job.replica_gpus={size} does not fit nodes of cluster.gpus_per_node={per_node}: a replica takes "
+                f"whole nodes, or a node whole replicas; try {max(per_node, size // per_node * per_node)}"
+            )
+        if cluster.nodes % self.unit_nodes:
+            fitting = cluster.nodes // self.unit_nodes * self.unit_nodes
+            raise ValueError(
+                f"cluster.nodes={cluster.nodes} are no whole number of replicas of {self.unit_nodes} nodes; "
+                f"use {fitting}, and cluster.spares={cluster.spares + cluster.nodes - fitting}"
+            )
+        if failures.process == "weibull" and not 0.3 <= failures.shape <= 10:
+            raise ValueError(
+                f"failures.shape={failures.shape:g} is no shape that failures were seen to have; use 0.3 to 10, or "
+                "failures.process=regular"
+            )
+        for kind in ("rack", "switch"):
+            if getattr(failures, f"per_{kind}_day") and not getattr(cluster, f"nodes_per_{kind}"):
+                raise ValueError(
+                    f"failures.per_{kind}_day needs cluster.nodes_per_{kind}: how many nodes one takes along"
+                )
+            if getattr(cluster, f"nodes_per_{kind}") > cluster.nodes:
+                raise ValueError(
+                    f"cluster.nodes_per_{kind} is more than cluster.nodes={cluster.nodes}; use fewer"
+                )
+        if job.microbatch_s is None and self.peak is None:
+            raise ValueError(
+                f"the peak of job.gpu={job.gpu!r} is not known here; give job.peak_tflops, or job.microbatch_s"
+            )
+        if self.replicas < 2:
+            raise ValueError(
+                f"one replica of job.replica_gpus={size} has nobody who could go on without it; use smaller replicas, "
+                "or more nodes"
+            )
+        if self.spare_replicas >= self.replicas:
+            raise ValueError(
+                f"discarding.spare_replicas={self.spare_replicas} leave none of {self.replicas} replicas to count; "
+                "use fewer"
+            )
+        for key, value in (("copies", self.replication.copies), ("stack", self.stack)):
+            if value > self.replicas:
+                raise ValueError(
+                    f"replication.{key}={value} is more than {self.replicas} replicas; use fewer"
+                )
+        self.systems  # noqa: B018  refuses an unknown one
+        return self
+
+    @property
+    def systems(self) -> list[str]:
+        if self.run.systems == "all":
+            return list(SYSTEMS)
+        names = [name.strip() for name in self.run.systems.split(",")]
+        for name in names:
+            if name not in SYSTEMS:
+                raise ValueError(f"run.systems: there is no system {name!r}; {_near(name, SYSTEMS)}")
+        return names
+
+    @property
+    def peak(self) -> float | None:
+        if self.job.peak_tflops is not None:
+            return self.job.peak_tflops * 1e12
+        return peak_of(self.job.gpu) or None
+
+    @property
+    def spare_replicas(self) -> int:
+        given = self.discarding.spare_replicas
+        return -(-self.replicas // 50) if given is None else given
+
+    @property
+    def stack(self) -> int:
+        """Of a stacked system: what its authors found to be best (presets.SPARE)."""
+        best = int(math.log2(self.replicas) + 0.833)
+        return max(2, best) if self.replication.stack is None else self.replication.stack
+
+    @property
+    def replicas(self) -> int:
+        return self.cluster.nodes * self.cluster.gpus_per_node // self.job.replica_gpus
+
+    @property
+    def unit_nodes(self) -> int:
+        """Nodes that are lost and placed together: those of a replica, or the one that holds several."""
+        return max(1, self.job.replica_gpus // self.cluster.gpus_per_node)
+
+    @property
+    def unit_replicas(self) -> int:
+        return max(1, self.cluster.gpus_per_node // self.job.replica_gpus)
+
+    @property
+    def global_batch(self) -> int:
+        return self.replicas * self.job.accum
+
+    @property
+    def gpus(self) -> int:
+        """All that are paid for, the spares included."""
+        return (self.cluster.nodes + self.cluster.spares) * self.cluster.gpus_per_node
+
+    @property
+    def microbatch(self) -> float:
+        """Seconds."""
+        if self.job.microbatch_s is not None:
+            return self.job.microbatch_s
+        assert self.peak is not None
+        flops = 6.0 * self.job.parameters * self.job.tokens
+        return flops / (self.job.replica_gpus * self.peak * self.job.mfu)
+
+    def reduce(self, replicas: int) -> float:
+        """Seconds to sum the gradients of so many: a ring, or a tree for its latency; what backward hides aside."""
+        if replicas < 2:
+            return 0.0
+        cost = self.reduction
+        whole = 2 * (replicas - 1) / replicas * cost.gigabytes / cost.gigabytes_per_s
+        return (1 - cost.hidden) * (whole + 2 * (replicas - 1).bit_length() * cost.alpha_ms / 1e3)
+
+    @property
+    def full_step(self) -> float:
+        """Seconds of an undisturbed step of all."""
+        return self.job.accum * self.microbatch + self.reduce(self.replicas) + self.job.overhead_s
+
+    def repairing(self, replicas: int) -> float:
+        cost = self.recovery
+        return cost.repair_s + cost.repair_ms_per_replica / 1e3 * replicas + cost.restore_s
+
+    @property
+    def transfer(self) -> float:
+        """Seconds that a joiner's state takes."""
+        return self.joining.state_gigabytes / self.joining.gigabytes_per_s
+
+    @property
+    def rate(self) -> float:
+        """Failures per node and second, of all kinds; one of a rack counts as one."""
+        cluster, failures = self.cluster, self.failures
+        of_racks = failures.per_rack_day / cluster.nodes_per_rack if cluster.nodes_per_rack else 0.0
+        of_switches = failures.per_switch_day / cluster.nodes_per_switch if cluster.nodes_per_switch else 0.0
+        return (failures.per_node_day + of_racks + of_switches) / DAY
+
+    @property
+    def between_failures(self) -> float:
+        """Mean seconds between failures of the whole job."""
+        return 1 / (self.rate * self.cluster.nodes)
+
+    def but(self, **changes: Any) -> Scenario:
+        """The same with other values, by dotted keys written with two underscores: cluster__nodes=8."""
+        flat = {key.replace("__", "."): value for key, value in changes.items()}
+        return parse_scenario({**flat_scenario(self), **flat})
+
+
+def flat_scenario(scenario: Scenario) -> dict[str, Any]:
+    return {
+        f"{group}.{key}": value
+        for group, keys in scenario.model_dump().items()
+        for key, value in keys.items()
+    }
+
+
+def keys_of_scenario() -> list[tuple[str, Any, str]]:
+    return list(describe(Scenario))
+
+
+def parse_scenario(given: Mapping[str, Any]) -> Scenario:
+    """Dotted keys to a checked scenario. Raises ConfigError."""
+    known = {key for key, _, _ in keys_of_scenario()}
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"there is no key {key!r}; {_near(key, known)}")
+        group, _, name = key.partition(".")
+        nothing = isinstance(value, str) and value.strip().lower() in NOTHING
+        tree.setdefault(group, {})[name] = None if nothing else value
+    try:
+        return Scenario.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(detail) for detail in error.errors())) from None
+
+
+def _near(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(known))}"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    key, value = ".".join(map(str, detail["loc"])), detail["input"]
+    match detail["type"]:
+        case "value_error":
+            return str(detail["ctx"]["error"])
+        case "literal_error":
+            group, _, name = key.partition(".")
+            model: Any = Scenario.model_fields[group].annotation
+            choices = get_args(model.model_fields[name].annotation)
+            return f"{key}={value!r} must be {detail['ctx']['expected']}; {_near(str(value), choices)}"
+        case "greater_than":
+            hint = "; without failures there is nothing to compare" if key.endswith("per_node_day") else ""
+            return f"{key}={value!r} must be above {detail['ctx']['gt']:g}{hint}"
+        case "greater_than_equal":
+            return f"{key}={value!r} must be {detail['ctx']['ge']:g} or more"
+        case "less_than_equal" | "less_than":
+            limit = detail["ctx"].get("le", detail["ctx"].get("lt"))
+            return f"{key}={value!r} must be at most {limit:g}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return f"{key}={value!r} must be a whole number"
+        case "float_parsing" | "float_type":
+            return f"{key}={value!r} must be a number"
+    return f"{key}={value!r} {detail['msg'].replace('Input should', 'must')}"

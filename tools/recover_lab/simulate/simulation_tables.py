@@ -1,0 +1,136 @@
+"""A simulated cluster as rows: for the screen, and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recover_lab.simulate.account import PARTS
+from recover_lab.simulate.published import Compared
+from recover_lab.simulate.replay import Held
+from recover_lab.simulate.scenario import flat_scenario, keys_of_scenario
+from recover_lab.simulate.study import Question, Study, name_of, span
+
+Rows = list[list[str]]
+
+
+def system_rows(study: Study) -> Rows:
+    batch = study.question.scenario.global_batch
+    rows: Rows = [
+        [
+            "system",
+            "goodput",
+            "tokens a day",
+            "days to the budget",
+            f"batch (B = {batch:,})",
+            "restarts",
+            "came back",
+        ]
+    ]
+    for name, placing in study.placings.items():
+        good, days = placing.goodput, placing.days_to_budget
+        held = f"{placing.batch:,.0f}"
+        if placing.smallest_batch and placing.smallest_batch < placing.batch:
+            held = f"{placing.batch:,.1f}, least {placing.smallest_batch:,}"
+        rows.append(
+            [
+                name_of(name),
+                f"{good.mean:.1%} ({good.low:.1%} to {good.high:.1%})",
+                quantity_of_tokens(placing.tokens_per_day.mean),
+                f"{days.mean:,.1f}" if days.mean < 1e5 else "never",
+                held,
+                f"{placing.restarts:,.0f}",
+                f"{placing.joined:,.0f}",
+            ]
+        )
+    return rows
+
+
+def lost_rows(study: Study) -> Rows:
+    """The three largest parts of what each system loses."""
+    rows: Rows = [["system", "where the rest goes"]]
+    for name, placing in study.placings.items():
+        parts = sorted(
+            (
+                (share, part)
+                for part, share in placing.parts.items()
+                if part != "productive" and share > 0.0005
+            ),
+            reverse=True,
+        )
+        told = ", ".join(f"{PARTS[part]} {share:.1%}" for share, part in parts[:4])
+        rows.append([name_of(name), told or "nothing"])
+    return rows
+
+
+def crossing_rows(study: Study) -> Rows:
+    if study.rates is None:
+        return []
+    scenario = study.question.scenario
+    rows: Rows = [["", "failures per node and day", "one every"]]
+    for one, other, rate in study.crossed:
+        between = scenario.between_failures * scenario.failures.per_node_day / rate
+        rows.append([f"{name_of(one)} and {name_of(other)} are even", f"{rate:.2g}", span(between)])
+    for one in dict.fromkeys(one for one in ("recover-return", "recover") if one in study.placings):
+        others = [name for name in study.placings if name not in ("recover-return", "recover")]
+        met = {other for first, other, _ in study.crossed if first == one}
+        behind = [name_of(name) for name in others if name not in met and _ahead(study, one, name)]
+        if behind:
+            rows.append([f"{name_of(one)} is ahead at every rate tried of", "; ".join(behind), ""])
+    return rows if len(rows) > 1 else []
+
+
+def _ahead(study: Study, one: str, other: str) -> bool:
+    assert study.rates is not None
+    return all(a >= b for a, b in zip(study.rates.goodput[one], study.rates.goodput[other], strict=True))
+
+
+def rate_rows(study: Study) -> Rows:
+    if study.rates is None:
+        return []
+    rows: Rows = [["failures per node and day", *(f"{value:.2g}" for value in study.rates.values)]]
+    rows.append(["one every", *(span(seconds) for seconds in study.rates.between)])
+    rows += [
+        [name_of(name), *(f"{value:.1%}" for value in values)] for name, values in study.rates.goodput.items()
+    ]
+    return rows
+
+
+def worth_rows(study: Study) -> Rows:
+    if not study.worth:
+        return []
+    whats = list(dict.fromkeys(change.what for change in study.worth))
+    rows: Rows = [["tokens a day", *whats]]
+    for name in study.placings:
+        gains = {change.what: change.gain for change in study.worth if change.system == name}
+        rows.append([name_of(name), *(f"{gains[what]:+.1%}" for what in whats)])
+    return rows
+
+
+def parameter_rows(question: Question) -> Rows:
+    values, rows = flat_scenario(question.scenario), [["key", "value", "from", "meaning"]]
+    for key, _, meaning in keys_of_scenario():
+        value = values[key]
+        told = "null" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        rows.append([key, told, question.origins.get(key, "default"), meaning])
+    return rows
+
+
+def published_rows(compared: Sequence[Compared]) -> Rows:
+    rows: Rows = [["what", "published", "simulated", "difference", "kind", "because"]]
+    rows += [[c.what, c.published, c.simulated, c.difference, c.kind, c.because] for c in compared]
+    return rows
+
+
+def held_rows(held: Held) -> Rows:
+    rows: Rows = [["step", "recorded", "played", "difference"]]
+    rows.append(["all but the first", f"{held.seconds:.1f} s", "", f"{held.total:+.1%}"])
+    for step, (took, said, apart) in held.incidents.items():
+        rows.append([f"incident in step {step}", f"{took:.2f} s", f"{said:.2f} s", f"{apart:+.1%}"])
+    return rows
+
+
+def quantity_of_tokens(tokens: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:,.3g} {name}"
+    return f"{tokens:,.0f}"

@@ -1,0 +1,184 @@
+"""One question asked of `recover simulate`, and all that is found out for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recover.train.config import read
+from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, worth
+from recover_lab.simulate.learned import learn
+from recover_lab.simulate.presets import preset
+from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.scenario import Scenario, flat_scenario, keys_of_scenario, parse_scenario
+from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
+
+_POINTS = 8  # of a sweep, unless it says how many
+
+
+@dataclass(frozen=True)
+class Question:
+    scenario: Scenario
+    title: str
+    notes: tuple[str, ...]  # where it is from, and what is assumed
+    origins: dict[str, str]  # of every key that is not at its default
+
+    def to_json(self) -> dict[str, Any]:
+        values = flat_scenario(self.scenario)
+        return {
+            "title": self.title,
+            "notes": self.notes,
+            "scenario": values,
+            "origins": self.origins,
+            "gpus": self.scenario.gpus,
+            "replicas": self.scenario.replicas,
+            "global_batch": self.scenario.global_batch,
+            "step_seconds": self.scenario.full_step,
+            "between_failures_seconds": self.scenario.between_failures,
+        }
+
+
+@dataclass(frozen=True)
+class Study:
+    question: Question
+    placings: dict[str, Placing]
+    rates: Curve | None = None
+    worth: tuple[Change, ...] = ()
+    sweep: Curve | None = None
+    crossed: tuple[tuple[str, str, float], ...] = field(default=())  # one, other, failures per node-day
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.question.to_json(),
+            "systems": {name: placing.to_json() for name, placing in self.placings.items()},
+            "rates": self.rates.to_json() if self.rates else None,
+            "crossings": [
+                {"one": one, "other": other, "failures.per_node_day": rate}
+                for one, other, rate in self.crossed
+            ],
+            "leaders": leaders(self.rates) if self.rates else None,
+            "worth": [asdict(change) for change in self.worth],
+            "sweep": self.sweep.to_json() if self.sweep else None,
+        }
+
+
+def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Question:
+    """`[CONFIG.yaml] [KEY=VALUE]...` over what was measured, over a preset, over the defaults."""
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    notes: list[str] = []
+    if name is not None:
+        found = preset(name)
+        layers.append((f"preset {name}", found.values))
+        notes += [f"{name}: {found.about}. {found.source}.", f"Assumed: {found.assumed}."]
+    if sources:
+        layers.append((f"measured: {', '.join(map(str, sources))}", learn(sources)))
+    layers.append(("given", read(words)))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    if name is not None:
+        published = set(preset(name).published)
+        for key, origin in origins.items():
+            if origin == f"preset {name}":
+                origins[key] = "published" if key in published else "assumed"
+    scenario = parse_scenario(values)
+    return Question(scenario, title_of(scenario), tuple(notes), origins)
+
+
+def title_of(scenario: Scenario) -> str:
+    gpus = scenario.cluster.nodes * scenario.cluster.gpus_per_node
+    return f"{gpus:,} GPUs, {scenario.replicas:,} replicas, a failure every {span(scenario.between_failures)}"
+
+
+def span(seconds: float) -> str:
+    for length, name in ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def parse_sweep(text: str) -> tuple[str, list[float]]:
+    """`nodes=8:80000`, `failures.per_node_day=1e-4:1e-1:12`: the key, and values from one end to the other."""
+    key, equals, ends = text.partition("=")
+    known = {key for key, *_ in keys_of_scenario()}
+    names = [full for full in known if full == key or full.endswith(f".{key}")]
+    if len(names) != 1:
+        many = f"means one of {', '.join(sorted(names))}" if names else "is no key"
+        raise ValueError(f"--sweep {text}: {key!r} {many}; write cluster.nodes=8:80000")
+    try:
+        low, high, *rest = (float(part) for part in ends.split(":"))
+        points = int(rest[0]) if rest else _POINTS
+        if not (equals and 0 < low < high and 2 <= points <= 100 and len(rest) < 2):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--sweep {text}: write KEY=LOW:HIGH or KEY=LOW:HIGH:POINTS, with 0 < LOW < HIGH and 2 to 100 points"
+        ) from None
+    return names[0], [low * (high / low) ** (place / (points - 1)) for place in range(points)]
+
+
+def sweep_curve(scenario: Scenario, text: str) -> Curve:
+    """Goodput against one key. Nodes are rounded to whole replicas; spares go with them."""
+    key, values = parse_sweep(text)
+    if key == "cluster.nodes":
+        return _over_nodes(scenario, values)
+    whole = isinstance(flat_scenario(scenario)[key], int)
+    if whole:
+        values = [float(value) for value in sorted({round(value) for value in values})]
+    return curve(scenario, key, [int(value) for value in values] if whole else values)
+
+
+def _over_nodes(scenario: Scenario, values: Sequence[float]) -> Curve:
+    unit, spares = scenario.unit_nodes, scenario.cluster.spares / scenario.cluster.nodes
+    sizes = sorted({max(2, round(value / unit)) * unit for value in values})
+    curves = []
+    for nodes in sizes:
+        fitting = {
+            "cluster__nodes": nodes,
+            "cluster__spares": math.ceil(spares * nodes),
+        }
+        replicas = nodes * scenario.cluster.gpus_per_node // scenario.job.replica_gpus
+        for key, at_most in (("stack", replicas), ("copies", replicas)):
+            given = getattr(scenario.replication, key)
+            if given is not None and given > at_most:
+                fitting[f"replication__{key}"] = max(2, at_most)
+        curves.append(curve(scenario.but(**fitting), "cluster.nodes", [nodes]))
+    return Curve(
+        "cluster.nodes",
+        tuple(float(nodes) for nodes in sizes),
+        {name: tuple(one.goodput[name][0] for one in curves) for name in scenario.systems},
+        tuple(one.between[0] for one in curves),
+    )
+
+
+def study(question: Question, sweep: str | None = None, more: bool = True) -> Study:
+    """With `more`, also what decides: other rates of failures, and what changes would be worth."""
+    scenario = question.scenario
+    swept = parse_sweep(sweep) and sweep if sweep else None  # refused before anything runs
+    placings = race(scenario)
+    found = rates(scenario) if more else None
+    ours = [name for name in ("recover-return", "recover") if name in placings]
+    crossed = [
+        (one, other, place)
+        for one in ours
+        for other in placings
+        if found and other not in ours
+        for place in crossings(found, one, other)
+    ]
+    return Study(
+        question,
+        placings,
+        found,
+        tuple(worth(scenario)) if more else (),
+        sweep_curve(scenario, swept) if swept else None,
+        tuple(crossed),
+    )
+
+
+def name_of(system: str) -> str:
+    return SYSTEMS[system]

@@ -1,0 +1,37 @@
+"""The board of one host whose ranks are no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from recover.world.liveness.board import COLUMNS, PID, Board
+
+
+class SimulatedBoard(Board):
+    """What is written to it is all real; who lives, who is stopped, and how one is killed is told."""
+
+    def __init__(
+        self,
+        size: int,
+        alive: Callable[[int], bool],
+        stopped: Callable[[int], bool],
+        kill: Callable[[int], None],
+    ) -> None:
+        self.size = size
+        self._table = np.zeros((size, COLUMNS), np.int64)
+        self._table[:, PID] = 1 + np.arange(size)
+        self._alive, self._stopped, self._kill = alive, stopped, kill
+
+    def pid(self, rank: int) -> int:
+        return int(self._table[rank, PID]) if self._alive(rank) else 0
+
+    def _state(self, row: Sequence[int]) -> str:
+        rank = row[PID] - 1
+        if not self._alive(rank):
+            return ""
+        return "T" if self._stopped(rank) else "S"
+
+    def kill(self, rank: int) -> None:
+        self._kill(rank)

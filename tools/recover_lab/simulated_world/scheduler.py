@@ -1,0 +1,226 @@
+"""The simulated fabric: many virtual ranks in one process, under a deterministic scheduler.
+
+The same protocol code as over Open MPI and etcd runs here, one greenlet per rank; at every call the scheduler picks,
+from a seed, who runs next and who dies. It is as unkind as the real things are: of agreements, either way of them is
+told by `simulated_agreements`; a reduction hit by a death succeeds on some and fails on others; messages of the dying
+may be lost; the carriers of a rank may fail, for a while or for ever; where decisions are kept, a rank may be cut off
+from all others for a while, or be declared dead while it lives, and replicas may come later and ask to join.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import greenlet
+
+from recover.job.grid import Grid
+from recover_lab.simulated_world.agreements import Agreements, Forgetful, Kept
+from recover_lab.simulated_world.board import SimulatedBoard
+from recover_lab.simulated_world.fabric import Died, SimulatedFabric
+
+__all__ = ["Died", "HangError", "SimulatedFabric", "Simulation"]
+
+TICK = 0.0002  # virtual seconds per scheduling decision
+LOOKS = 0.15  # of the watchers look around between two of them
+
+
+class HangError(Exception):
+    """Living ranks wait for something that can never happen."""
+
+
+class Simulation:
+    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies; `stops`: ... is
+    stopped, for ever.
+
+    `sick`: from which to which try a rank's carrier fails, and whether it can be made then, or only not be built.
+    `kept`: agreements are etcd's, not Open MPI's. Then there may be `joiners`, so many replicas beyond the grid's, that
+    ask to join; `suspicions`: after how many calls a rank is declared dead while it lives; `cuts`: ... is cut
+    off from all others, and for how many seconds.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        seed: int,
+        kills: Mapping[int, int] | None = None,
+        stalls: int = 0,
+        limit: int = 60_000,
+        sick: Mapping[int, tuple[int, int, bool]] | None = None,
+        stops: Mapping[int, int] | None = None,
+        *,
+        kept: bool = False,
+        joiners: int = 0,
+        suspicions: Mapping[int, int] | None = None,
+        cuts: Mapping[int, tuple[int, float]] | None = None,
+    ) -> None:
+        self.grid = grid
+        self.rng = random.Random(seed)
+        self.clock = 0.0
+        self.size = (grid.replicas + joiners) * grid.replica_size
+        self.fabrics = [SimulatedFabric(self, rank) for rank in range(self.size)]
+        self.dead: dict[int, str] = {}
+        self.finished: dict[int, Any] = {}
+        self.mail: dict[tuple[int, int, int], bytes] = {}
+        self.kept = Kept(self) if kept else None
+        self.agreements: Agreements = self.kept or Forgetful(self, stalls)
+        self.asked: dict[int, float] = {}  # who asks to join, and since when
+        self.reductions: dict[object, Any] = {}  # parts of operations under way, by whoever brings them
+        self.revoked: set[object] = set()
+        self.board = SimulatedBoard(
+            self.size,
+            lambda rank: self.fabrics[rank].alive,
+            lambda rank: rank in self.stopped,
+            lambda rank: self.kill(rank, "fenced"),
+        )
+        self.watchers: dict[int, Callable[[float], None]] = {}  # by rank: one look around
+        self.stopped: set[int] = set()  # by a signal, as it were: they neither run nor die
+        self._kills, self._stops = dict(kills or {}), dict(stops or {})
+        self._suspicions = dict(suspicions or {})
+        self._cuts = {rank: calls for rank, (calls, _) in (cuts or {}).items()}
+        self._cut_for = {rank: seconds for rank, (_, seconds) in (cuts or {}).items()}
+        self._cut_until: dict[int, float] = {}
+        self._limit = limit
+        self.sick = dict(sick or {})
+        self.torn: dict[int, int] = {}  # how many exchanges of a rank fail, although nobody dies
+        self.reluctant = False  # for programs: who is left out does not leave by itself ...
+        self.leaving: set[int] = set()  # ... but stays as long as there are others
+        self._scheduler = greenlet.getcurrent()
+
+    def run(self, program: Callable[[SimulatedFabric], Any]) -> dict[int, Any]:
+        """Run the program on every rank; what each survivor returned. Raises HangError."""
+        for fabric in self.fabrics:
+            fabric.task = greenlet.greenlet(self._guard(program, fabric))
+        while self._anybody_can_go_on():
+            self._limit -= 1
+            if self._limit < 0:
+                raise HangError(f"no end in sight at {self.clock:.3f} s: {self._picture()}")
+            self.agreements.look()
+            self._watch(LOOKS)
+            ready = self._ready()
+            if not ready:
+                self._watch(1.0)
+                if not self._ready():
+                    self._skip_ahead()
+                continue
+            self.clock += TICK
+            self.rng.choice(ready).task.switch()
+        # The dead are still somewhere in their programs, and keep what they saw: a thousand runs would fill the memory.
+        self.reductions.clear()
+        self.agreements.clear()
+        return self.finished
+
+    def _guard(
+        self, program: Callable[[SimulatedFabric], Any], fabric: SimulatedFabric
+    ) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                result = program(fabric)
+            except Died:
+                return
+            if fabric.alive:
+                self.finished[fabric.rank] = result
+                self.agreements.lost(fabric.rank)  # who leaves without MPI_Finalize is taken for dead
+
+        return body
+
+    def kill(self, rank: int, why: str) -> None:
+        """`rank` dies now. The others will hear of it, each in its own time."""
+        if rank in self.dead or rank in self.finished:
+            return
+        self.dead[rank] = why
+        self.agreements.lost(rank)
+
+    def end(self, rank: int) -> NoReturn:
+        """A rank finds that the others take it for dead."""
+        self.kill(rank, "declared")
+        raise Died
+
+    def is_cut_off(self, rank: int) -> bool:
+        return self._cut_until.get(rank, 0.0) > self.clock
+
+    @property
+    def staying(self) -> set[int]:
+        members = self.agreements.participants
+        return {f.rank for f in self.fabrics if f.alive and f.rank in members} - self.leaving
+
+    @property
+    def gone(self) -> set[int]:
+        return {*self.dead, *self.finished}
+
+    def count_call(self, rank: int) -> None:
+        """Every call may be the last one."""
+        strikes = (
+            (self._kills, self._strike_dead),
+            (self._stops, self.stopped.add),
+            (self._suspicions, self._suspect),
+            (self._cuts, self._cut_off),
+        )
+        for schedule, strike in strikes:
+            left = schedule.get(rank)
+            if left is not None:
+                schedule[rank] = left - 1
+                if left == 0:
+                    strike(rank)
+
+    def kill_at_next_call(self, rank: int) -> None:
+        self._kills[rank] = 0
+
+    def _strike_dead(self, rank: int) -> None:
+        self.kill(rank, "killed")
+        raise Died
+
+    def _suspect(self, rank: int) -> None:
+        assert self.kept is not None
+        self.kept.declare(rank)
+
+    def _cut_off(self, rank: int) -> None:
+        assert self.kept is not None
+        self._cut_until[rank] = self.clock + self._cut_for[rank]
+        self.kept.cut(rank, self._cut_until[rank])
+
+    def switch(self) -> None:
+        self._scheduler.switch()
+
+    def _ready(self) -> list[SimulatedFabric]:
+        return [f for f in self.fabrics if f.alive and f.rank not in self.stopped and f.ready()]
+
+    def _anybody_can_go_on(self) -> bool:
+        """Whether a rank lives whose replica has nobody stopped: of one that is alone nobody would fence it."""
+        held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
+        able = [f.rank for f in self.fabrics if f.alive and self.grid.replica(f.rank) not in held_up]
+        # Who asks to join can only wait, as long as anybody may answer.
+        members = self.agreements.participants
+        return any(rank not in self.asked or rank in members or members <= self.gone for rank in able)
+
+    def _watch(self, share: float) -> None:
+        """Every rank that runs has a watcher, which looks around now and then: this share of them just now."""
+        for rank, look in self.watchers.items():
+            if self.fabrics[rank].alive and rank not in self.stopped and self.rng.random() < share:
+                self.board.beat(rank)
+                try:
+                    look(self.clock)
+                except Died:
+                    pass  # it found that its own rank must go
+
+    def _skip_ahead(self) -> None:
+        """Nobody can run: on to the next moment at which something happens by itself."""
+        moments = self.agreements.moments()
+        moments += [f.asleep_until for f in self.fabrics if f.alive and f.asleep_until > self.clock]
+        moments += [until for until in self._cut_until.values() if until > self.clock]
+        if self.stopped - self.gone:
+            moments.append(self.clock + 0.2)  # some watcher's patience will come to its end
+        calls = [
+            set(self.board.calls_beside(fabric.rank).values()) for fabric in self.fabrics if fabric.alive
+        ]
+        if any(len(beside) > 1 for beside in calls):
+            moments.append(self.clock + 0.2)  # a watcher will see it
+        if not moments and not self._anybody_can_go_on():
+            return  # the last one has left just now
+        if not moments:
+            raise HangError(f"at {self.clock:.3f} s nobody can go on: {self._picture()}")
+        self.clock = max(self.clock + TICK, min(moments))
+
+    def _picture(self) -> str:
+        return "; ".join(f"{f.rank}: {self.dead.get(f.rank) or f.doing}" for f in self.fabrics)
