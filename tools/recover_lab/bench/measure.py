@@ -20,7 +20,7 @@ from rich.console import Console
 from recover.job.machine import machine
 from recover.launch.launcher import launch
 from recover_lab.peers.ended import BenchmarkError, check
-from recover_lab.publish.measured_sources import PACKAGE, sources
+from recover_lab.publish.measured_sources import LAB, sources
 
 PROGRAMS = Path(__file__).parent / "programs"
 WIDE = 132  # columns of a table where no terminal sets a limit
@@ -111,7 +111,7 @@ def _begun() -> dict[str, Any]:
 def origin() -> dict[str, Any]:
     """By which program, where and when."""
     here = machine()
-    git = ["git", "-C", str(PACKAGE), "rev-parse", "--short=12", "HEAD"]
+    git = ["git", "-C", str(LAB), "rev-parse", "--short=12", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

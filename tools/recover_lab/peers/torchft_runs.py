@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
+import recover
+import recover_lab
 from recover.faults.locations import IN_FLIGHT
 from recover.runs.records.kinds import Event
 from recover.train.model_shape import shape_of
@@ -27,7 +29,8 @@ from recover_lab.peers.scene import VOCAB, Scene
 
 TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
-SOURCES = Path(__file__).parents[2]  # where `recover` itself is imported from
+# Where `recover` and `recover_lab` are imported from.
+SOURCES = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (recover, recover_lab))
 
 
 class Absent(Exception):
@@ -117,7 +120,7 @@ def torchft_environment(address: str, port: int) -> dict[str, str]:
     return {
         **os.environ,
         "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}",
-        "PYTHONPATH": str(SOURCES),
+        "PYTHONPATH": SOURCES,
         "OMP_NUM_THREADS": "1",
     }
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.publish.headlines import Content, headlines
-from recover_lab.publish.measured_sources import PACKAGE
+from recover_lab.publish.measured_sources import LAB
 from recover_lab.publish.tables import rows_of
 
-ROOT = PACKAGE.parent
+ROOT = LAB.parents[1]
 FILE = Path("docs", "figures.json")
 ORIGIN = ("command", "machine", "commit", "sources", "measured_at")
 ORDER = (

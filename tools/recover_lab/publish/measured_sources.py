@@ -6,14 +6,18 @@ import hashlib
 import json
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1]
+import recover
+
+LAB = Path(__file__).parents[1]
+PACKAGES = (Path(recover.__file__).parent, LAB)
 
 
 def sources() -> str:
-    """A digest of the package: figures of the same one need not be measured again."""
+    """A digest of both packages: figures of the same sources need not be measured again."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
