@@ -170,7 +170,7 @@ PYTHONS = interpreters()
 @pytest.mark.soak
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_clean_environment_with_the_newest_torch_will_do(version: str, dist: Path, tmp_path: Path) -> None:
-    """As a stranger has it: the wheel, what pip brings with it, no checkout; then `docs/porting.md`, word by word."""
+    """As a stranger has it: the wheel, what pip brings with it, no checkout; then the guide to porting, word by word."""
     subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=PATIENCE)
     own = str(tmp_path / "venv" / "bin" / "python")
     install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
@@ -215,7 +215,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 def follow_the_page(place: Path, environment: dict[str, str]) -> None:
     """Its script and its command as they stand there, but for the number of steps; through deaths, then resumed by
     fewer replicas: the losses of one process that nothing happens to."""
-    page = (ROOT / "docs" / "porting.md").read_text()
+    page = (ROOT / "docs" / "guides" / "porting.md").read_text()
     script, command = (found[1] for found in re.finditer(r"```(?:python)?\n(.*?)```", page, re.DOTALL))
     assert script.count("1000") == script.count("% 100 ") == 1
 
@@ -241,7 +241,7 @@ def follow_the_page(place: Path, environment: dict[str, str]) -> None:
 
 def test_the_page_that_strangers_follow_can_be_followed_here(tmp_path: Path) -> None:
     """The same from the checkout, in one process: names that its script does not make would be seen."""
-    page = (ROOT / "docs" / "porting.md").read_text()
+    page = (ROOT / "docs" / "guides" / "porting.md").read_text()
     script = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1]
     script = (
         script.replace("1000", "2").replace("% 100 ", "% 1 ").replace("global_batch=256", "global_batch=8")

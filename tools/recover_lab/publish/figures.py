@@ -76,7 +76,7 @@ def read(root: Path = ROOT) -> Figures:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
 
 
 def fill(text: str, figures: Figures) -> str:
