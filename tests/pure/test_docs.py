@@ -224,3 +224,13 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     assert len(pieces) > 30
     code = strings_of_the_package()
     assert [piece for piece in pieces if piece not in code] == []
+
+
+def test_aligned_lists_of_arguments_become_lists_of_the_api_reference() -> None:
+    with_lists = runpy.run_path(str(ROOT / "tools" / "griffe_arguments.py"))["with_lists"]
+    docstring = (
+        "Does it.\n\nworld:  from `init`\nclip:   limit of\n        the norm\n\n`size`: ranks\nMore: text."
+    )
+    assert with_lists(docstring) == (
+        "Does it.\n\n- **`world`**: from `init`\n- **`clip`**: limit of\n  the norm\n\n- **`size`**: ranks\nMore: text."
+    )
