@@ -25,7 +25,11 @@ class Holders:
         dist.all_reduce(sums, group=self._group)
 
     def copy_from_first(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, src=self.ranks[0], group=self._group)
+        # Gloo sends and writes as many bytes as there are elements, from the first one on, whatever the strides are.
+        values = tensor.contiguous()
+        dist.broadcast(values, src=self.ranks[0], group=self._group)
+        if values is not tensor:
+            tensor.copy_(values)
 
 
 class ReplicaMesh:
