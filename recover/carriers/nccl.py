@@ -22,12 +22,12 @@ import torch
 
 from recover.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
 from recover.carriers.contract import CarrierError, TookTooLongError
-from recover.carriers.device_streams import CudaStream
+from recover.carriers.device_streams import CudaStream, own_device
 from recover.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
 from recover.carriers.worker import Rest, Worker
 from recover.fabrics.base import Fabric
 from recover.job.grid import Grid
-from recover.job.process import on_one_host, rank_on_host
+from recover.job.process import on_one_host
 
 PATIENCE = 60.0  # seconds; the first group of a process takes one, and all members make it at the same moment
 ABORT_LIMIT = 20.0  # seconds; measured were up to 0.5
@@ -257,10 +257,3 @@ class NcclCarrier(DataCarrier):
         assert self._abort_thread is not None
         self._abort_thread.join()
         self._stream.record().synchronize()
-
-
-def own_device() -> torch.device:
-    """This rank's GPU: the one that it has chosen, or its own among those of this host."""
-    if not torch.cuda.is_initialized():
-        torch.cuda.set_device(rank_on_host() % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
