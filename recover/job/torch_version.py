@@ -20,8 +20,7 @@ def untested(installed: str | None = None) -> tuple[str, str] | None:
     release = re.match(r"(\d+)\.(\d+)", installed)
     if release is None or release.groups() in [tuple(version.split(".")[:2]) for version in TESTED]:
         return None
-    known = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
     return (
-        f"torch {installed} was not tested with this version of recover, which was tested with {known}",
+        f"torch {installed} was not tested with this version of recover (tested: {', '.join(TESTED)})",
         f"`pip install torch=={TESTED[-1]}`, or see whether `recover doctor` passes with this one",
     )
