@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover.replica.threed.replica_mesh import Holders
+from recover.parallel.threed.mesh import Holders
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "by rows": lambda: torch.zeros(3, 4),

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from recover.carriers.base import Array
-from recover.carriers.contract import CarrierError
-from recover.carriers.host import AllLanes, HostCarrier
-from recover.carriers.worker import Work, Worker
 from recover.world.cross import CrossGroup
+
+from recover.world.carriers.base import Array
+from recover.world.carriers.contract import CarrierError
+from recover.world.carriers.host_memory import AllLanes, HostCarrier
+from recover.world.carriers.worker import Work, Worker
 
 
 class Library(HostCarrier):
