@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recover.world.cross import CrossGroup
 
 from recover.world.carriers.base import Array
 from recover.world.carriers.contract import CarrierError
 from recover.world.carriers.host_memory import AllLanes, HostCarrier
 from recover.world.carriers.worker import Work, Worker
+from recover.world.cross_group import CrossGroup
 
 
 class Library(HostCarrier):
