@@ -10,7 +10,8 @@ import pytest
 
 from recover.job import torch_version
 from recover.job.torch_version import TESTED, untested
-from recover.launch import doctor, launcher, preflight
+from recover.launch import launcher, preflight
+from recover.launch.doctor import checks as doctor
 from recover.launch.hosts import agent
 from recover.launch.hosts.options import HostOptions
 
