@@ -13,6 +13,7 @@ import torch.distributed as dist
 from recover.job.process import on_one_host
 from recover.job.spec import told
 from recover.parallel.etcd_store import EtcdStore
+from recover.world.carriers.device_streams import own_device
 from recover.world.fabrics.etcd.access import client_of
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
                 f"{world.grid.replica_size}, and no torch group may span replicas; leave out init_process_group"
             )
         return
+    device = torch.device(device)
     # Gloo beside NCCL: checkpoints are gathered on the host.
-    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store: dist.Store = dist.HashStore()
     job = told()
     if (
@@ -67,5 +69,21 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
             # Nobody outside has business with these sockets.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        backend, store=store, rank=world.shard, world_size=world.grid.replica_size, timeout=TIMEOUT
+        backend,
+        store=store,
+        rank=world.shard,
+        world_size=world.grid.replica_size,
+        timeout=TIMEOUT,
+        device_id=_gpu(device),
     )
+
+
+def _gpu(device: torch.device) -> torch.device | None:
+    """The GPU that NCCL must use; None on the host. Groups that are made later inherit it.
+
+    From torch 2.15 on, NCCL does not use the current device: it takes LOCAL_RANK, otherwise the rank in the group, and
+    the first rank of every replica would share GPU 0.
+    """
+    if device.type != "cuda":
+        return None
+    return device if device.index is not None else own_device()

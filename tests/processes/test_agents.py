@@ -130,14 +130,14 @@ def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Pa
 
 
 ACROSS = """
-import torch, torch.distributed as dist, recover
+import os, torch, torch.distributed as dist, recover
 from recover.parallel.torch_world import init_replica_world
 world = recover.init()
 init_replica_world(world)
 total = torch.tensor([10.0 ** world.shard])
 dist.all_reduce(total)
 assert world.agree(1) == 1
-print("replica", world.replica, "has", total.item(), flush=True)
+print("replica", world.replica, "has", total.item(), "by local rank", os.environ["LOCAL_RANK"], flush=True)
 """
 
 
@@ -160,7 +160,8 @@ def test_a_replica_may_lie_on_several_hosts(tmp_path: Path) -> None:
     assert [seat["host"] for seat in seats.values()] == ["h1", "h1", "h1", "h2"]
     assert "a secret" not in job.picture()
     # Each agent tells who speaks, and writes down what it sees of its ranks: of one launch.
-    assert "[rank 3] replica 1 has 11.0" in job.said("h2")
+    assert "[rank 3] replica 1 has 11.0 by local rank 0" in job.said("h2")
+    assert "[rank 2] replica 1 has 11.0 by local rank 2" in job.said("h1")
     lines = job_lines(job.run_dir("h1"))
     assert [lines[0]["what"], lines[-1]["what"]] == ["start", "end"]
     assert [line["what"] for line in lines].count("start") == 1

@@ -36,7 +36,7 @@ from recover_lab.peers.torchft_runs import (
 )
 
 # Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (recover, recover_lab))
+SOURCES = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (recover, recover_lab))
 PATIENCE = 240.0  # seconds after which a run is taken for hung
 LOOK = 0.02  # seconds between two looks at what has happened
 HELD = 120  # seconds that one who is to be struck waits for it

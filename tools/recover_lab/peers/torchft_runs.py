@@ -30,7 +30,7 @@ from recover_lab.peers.scene import VOCAB, Scene
 TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
 # Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (recover, recover_lab))
+SOURCES = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (recover, recover_lab))
 
 
 class Absent(Exception):
