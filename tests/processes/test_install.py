@@ -170,7 +170,7 @@ PYTHONS = interpreters()
 @pytest.mark.soak
 @pytest.mark.parametrize("version", PYTHONS)
 def test_a_clean_environment_with_the_newest_torch_will_do(version: str, dist: Path, tmp_path: Path) -> None:
-    """As a stranger has it: the wheel, what pip brings with it, no checkout; then the guide to porting, as it stands."""
+    """In an environment with the wheel alone, and no checkout: follow the guide to porting as it stands."""
     subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=PATIENCE)
     own = str(tmp_path / "venv" / "bin" / "python")
     install = [own, "-m", "pip", "install", "--quiet", str(wheel_in(dist))]
