@@ -182,7 +182,7 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
     if need > free:
         raise RoomError(
             f"{config.checkpoint.keep + 1} checkpoints take {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB "
-            "left; make room, give another --run-dir, or lower directory.keep"
+            "left; make room, give another --run-dir, or lower checkpoint.keep"
         )
 
 

@@ -128,7 +128,7 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
     if spec.across and prepared.config.checkpoint.every:
         raise Refusal(
             f"replicas of {spec.replica_size} ranks lie on several hosts, which do not share {prepared.run_dir}: such "
-            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or directory.every=0"
+            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or checkpoint.every=0"
         )
     if not spec.across and not spec.joining:
         _say(

@@ -29,7 +29,7 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
     ("words", "said"),
     [
         (["stepz=5"], "there is no key 'stepz'; did you mean 'steps'?"),
-        (["directory.evry=5"], "did you mean 'directory.every'?"),
+        (["checkpoint.evry=5"], "did you mean 'checkpoint.every'?"),
         (["eval=5"], "'eval' is a group of keys"),
         (["policy=balancd"], "did you mean 'balanced'?"),
         (["steps=many"], "steps='many' must be a whole number"),
@@ -157,7 +157,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "make room" in refusal("directory.every=5", place=tmp_path)
+    assert "make room" in refusal("checkpoint.every=5", place=tmp_path)
 
 
 def pretend_checkpoint(place: Path, *words: str) -> Path:
