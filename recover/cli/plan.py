@@ -67,7 +67,8 @@ def plan(
     with refusals("recover plan"):
         batch = None
         if words:
-            from recover.train.config import parse, read
+            from recover.job.config_keys import read
+            from recover.train.config import parse
 
             if replicas is not None or accum is not None:
                 raise ValueError("--replicas and --accum are keys of a job; write replicas=8 accum=4")

@@ -18,9 +18,12 @@ class TrainCommand(TyperCommand):
     """Its help ends with all keys; they are looked up only when somebody asks for it."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from recover.train.config import describe
+        from recover.job.config_keys import describe
+        from recover.train.config import Config
 
-        rows = [(key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe()]
+        rows = [
+            (key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe(Config)
+        ]
         with formatter.section("Keys, in CONFIG.yaml or as key=value"):
             formatter.write_dl(rows)
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recover.train.config import Config, ConfigError
+from recover.job.config_keys import ConfigError
+from recover.train.config import Config
 from recover.train.models import SIZES, LlamaConfig
 
 

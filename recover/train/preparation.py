@@ -14,9 +14,10 @@ from recover.checkpoint import directory
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
+from recover.job.config_keys import ConfigError, flatten, read
 from recover.job.gpus import sharing_refused
 from recover.job.optional_packages import need
-from recover.train.config import Config, ConfigError, flatten, parse, read
+from recover.train.config import Config, parse
 from recover.train.streams import open_streams
 
 # What a checkpoint is bound to: with another one of these, going on would be another run.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.checkpoint import directory
+from recover.job.config_keys import flatten
 from recover.job.host_options import ROOM, HostOptions
 from recover.job.record_files import FILES
 from recover.job.spec import JobSpec, Monitors
@@ -23,7 +24,6 @@ from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.watched_job import RAISED
 from recover.runs.records.json_lines import read
-from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 

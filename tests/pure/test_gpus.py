@@ -11,11 +11,12 @@ import torch
 from training import small_world
 
 from recover.job import gpus
+from recover.job.config_keys import ConfigError
 from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refused, visible
 from recover.launch.preflight import Refusal, check_gpus
 from recover.parallel import blocks_of, compile_blocks
 from recover.parallel.blocks import recompute_blocks
-from recover.train.config import ConfigError, parse
+from recover.train.config import parse
 from recover.train.dry_run import tell
 from recover.train.models import SIZES, Llama, LlamaConfig
 from recover.train.models.flops import flops_per_token

@@ -12,7 +12,8 @@ import pytest
 from training import SHAPE, small_world
 
 from recover.checkpoint import directory
-from recover.train.config import MODELS, ConfigError, parse, read_file
+from recover.job.config_keys import ConfigError, read_file
+from recover.train.config import MODELS, parse
 from recover.train.model_shape import parameters_of, shape_of
 from recover.train.models import SIZES, Llama
 from recover.train.preparation import prepare_run
