@@ -15,11 +15,11 @@ import yaml
 
 from recover.runs.live.ranks import ranks_now, session_of
 from recover.runs.records.curves import curves
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import TimeAccount
 from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Story, stories
-from recover.runs.records.tail import Tail
 
 POINTS = 600  # of a curve: more than a screen can show
 COLUMNS = ("step", "loss", "microbatches", "replicas", "tokens_per_second")
@@ -45,10 +45,7 @@ class RunView:
 
     def _forget(self) -> None:
         self.generation += 1
-        self._steps, self._incident_lines = (
-            Tail(self.run_dir / "steps.jsonl"),
-            Tail(self.run_dir / "incidents.jsonl"),
-        )
+        self._feed = RunFeed(self.run_dir)
         self._columns = {name: array("d") for name in COLUMNS}
         self._incidents: list[Line] = []
         self._job: list[Line] = []
@@ -63,7 +60,6 @@ class RunView:
             maxlen=_RECENT
         )  # tokens and seconds of the last few steps
         self._account = TimeAccount()
-        self._fed = 0
 
     @property
     def count(self) -> int:
@@ -81,7 +77,7 @@ class RunView:
                 self._read()
 
     def _read(self) -> bool:
-        """Steps before incidents: a step's incidents are written before it, so none of them can be missing then."""
+        """Returns False if the run was rolled back or started again, and must be read from its beginning."""
         size = sum(path.stat().st_size for path in job_files(self.run_dir) if path.exists())
         if size != self._job_size:
             before, self._job, self._job_size = launches(self._job), job_lines(self.run_dir), size
@@ -89,23 +85,17 @@ class RunView:
             if self.count and [one.started for one in before] != [one.started for one in after]:
                 return False
             self._account.launches = after
-        steps, anew = self._steps.read()
-        incidents, anew_too = self._incident_lines.read()
-        if anew or anew_too:
+        update = self._feed.read()
+        if update.restarted:
             return False
-        self._incidents += incidents
-        by_step: dict[int, list[Line]] = {}
-        for incident in self._incidents:
-            by_step.setdefault(incident["step"], []).append(incident)
-        if steps:
+        self._incidents += update.incidents
+        if update.steps:
             self._account.replicas = self.config.get("replicas") or 0
-        for line in steps:
-            self._add(line, by_step.get(line["step"], []))
+        for line, incidents in update.steps:
+            self._add(line, incidents)
         return True
 
     def _add(self, line: Line, incidents: list[Line]) -> None:
-        if self.count and line["step"] <= self._columns["step"][-1]:
-            return  # written twice by two writers
         values = curves(line)
         for name in COLUMNS:
             self._columns[name].append(float(line["step"] if name == "step" else values.get(name, "nan")))
@@ -182,7 +172,7 @@ class RunView:
                 "reruns": self._reruns,
                 "started": start.get("at"),
                 "updated": self._last.get("at"),
-                "unreadable": self._steps.unreadable + self._incident_lines.unreadable,
+                "unreadable": self._feed.unreadable,
             }
 
     def series(self, points: int = POINTS) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recover.runs.records.feed import with_incidents
 from recover.runs.records.kinds import Line
 
 # Where time may go, and what it is called; the first two are what is wanted.
@@ -154,12 +155,9 @@ def account(
     replicas: int = 0,
 ) -> dict[str, Any]:
     """The account of a whole run."""
-    by_step: dict[int, list[Line]] = {}
-    for incident in incidents:
-        by_step.setdefault(incident["step"], []).append(incident)
     whole = TimeAccount(launches, replicas)
-    for line in steps:
-        whole.add(line, by_step.get(line["step"], ()))
+    for line, inside in with_incidents(steps, deque(sorted(incidents, key=lambda line: line["step"]))):
+        whole.add(line, inside)
     return whole.told(until)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import account
 from recover.runs.records.job_log import job_lines, launches
-from recover.runs.records.json_lines import read
 from recover.runs.records.kinds import Line
 
 
@@ -65,16 +65,16 @@ def _read(path: Path, name: str) -> Run:
             f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml nor job.jsonl; "
             "name one that `recover train` or `recover run` made"
         )
-    steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
-    once = {line["step"]: line for line in steps.whole}
+    feed = RunFeed(path)
+    update = feed.read(unfinished=True)
     return Run(
         path,
         name,
-        [once[step] for step in sorted(once)],
-        sorted(incidents.whole, key=lambda line: (line["step"], line.get("epoch", 0))),
+        [line for line, _ in update.steps],
+        update.incidents,
         _mapping(path / "summary.json"),
         _mapping(path / "config.yaml"),
-        steps.unreadable + incidents.unreadable,
+        feed.unreadable,
         job_lines(path),
     )
 
