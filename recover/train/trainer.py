@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -18,18 +18,10 @@ from recover.checkpoint.confirmed import save_confirmed, together
 from recover.checkpoint.diverged import save_states
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
-from recover.faults import parse_faults
 from recover.gradients.state_hash import parameters_digest
 from recover.job.record_files import FILES
-from recover.runs.writing.journal import Journal
-from recover.runs.writing.run_records import (
-    incident_line,
-    loss_line,
-    spans,
-    step_line,
-    summary,
-    write_json,
-)
+from recover.runs.writing.run_records import step_line
+from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import StateDivergedError
 from recover.train.config import Config
 from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
@@ -89,10 +81,11 @@ class Trainer:
         )
         if saved:
             self._go_on_from(saved)
-        self.resumed_at = self.step.index
         # Where each host has a run directory of its own, each keeps curves of its own.
         self.sinks = Sinks(config, run_dir, world.job.host if len(world.job.directories) > 1 else None)
-        self.journal = Journal(run_dir, world, self.sinks.log)
+        self.records = RunWriter(world, run_dir, self.sinks.log)
+        if not world.outside:  # a joining replica receives its records from the others
+            self.records.begin_at(self.step.index + 1)
         self.saver = Saver(
             run_dir,
             config.checkpoint.every,
@@ -104,7 +97,6 @@ class Trainer:
         self.step.extra["trainer"] = self
         self.step.save_states = self._save_states  # type: ignore[method-assign]
         self.stop_requests = StopRequests(self.step, run_dir)
-        self.kills = parse_faults(world.job.faults)
         self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
 
     def run(self) -> None:
@@ -114,18 +106,17 @@ class Trainer:
             while self._goes_on():
                 self._take_step()
                 self._checkpoint()
-            do_despite_losses(self.world, Call.TRAIN_END, self._close, self._lost)
+            do_despite_losses(self.world, Call.TRAIN_END, self._close, self.records.lost)
         except WorldLostError:
             self._save_what_there_is()
             raise
 
     def state_dict(self) -> dict[str, Any]:
         """For a replica that joins, beside what the step gives it."""
-        return {"resumed_at": self.resumed_at, "journal": self.journal.state_dict()}
+        return {"records": self.records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.resumed_at = state["resumed_at"]
-        self.journal.load_state_dict(state["journal"])
+        self.records.load_state_dict(state["records"])
 
     def _go_on_from(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["position"])
@@ -142,28 +133,22 @@ class Trainer:
             self.engine.rehearse(self.stream[0])
             return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
-            self._lost(dead, world.last_census.seconds)
-        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self._lost)
+            self.records.lost(dead, world.last_census.seconds)
+        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self.records.lost)
         self.stop_requests.listen()
-        if self.gpu_use.card and self.journal.writing:
+        if self.gpu_use.card and self.records.writing:
             rank_exit.log(told := self.gpu_use.told(world.members))
             print(f"recover: {told}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
             for name in operations_that_vary(self.engine, self.stream[0]):
-                if self.journal.writing:
+                if self.records.writing:
                     text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
                     print(f"recover: {text}", flush=True)
 
     def _open_run_dir(self) -> None:
-        for lines in (self.journal.steps, self.journal.incidents):
-            lines.since = (self.resumed_at + 1,)
-        if self.journal.writing:
+        self.records.cut_earlier_job()
+        if self.records.writing:
             FILES.replace(self.run_dir / "config.yaml", self.config.to_yaml().encode())
-            for lines in (self.journal.steps, self.journal.incidents):
-                try:
-                    lines.cut_after(self.resumed_at)
-                except OSError as error:
-                    rank_exit.log(f"{lines.path} is cut when the first step is written: {error}")
             self.saver.start()
 
     def _take_step(self) -> None:
@@ -179,9 +164,7 @@ class Trainer:
         if config.eval.every and step.index % config.eval.every == 0:
             with self._spending("evaluation_ms"):
                 line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
-        rank_exit.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
-        exact = config.samples == "exact"
-        self.journal.commit(line, [incident_line(incident, self.kills, exact) for incident in step.incidents])
+        self.records.commit(line, step, config.samples == "exact")
 
     # Control: what ends a run, what is saved of it, and the fault that may strike over it.
 
@@ -209,7 +192,7 @@ class Trainer:
         world, step = self.world, self.step
         wanted = self.config.checkpoint.every or step.index < self.config.steps
         save = partial(self._save, waits=True) if wanted else None
-        save_confirmed(world, step, self.saver, save, self._lost)
+        save_confirmed(world, step, self.saver, save, self.records.lost)
 
     def _save(self, waits: bool = False) -> None:
         self.saver.save(self.step.index, self.tensors, self._facts(), waits=waits)
@@ -236,7 +219,7 @@ class Trainer:
             for replica in world.replicas
             if all(world.board.pid(rank) for rank in range(replica * size, (replica + 1) * size))
         ]
-        if index == self.resumed_at or here[:1] != [world.replica]:
+        if index == max(0, self.records.first - 1) or here[:1] != [world.replica]:
             return
         path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
         told = (
@@ -260,24 +243,15 @@ class Trainer:
         yield
         self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
-    def _lost(self, ranks: Sequence[int], seconds: float) -> None:
-        """Ranks died before the first step or after the last one: there is nothing to run again."""
-        at = max(self.step.index, self.resumed_at + 1)
-        self.journal.incidents.kept.append(loss_line(self.world, at, ranks, seconds, self.kills))
-
     def _close(self) -> None:
-        """The writer may die before its last line, or over it: then its successor does all of this again."""
+        """If the writer dies in here, its successor does all of this again."""
         self._last_checkpoint()
-        self.journal.finish()
+        self.records.finish_lines()
         if self.world.replica in writing_replicas(self.world):
             self.saver.finish()
-            digest = parameters_digest(self.engine.parameters())
-            if self.journal.writing:
+            digest = parameters_digest(self.engine.parameters())  # all ranks of the replica take part
+            if self.records.writing:
                 self.sinks.close()
-                lines = self.journal.steps.all(), self.journal.incidents.all()
-                facts = summary(self.run_dir, self.world, digest, self.resumed_at, *lines)
-                if self.gpu_use.card:
-                    facts["gpu"] = self.gpu_use.card
+                facts: dict[str, Any] = {"gpu": self.gpu_use.card} if self.gpu_use.card else {}
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
-                if not write_json(self.run_dir / "summary.json", facts):
-                    rank_exit.report(f"lost: {self.run_dir / 'summary.json'}, for the disk did not take it")
+                self.records.write_summary(digest, facts)

@@ -192,33 +192,54 @@ def summary(
     incidents: Sequence[Line],
 ) -> dict[str, Any]:
     """Over all steps of the run, those before it was resumed included. What is not known is left out."""
-    before = [line for line in incidents if line["step"] <= resumed_at]
-    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
-    counted = bool(tokens) or not steps  # a script of one's own has weights, which may be anything
-    alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
-    joined = sum(len(line.get("joined_replicas", ())) for line in incidents if line["step"] > resumed_at)
-    facts: dict[str, Any] = {
-        "steps": steps[-1]["step"] if steps else 0,
-        "microbatches_min": min((line["microbatches"] for line in steps), default=0),
-        "microbatches_max": max((line["microbatches"] for line in steps), default=0),
+    microbatches = [line["microbatches"] for line in steps] or [0]
+    last = steps[-1] if steps else {"step": 0, "loss": None}
+    return {
+        "steps": last["step"],
+        "microbatches_min": min(microbatches),
+        "microbatches_max": max(microbatches),
         "replicas_start": world.grid.replicas,
         "replicas_end": len(world.replicas),
-        "failures": world.grid.replicas
-        + joined
-        - len(world.replicas)
-        + sum(len(line["dead_replicas"]) for line in before),
-        "tokens": tokens if counted else None,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": (round(tokens / seconds, 1) if seconds else 0.0) if counted else None,
-        # Per living rank.
-        "effective_throughput": (round(tokens / alive, 1) if alive else 0.0) if counted else None,
-        "final_loss": steps[-1]["loss"] if steps else None,
-        "parameters_digest": digest,
+        "failures": _failures(world, resumed_at, incidents),
+        **_throughput(steps, world.grid.replica_size),
+        "final_loss": last["loss"],
+        **({"parameters_digest": digest} if digest is not None else {}),
         "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
+        **({"joined": joined} if (joined := _joined(incidents)) else {}),
+        **_gpu(steps),
     }
-    facts = {name: fact for name, fact in facts.items() if fact is not None or name == "final_loss"}
-    if returned := sum(len(line.get("joined_replicas", ())) for line in incidents):
-        facts["joined"] = returned
+
+
+def _failures(world: World, resumed_at: int, incidents: Sequence[Line]) -> int:
+    """Replicas lost in the whole run. In this job, all that began or joined and are not there at the end count, also
+    those whose loss no incident records."""
+    earlier = [line for line in incidents if line["step"] <= resumed_at]
+    joined = _joined(incidents) - _joined(earlier)
+    lost_earlier = sum(len(line["dead_replicas"]) for line in earlier)
+    return lost_earlier + world.grid.replicas + joined - len(world.replicas)
+
+
+def _joined(incidents: Iterable[Line]) -> int:
+    return sum(len(line.get("joined_replicas", ())) for line in incidents)
+
+
+def _throughput(steps: Sequence[Line], replica_size: int) -> dict[str, float]:
+    """Steps of users' scripts have weights instead of tokens, which may be anything: they give seconds alone."""
+    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
+    if steps and not tokens:
+        return {"seconds": round(seconds, 3)}
+    rank_seconds = sum(line["seconds"] * line["replicas"] * replica_size for line in steps)
+    return {
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        # Per living rank.
+        "effective_throughput": round(tokens / rank_seconds, 1) if rank_seconds else 0.0,
+    }
+
+
+def _gpu(steps: Sequence[Line]) -> dict[str, float]:
+    facts: dict[str, float] = {}
     if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
         facts["gpu_peak_mib"] = max(peaks)
     if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:
