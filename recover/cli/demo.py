@@ -1,4 +1,4 @@
-"""`recover demo`: the same training twice, undisturbed and losing half of its replicas, which come back; one page."""
+"""`recover demo`: the same training run without failures and with the loss of half of its replicas, and one report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recover.cli.monitor_options import Page
 if TYPE_CHECKING:
     from recover.job.spec import Monitors
 
-STEPS, STEPS_BACK = 24, 36  # those who come back take as long as some steps to get ready
+STEPS, STEPS_BACK = 24, 36  # a restarted replica takes as long as some steps to get ready
 WORDS = (
     "replicas=4",
     "accum=4",
@@ -23,30 +23,30 @@ WORDS = (
     "checkpoint.every=0",
     "log.tensorboard=false",
 )
-KILLS = (f"{STEPS // 3}:1:in-reduce", f"{STEPS * 2 // 3}:0:update")  # 0 is the one that writes the log
+KILLS = (f"{STEPS // 3}:1:in-reduce", f"{STEPS * 2 // 3}:0:update")  # rank 0 writes the log
 KILLS_BACK = ("5:1:in-reduce", "9:0:update")
 
 
 def demo(
     output: Annotated[
-        Path | None, typer.Option(help="Where runs and page go.  [default: runs/demo-TIME]")
+        Path | None, typer.Option(help="Directory for the runs and the report.  [default: runs/demo-TIME]")
     ] = None,
     page: Page = "auto",
     hosts: Annotated[
         int,
         typer.Option(
-            help="On so many emulated hosts (3 or more; needs root), of which the first loses its power."
+            help="Run on this many emulated hosts (3 or more; needs root); the first of them loses its power."
         ),
     ] = 0,
     returns: Annotated[
         bool | None,
         typer.Option(
-            "--return/--no-return", help="Start the lost replicas again.  [default: where there is an etcd]"
+            "--return/--no-return", help="Restart lost replicas.  [default: on, if there is an etcd]"
         ),
     ] = None,
 ) -> None:
-    """Train twice, undisturbed and losing half of the replicas, which come back, and show both curves: a minute or
-    two."""
+    """Train twice, without failures and with the loss of half of the replicas, and plot both losses. Takes one to two
+    minutes."""
     place = output or Path("runs", f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     if hosts:
         demo_on_hosts = plugins.load("demo.hosts")
@@ -83,7 +83,7 @@ def demo(
     print(
         f"\nShown: {len(survived)} steps went on through the loss of 2 of 4 replicas, one of them inside a gradient "
         f"reduction and one the writer of the log, between verdict and update.\n"
-        f"{_came_back(list(read_lines(rough / 'incidents.jsonl'))) if returns else ''}"
+        f"{_joins(list(read_lines(rough / 'incidents.jsonl'))) if returns else ''}"
         f"Every step of both runs was committed on {' or '.join(map(str, sorted(batches)))} microbatches, "
         f"{'on the same samples' if same else 'BUT NOT ON THE SAME SAMPLES'}; the losses are never more than "
         f"{apart:.2g} apart.\n"
@@ -91,7 +91,7 @@ def demo(
     )
 
 
-def _came_back(incidents: list[dict[str, Any]]) -> str:
+def _joins(incidents: list[dict[str, Any]]) -> str:
     came = [
         f"{len(line['joined_replicas'])} before step {line['step']}"
         for line in incidents
@@ -102,7 +102,7 @@ def _came_back(incidents: list[dict[str, Any]]) -> str:
 
 
 def _page(page: str) -> Monitors:
-    from recover.runs.live.monitors import LOOPBACK, onlookers
+    from recover.runs.live.monitors import LOOPBACK, make_monitors
 
     with refusals("recover demo"):
-        return onlookers(page, LOOPBACK, None, typer.echo)
+        return make_monitors(page, LOOPBACK, None, typer.echo)
