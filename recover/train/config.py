@@ -14,8 +14,8 @@ from recover.job.config_keys import Keys, nearest, parse_keys
 from recover.job.spec import LEAST_LINK_TIMEOUT
 from recover.policy import DEFAULT_POLICY
 
-MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with the sequence length each is made for
-SEQ_LEN = 128  # of a model from a file, unless it is said
+MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with their sequence lengths
+SEQ_LEN = 128  # default of a model from a file
 
 
 class Data(Keys):
@@ -154,10 +154,10 @@ class Config(Keys):
     @validator(mode="before")
     @classmethod
     def _batch(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """B = replicas x accum. Who resumes with another number of replicas keeps B, and accum follows."""
+        """B = replicas x accum. If a run is resumed with another number of replicas, B stays and accum follows."""
         named = {name: _count(given, name) for name in ("replicas", "accum", "global_batch")}
         if any(given.get(name) is not None and count is None for name, count in named.items()):
-            return given  # not a count at all: the field itself will say so
+            return given  # not a count: the check of the field itself reports it
         replicas = named["replicas"] or cls.model_fields["replicas"].default
         accum, batch = named["accum"], named["global_batch"]
         if batch is None:
@@ -272,7 +272,7 @@ def parse(given: Mapping[str, Any]) -> Config:
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
-    """A number that others depend on; None if there is none or it cannot be one."""
+    """A positive number that others depend on; None if it is missing or invalid."""
     try:
         number = int(given[name])
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: the run's own files, read while they grow. No rank is asked for anything."""
+"""Progress in the terminal, from the files of the run while they grow. No rank is asked for anything."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recover.runs.records.root_causes import stories
 from recover.runs.records.sentences import in_replicas, sentence
 from recover.train.config import Config
 
-QUIET = 1.0  # seconds between two lines where there is no terminal
+QUIET = 1.0  # seconds between two lines without a terminal
 SMOOTHING = 0.2
 
 
 class Screen:
-    """Progress as a bar on a terminal, as lines elsewhere; every failure as one sentence."""
+    """Progress as a bar on a terminal and as lines elsewhere; every failure as one sentence."""
 
     def __init__(self, config: Config, run_dir: Path, first: int) -> None:
         self._config, self._run_dir = config, run_dir
@@ -66,7 +66,7 @@ class Screen:
             self.say(sentence(incident, None, self._config.global_batch, self._cause(incident)))
 
     def _cause(self, incident: IncidentRecord) -> str:
-        """The first one, in short; nothing where nobody has seen it."""
+        """The root cause in short; "" if it is not known."""
         seen = stories([cast(Line, incident)], job_lines(self._run_dir))
         return seen[0].short if seen and seen[0].seen else ""
 
@@ -88,6 +88,6 @@ class Screen:
 
 
 def gpu_use(line: StepRecord) -> str:
-    """What a line says of the GPU; nothing where there is none."""
+    """The use of the GPU in a line; "" without a GPU."""
     used = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
     return used + (f"  {line['gpu_peak_mib'] / 1024:.1f} GiB" if "gpu_peak_mib" in line else "")

@@ -1,6 +1,6 @@
 """The script that every rank of `recover train` runs. Started by `recover.train.supervision`, never by hand.
 
-Arguments: the configuration as JSON, and the checkpoint to go on from ("" for none).
+Arguments: the configuration as JSON, and the checkpoint to resume from ("" for none).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with importing():
 
 
 def main(config: Config, resume: Path | None) -> None:
-    pick_device(config.device)  # before the world is made: where it uses NCCL, its groups are made on it
+    pick_device(config.device)  # before the world is created, whose NCCL groups are created on this device
     world = recover.init()
     assert world.job.run_dir is not None
     run_dir = Path(world.job.run_dir)

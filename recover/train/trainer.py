@@ -1,4 +1,4 @@
-"""What every rank does in a run of `recover train`, from top to bottom."""
+"""What every rank of `recover train` does, from top to bottom."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from recover.world.writers import writing_replicas
 
 
 class Trainer:
-    """One rank's part in a run. All ranks make one alike, and call `run` once."""
+    """One rank of a run. All ranks create one with the same arguments, and call `run` once."""
 
-    differs_between_replicas = True  # lines of the journal hold the times of the rank
+    differs_between_replicas = True  # the records hold times of the rank
 
     def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
         self.world, self.config, self.run_dir = world, config, run_dir
@@ -63,7 +63,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.engine.model)
         self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
         self.tensors = Tensors(self.engine.model, self.optimizer, world.grid.replica_size)
-        # One that joins is given what the others have.
+        # A joining replica receives the state of the others instead.
         resume = None if world.outside else resume
         saved = load_checkpoint(resume, self.tensors, self.engine, world) if resume else None
         self.step = recover.Step(
@@ -81,7 +81,7 @@ class Trainer:
         )
         if saved:
             self._go_on_from(saved)
-        # Where each host has a run directory of its own, each keeps curves of its own.
+        # Hosts with run directories of their own have curves of their own.
         self.sinks = Sinks(config, run_dir, world.job.host if len(world.job.directories) > 1 else None)
         self.records = RunWriter(world, run_dir, self.sinks.log)
         if not world.outside:  # a joining replica receives its records from the others
@@ -97,10 +97,10 @@ class Trainer:
         self.step.extra["trainer"] = self
         self.step.save_states = self._save_states  # type: ignore[method-assign]
         self.stop_requests = StopRequests(self.step, run_dir)
-        self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
+        self.spent: dict[str, float] = {}  # milliseconds since the last step, spent outside of steps
 
     def run(self) -> None:
-        """Until all steps are taken, all replicas agree to stop, or too few are left."""
+        """Train until all steps are taken, all replicas agree to stop, or too few replicas are left."""
         try:
             self._begin()
             while self._goes_on():
@@ -112,7 +112,7 @@ class Trainer:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """For a replica that joins, beside what the step gives it."""
+        """State for a joining replica, besides that of the step."""
         return {"records": self.records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,14 +121,14 @@ class Trainer:
     def _go_on_from(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["position"])
         self.scheduler.load_state_dict(saved["scheduler"])
-        # Another learning rate may have been asked for.
+        # The configuration may set another learning rate than before.
         self.scheduler.base_lrs = [self.config.lr for _ in self.scheduler.base_lrs]
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * lr_factor(self.config, self.step.index)
 
     def _begin(self) -> None:
         world = self.world
-        if world.outside:  # the others are at work: it comes warm
+        if world.outside:  # the others train already: warm up before joining
             self.stop_requests.listen()
             self.engine.rehearse(self.stream[0])
             return
@@ -156,7 +156,8 @@ class Trainer:
         started = time.perf_counter()
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
-        lr = config.lr * lr_factor(config, step.index - 1)  # as it was, also for one that has joined just now
+        # The rate of the committed step, also on a replica that has just joined.
+        lr = config.lr * lr_factor(config, step.index - 1)
         line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)
         self.gpu_use.note(line, self.world.members)
         line |= {name: round(spent, 3) for name, spent in self.spent.items()}  # type: ignore[typeddict-item]
@@ -166,7 +167,7 @@ class Trainer:
                 line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
         self.records.commit(line, step, config.samples == "exact")
 
-    # Control: what ends a run, what is saved of it, and the fault that may strike over it.
+    # The end of a run, and checkpoints.
 
     def _goes_on(self) -> bool:
         step, config = self.step, self.config
@@ -187,8 +188,8 @@ class Trainer:
             self.world.hooks.under_way("checkpoint")
 
     def _last_checkpoint(self) -> None:
-        """The last state, too, counts only when all have been compared after it was taken. No step follows that could
-        be saved instead, so it waits for a disk that is full."""
+        """The last state, too, counts only after a comparison of all replicas. No later step could be saved instead,
+        so this waits for a full disk."""
         world, step = self.world, self.step
         wanted = self.config.checkpoint.every or step.index < self.config.steps
         save = partial(self._save, waits=True) if wanted else None
@@ -207,9 +208,10 @@ class Trainer:
         }
 
     def _save_what_there_is(self) -> None:
-        """Nobody can agree on anything any more, so on each host the first replica that lies there as a whole saves.
+        """The world is lost and no agreement is possible: on each host, the first replica that is there as a whole
+        saves.
 
-        All hold the state of their last commit. That no bit has flipped since, no vote will tell.
+        All replicas hold the state of their last commit. No vote confirms that no bit has flipped since.
         """
         world, index, size = self.world, self.step.index, self.world.grid.replica_size
         world.stop_watching()
@@ -232,7 +234,7 @@ class Trainer:
             print(f"recover: {told}", flush=True)
 
     def _save_states(self, error: StateDivergedError) -> None:
-        """Replicas hold different states, and nobody can tell which is right."""
+        """Save the states of replicas that differ, if no vote can decide which one is right."""
         if not self.step.index:
             return
         save_states(self.world, self.step.index, error, self.saver, self.tensors, lambda: (self._facts(), {}))

@@ -1,4 +1,4 @@
-"""A run in the terminal: the same as on the page."""
+"""A run in the terminal, with the content of the live page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recover.runs.live.view import RunView
 from recover.runs.records.goodput import PARTS
 
 _LOOK = 0.5  # seconds
-_SHOWN = 8  # incidents: the last ones
+_SHOWN = 8  # incidents that are shown, the last ones
 _LETTERS = {
     "starting": "S", "warming up": "W", "preparing": "P", "computing": "C", "reducing": "R", "voting": "V",
     "repairing": "!", "updating": "U", "between steps": "B", "ending": "E", "stopped": "Z", "gone": "x",
     "done": ".", "not known": "?", "joining": "J",
 }  # fmt: skip
-_GRID = 256  # ranks; more are only counted
+_GRID = 256  # ranks that are shown; more are only counted
 
 
 def newest(place: Path) -> Path:
-    """The run that was written to last."""
+    """The run directory that was written to last."""
     found = [
         path for path in place.glob("*") if any((path / n).exists() for n in ("job.jsonl", "steps.jsonl"))
     ]
@@ -40,7 +40,7 @@ def once(view: RunView) -> None:
 
 
 def follow(view: RunView) -> None:
-    """Until the run has ended, or Ctrl-C."""
+    """Update until the run has ended, or Ctrl-C."""
     with Live(shown(view), console=Console(highlight=False), refresh_per_second=4) as live:
         try:
             while view.state()["state"] == "running":

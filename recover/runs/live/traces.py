@@ -1,7 +1,7 @@
-"""Steps and repairs as OpenTelemetry traces (extra `otel`): made from the records, by a thread beside the job.
+"""Steps and repairs as OpenTelemetry traces (extra `otel`), made from the records by a thread of the launcher.
 
-A step is a trace of its own; what was repaired in it are spans inside, each with its phases. Where they are sent is
-what OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT).
+Every step is a trace; its repairs are child spans, with one span per phase. The standard variables of OpenTelemetry
+(OTEL_EXPORTER_OTLP_ENDPOINT) name the receiver.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.kinds import Line
 
-_LOOK = 0.5  # seconds between looks at the records
-_PHASES = (
-    "detect",
-    "repair",
-    "restore",
-    "redo",
-    "transfer",
-)  # one after the other, from when the loss was noticed
+_LOOK = 0.5  # seconds between two reads of the records
+# In this order, from the moment when the loss was noticed.
+_PHASES = ("detect", "repair", "restore", "redo", "transfer")
 
 
 class Traces:
-    """While inside, every step and every repair that is written down becomes a span. Training waits for none of it."""
+    """Exports every step and every repair that is recorded while entered. Training never waits for it."""
 
     def __init__(self, run_dir: Path, exporter: SpanExporter | None = None) -> None:
         if exporter is None:

@@ -1,4 +1,4 @@
-"""A run as it stands, kept up to date from its records: what the page, `recover status` and the metrics show."""
+"""The state of a run, kept up to date from its records, for the page, `recover status` and the metrics."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launch
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Story, stories
 
-POINTS = 600  # of a curve: more than a screen can show
+POINTS = 600  # points of a curve: more than a screen can show
 COLUMNS = ("step", "loss", "microbatches", "replicas", "tokens_per_second")
-_RECENT = 32  # steps whose speed tells when the run will be through
-_FRESH = 0.1  # seconds: looks that come sooner see what the last one saw
+_RECENT = 32  # last steps, from whose speed the remaining time is estimated
+_FRESH = 0.1  # seconds in which a second refresh reads nothing
 _SMOOTH = 0.2
 PHASES = ("detect", "repair", "restore", "redo", "transfer")
 
 
 class RunView:
-    """One run. `refresh` reads what is new; the rest tells. May be used by several threads."""
+    """One run. `refresh` reads what is new; the other methods report it. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
@@ -38,9 +38,8 @@ class RunView:
         self._looked = 0.0
         self._mappings: dict[str, tuple[tuple[int, ...], Line]] = {}
         self._stories: tuple[tuple[int, ...], list[Story]] = ((), [])
-        self.generation = int(
-            time.time()
-        )  # one more whenever all that was told counts no more; others after a restart
+        # Changes whenever earlier answers no longer hold, also if this process is restarted.
+        self.generation = int(time.time())
         self._forget()
 
     def _forget(self) -> None:
@@ -54,25 +53,24 @@ class RunView:
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
         self._reruns = 0
-        self._batches: dict[int, int] = {}  # of the steps with incidents
+        self._batches: dict[int, int] = {}  # microbatches of the steps with incidents
         self._tokens = 0
-        self._spans: deque[tuple[float, float]] = deque(
-            maxlen=_RECENT
-        )  # tokens and seconds of the last few steps
+        # Tokens and seconds of the last few steps.
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._account = TimeAccount()
 
     @property
     def count(self) -> int:
-        """Committed steps that have been read."""
+        """Number of committed steps that have been read."""
         return len(self._columns["step"])
 
     def refresh(self, at_once: bool = False) -> None:
-        """Read what is new; for many readers no more often than they can tell, unless asked `at_once`."""
+        """Read what is new. Calls in quick succession read once, unless `at_once`."""
         with self._lock:
             if time.monotonic() - self._looked < _FRESH and not at_once:
                 return
             self._looked = time.monotonic()
-            if not self._read():  # cut or replaced: once more from the beginning
+            if not self._read():  # rolled back or started again: read it from the beginning
                 self._forget()
                 self._read()
 
@@ -120,7 +118,7 @@ class RunView:
         return self._mapping("summary.json")
 
     def _mapping(self, name: str) -> Line:
-        """Read again only when it has changed."""
+        """The content of a YAML or JSON file, read again only if it has changed."""
         path = self.run_dir / name
         try:
             found = path.stat()
@@ -132,7 +130,7 @@ class RunView:
         return self._mappings[name][1]
 
     def state(self) -> dict[str, Any]:
-        """How the run stands, in numbers."""
+        """The state of the run, in numbers."""
         with self._lock:
             config, summary, start = self.config, self.summary, self._start()
             ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
@@ -176,7 +174,7 @@ class RunView:
             }
 
     def series(self, points: int = POINTS) -> dict[str, Any]:
-        """The curves, of at most so many points: of each stretch the mean, and of the loss the extremes, too."""
+        """The curves, with at most `points` points: of each interval the mean, and of the loss also the extremes."""
         with self._lock:
             table = {
                 name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()
@@ -202,12 +200,12 @@ class RunView:
             least = np.fmin.reduceat(table["microbatches"], cuts)
             most = np.fmax.reduceat(table["microbatches"], cuts)
             batch = table["microbatches"][0]
-            # One step that is not on B microbatches must not vanish among many that are.
+            # A single step with another number of microbatches than B must not be averaged away.
             shown["microbatches"] = np.where(np.abs(least - batch) > np.abs(most - batch), least, most)
         return {"count": count, **{name: _numbers(values) for name, values in shown.items()}}
 
     def since(self, count: int) -> list[list[float | None]]:
-        """The steps after the first `count` ones, each as the columns."""
+        """The steps after the first `count` ones, as rows of the columns."""
         with self._lock:
             return [
                 [_number(self._columns[name][row]) for name in COLUMNS] for row in range(count, self.count)
@@ -221,7 +219,8 @@ class RunView:
             return self._stories[1]
 
     def incidents(self) -> list[dict[str, Any]]:
-        """Every loss, with its first cause, its timeline and what the step was committed on; and who has joined."""
+        """Every loss with its root cause, its timeline and the microbatches that its step was committed with; and
+        every join."""
         with self._lock:
             told = {story.number: story for story in self.stories()}
             came = {
@@ -253,7 +252,7 @@ class RunView:
         }
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What each rank does: from the board of a job on this host, or as far as the records tell."""
+        """What each rank does: from the board of a job on this host, or from the records."""
         with self._lock:
             gone = {
                 death.rank: death
@@ -266,7 +265,7 @@ class RunView:
             return ranks_now(self._start(), self._job, gone, joined, self._last, seats)
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
-        """The end of a rank's log; None if there is none, or if it lies elsewhere."""
+        """The end of a rank's log; None if there is none, or if it is outside the run directory."""
         path = self.run_dir / "ranks" / f"{rank}.log"
         try:
             if not path.resolve(strict=True).is_relative_to(self.run_dir.resolve()):
@@ -284,7 +283,7 @@ class RunView:
         return next((line for line in reversed(self._job) if line["what"] == "start"), {})
 
     def _placement(self) -> Line:
-        """Of a job on several hosts; the directory may hold that of an earlier one."""
+        """The placement of a job on several hosts. (The file may be left over from an earlier job.)"""
         return self._mapping(PLACEMENT) if "run" in self._start() else {}
 
     def _first(self, name: str) -> int | None:
@@ -292,7 +291,7 @@ class RunView:
 
 
 def _mapping(path: Path) -> Line:
-    """Anything unreadable counts as missing."""
+    """The content of a YAML or JSON file; empty if it cannot be read."""
     try:
         text = path.read_bytes()
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

@@ -89,9 +89,8 @@ class _Tail:
 
     def _rewind(self, inode: int) -> None:
         self._inode, self._at = inode, 0
-        self._last = (
-            b""  # the last line that was read: if it is no longer there, the file was cut and has grown again
-        )
+        # The last line that was read. If it is no longer there, the file was cut and has grown again.
+        self._last = b""
         self._lines = 0  # finished lines up to `_at`
         self._still_earlier = True  # all of them were lines of the earlier job
 

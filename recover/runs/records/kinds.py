@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 
 
 class StepRecord(TypedDict):
-    """A committed step: the same on all survivors, but for the time it took."""
+    """A committed step: the same on all survivors, except for times."""
 
     step: int
     loss: float | None  # None: not finite
@@ -24,28 +24,28 @@ class StepRecord(TypedDict):
     accum: int
     roles: dict[str, int]
     seconds: float
-    data_digest: str  # over the numbers of its samples
-    tokens: NotRequired[
-        int
-    ]  # a loop of one's own has `weight` instead: the sum of what it gave to step.backward
-    weight: NotRequired[float]
-    own_step: NotRequired[int]  # of a script with several Steps: the number in the Step that took it,
-    part: NotRequired[int]  # and which one that was, from 1 on; `step` counts them all
-    at: float  # when it was committed, in seconds since 1970
-    compute_ms: float  # that replicas have computed what they were dealt, over all of them
-    wait_ms: float  # that replicas waited meanwhile for the slowest of them, over all of them
-    checkpoint_ms: NotRequired[float]  # of the time since the step before: went into a checkpoint
-    evaluation_ms: NotRequired[float]  # and into an evaluation
+    data_digest: str  # digest of the numbers of its samples
+    tokens: NotRequired[int]
+    weight: NotRequired[
+        float
+    ]  # of users' scripts, instead of tokens: sum of the weights given to step.backward
+    own_step: NotRequired[int]  # in a script with several Steps: number of the step in its Step,
+    part: NotRequired[int]  # and number of that Step, from 1 on; `step` counts the steps of all
+    at: float  # time of the commit, in seconds since 1970
+    compute_ms: float  # time that replicas computed their shares, summed over replicas
+    wait_ms: float  # time that replicas waited for the slowest of them, summed over replicas
+    checkpoint_ms: NotRequired[float]  # time spent on a checkpoint since the step before
+    evaluation_ms: NotRequired[float]  # time spent on an evaluation since the step before
     heldout_loss: NotRequired[float]
-    gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
-    mfu: NotRequired[float]  # model FLOPs utilisation: recover/train/models/flops.py says what is counted
+    gpu_peak_mib: NotRequired[int]  # peak memory of the writer's tensors on its GPU, so far
+    mfu: NotRequired[float]  # model FLOPs utilisation, as defined in recover/train/models/flops.py
     stragglers: NotRequired[dict[str, float]]
-    reruns: NotRequired[int]  # of the step, because a value was too large for its exponents
+    reruns: NotRequired[int]  # repetitions of the step because a value was too large for its exponents
     skipped: NotRequired[bool]  # True: the gradient was not finite, or all weights were 0
 
 
 class IncidentRecord(TypedDict):
-    """A repair, and what it cost the step that it struck. Times are those of the rank that wrote it."""
+    """A repair, and its cost for the step. Times are those of the rank that wrote the record."""
 
     step: int
     location: str
@@ -60,53 +60,53 @@ class IncidentRecord(TypedDict):
     repair_ms: float
     restore_ms: float
     redo_ms: float
-    at: float  # when its writer first knew, in seconds since 1970
-    evicted: NotRequired[dict[str, str]]  # the replicas that the others went on without, and why
-    # Where replicas have joined; somebody may have been lost in the same repair.
-    kind: NotRequired[str]  # "joined"; a record without it tells of losses alone
+    at: float  # when the writer noticed the loss, in seconds since 1970
+    evicted: NotRequired[dict[str, str]]  # evicted replicas, and why
+    # If replicas joined; ranks may have been lost in the same repair.
+    kind: NotRequired[str]  # "joined"; missing in records of losses only
     joined_ranks: NotRequired[list[int]]
     joined_replicas: NotRequired[list[int]]
-    hosts: NotRequired[list[str]]  # on which they run
-    warm_up_ms: NotRequired[float]  # from the start of their processes until they asked, the longest
-    transfer_ms: NotRequired[float]  # of the state, to them
-    transfer_bytes: NotRequired[int]  # to each of their ranks, of the writer's shard
-    stall_ms: NotRequired[float]  # that the others have not computed for
+    hosts: NotRequired[list[str]]  # of the joined ranks
+    warm_up_ms: NotRequired[float]  # from the start of a process to its request to join, the longest
+    transfer_ms: NotRequired[float]  # of the state
+    transfer_bytes: NotRequired[int]  # to each joined rank, of the writer's shard
+    stall_ms: NotRequired[float]  # time for which the other replicas did not compute
 
 
 class JobRecord(TypedDict):
-    """What only who stands beside the ranks can see.
+    """What only the launcher, or the agent of a host, can see.
 
-    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `heard` (of ranks that were lost on
-    another host), `ending` (from here on the launcher ends what is left), or `end`.
+    `what` is `start` (of the whole job), `exit` (of a rank), `heard` (of ranks that were lost on another host),
+    `ending` (the launcher ends the remaining ranks from here on), or `end`.
     """
 
     what: str
     at: float
-    # start: how the job was begun
+    # start: the options of the job
     ranks: NotRequired[int]
     replica_size: NotRequired[int]
-    session: NotRequired[str]  # its board lies there while it runs, on this host
+    session: NotRequired[str]  # directory of its board on this host, while it runs
     host: NotRequired[str]
-    run: NotRequired[str]  # of several hosts: what their starts and ends have in common
+    run: NotRequired[str]  # of a job on several hosts: identifies its starts and ends
     faults: NotRequired[list[str]]
-    # exit: a rank is gone, and what is known of it
+    # exit: the facts about a rank that has exited
     rank: NotRequired[int]
     pid: NotRequired[int]
-    signal: NotRequired[str]  # that ended it, where the kernel tells
-    code: NotRequired[int]  # that it ended with
-    step: NotRequired[int]  # what it was doing, as its board has it
+    signal: NotRequired[str]  # that ended it, if the kernel tells
+    code: NotRequired[int]  # its exit code
+    step: NotRequired[int]  # its activity, from its board
     doing: NotRequired[str]
     slots: NotRequired[list[int]]
-    words: NotRequired[dict[str, Any]]  # its last ones
-    note: NotRequired[dict[str, Any]]  # on the slots that it was computing, if it died over them
+    words: NotRequired[dict[str, Any]]  # its last message
+    note: NotRequired[dict[str, Any]]  # on the slots that it was computing when it died
     crash: NotRequired[str]  # its stack, if native code crashed
     kernel: NotRequired[
         list[str]
-    ]  # what the kernel said of this process, or of the host's hardware just then
+    ]  # lines of the kernel about this process, or about the hardware at that time
     oom_kills: NotRequired[int]  # of the control group, since the start
     disk_full: NotRequired[str]
     gpu: NotRequired[list[str]]
-    # heard: of another `host`, by its agent, or because there was no sign of it for so long
+    # heard: ranks of another `host`, reported by its agent, or lost because its lease has expired
     lost_ranks: NotRequired[list[int]]
     why: NotRequired[str]
     lease: NotRequired[float]  # seconds; only if the host itself is lost
@@ -114,7 +114,5 @@ class JobRecord(TypedDict):
     reason: NotRequired[str]
 
 
-Line = dict[str, Any]  # a record whose kind does not matter
-Event = dict[
-    str, Any
-]  # at (seconds), what, rank, life (0, and one more after every restart), and what belongs to it
+Line = dict[str, Any]  # a record of any kind
+Event = dict[str, Any]  # at (seconds), what, rank, life (0, plus one per restart), and fields of its kind

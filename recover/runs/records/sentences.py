@@ -1,4 +1,4 @@
-"""A repair in one sentence, for the person at the terminal."""
+"""A repair in one sentence, for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BROKEN_OFF = (
 
 
 def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
-    """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
+    """What was lost, where in the step, why, how long the repair took, what was redone, and the committed batch."""
     dead = incident["dead_replicas"]
     if came := incident.get("joined_replicas"):
         also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""

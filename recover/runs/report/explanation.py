@@ -1,4 +1,4 @@
-"""`recover why`: who was first, why, who followed and because of whom, and what to do."""
+"""`recover why`: which ranks were lost first, why, which followed because of them, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recover.runs.report.wording import PHASES, milliseconds, victims
 
 
 def tell(run: Run, number: int | None = None) -> list[str]:
-    """All incidents of a run, or the one of this number, as lines."""
+    """All incidents of a run, or the one with this number, as lines."""
     found = stories(run.incidents, run.job)
     if number is not None:
         known = ", ".join(str(story.number) for story in found) or "none"
@@ -32,7 +32,7 @@ def tell(run: Run, number: int | None = None) -> list[str]:
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:
-    tell(run, number)  # refuses what is not there
+    tell(run, number)  # raises ValueError if it does not exist
     return [
         {
             "incident": story.number,
@@ -82,7 +82,7 @@ def _held(line: Line) -> str:
 
 
 def moment(at: float | None) -> str:
-    """To the millisecond, by the clock of the host."""
+    """A time of day to the millisecond, by the clock of the host."""
     if at is None:
         return "a time that nobody noted"
     return datetime.fromtimestamp(at).isoformat(sep=" ", timespec="milliseconds")

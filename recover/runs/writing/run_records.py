@@ -1,4 +1,4 @@
-"""What a line of `steps.jsonl`, a line of `incidents.jsonl` and `summary.json` say."""
+"""The content of a line of `steps.jsonl`, of a line of `incidents.jsonl`, and of `summary.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from recover.world.world import World
 
 
 class StepOutcome(Protocol):
-    """What became of it."""
+    """The outcome of a step."""
 
     @property
     def skipped(self) -> bool: ...
 
 
 class CommittedStep(Protocol):
-    """What a step tells of itself once it is committed."""
+    """The attributes of a committed step that are recorded."""
 
     loss: float
     grad_norm: float
@@ -48,7 +48,7 @@ class CommittedStep(Protocol):
 
 
 class Repaired(Protocol):
-    """What a repair meant for the step that it struck."""
+    """The attributes of an incident that are recorded."""
 
     step: int
     epoch: int
@@ -79,9 +79,9 @@ class Repaired(Protocol):
 def step_line(
     step: CommittedStep, world: World, lr: float, seconds: float, tokens_each: int | None = None
 ) -> StepRecord:
-    """The step that was just committed. The same on all survivors, but for the time it took.
+    """The line of the step that was just committed: the same on all survivors, except for times.
 
-    `tokens_each`: in a microbatch. A loop of one's own counts by weights instead, which may be tokens or not.
+    `tokens_each`: tokens in a microbatch. Users' scripts are recorded with the sum of their weights instead.
     """
     microbatches = len(step.all_samples)
     stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
@@ -117,14 +117,14 @@ def step_line(
 def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
     record: IncidentRecord = {
         "step": incident.step,
-        # Of a death that nobody scheduled: where the survivors were when they noticed.
+        # For a death that no schedule caused: where the survivors were when they noticed it.
         "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
         "dead_ranks": list(incident.dead_ranks),
         "dead_replicas": list(incident.dead_replicas),
         "boundary": incident.boundary,
         "restore": str(incident.restore),
         "extra_microbatches": incident.extra_microbatches,
-        # If not exact they draw other samples.
+        # Without exact samples the survivors draw other ones.
         "redone_microbatches": incident.extra_microbatches if exact else 0,
         "epoch": incident.epoch,
         "detect_ms": round(incident.detect_ms, 3),
@@ -152,7 +152,7 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
 def loss_line(
     world: World, step: int, ranks: Sequence[int], seconds: float, kills: Iterable[Fault]
 ) -> IncidentRecord:
-    """Ranks that died before the first step or after the last one, and how long the repair took."""
+    """The line of ranks that were lost outside of any step; `seconds`: how long the repair took."""
     replicas = world.grid.replicas_of(ranks)
     evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
     record: IncidentRecord = {
@@ -175,7 +175,7 @@ def loss_line(
 
 
 def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
-    """Where the schedule has struck these replicas; "" if nobody had scheduled their deaths."""
+    """The locations at which the schedule killed these replicas; "" if it did not."""
     latest: dict[int, Fault] = {}
     for kill in sorted(kills, key=lambda kill: kill.step):
         if kill.lethal and kill.replica in replicas and kill.step <= step:
@@ -191,7 +191,7 @@ def summary(
     steps: Sequence[Line],
     incidents: Sequence[Line],
 ) -> dict[str, Any]:
-    """Over all steps of the run, those before it was resumed included. What is not known is left out."""
+    """Facts about all steps of the run, including those before it was resumed. Unknown ones are left out."""
     microbatches = [line["microbatches"] for line in steps] or [0]
     last = steps[-1] if steps else {"step": 0, "loss": None}
     return {
@@ -248,13 +248,13 @@ def _gpu(steps: Sequence[Line]) -> dict[str, float]:
 
 
 def write_json(path: Path, content: Any) -> bool:
-    """Whole or not at all. At the end of a run: waits for the disk, and returns whether it has taken it."""
+    """Write the file atomically, and wait for the disk for a limited time. Returns whether it was written."""
     text = (json.dumps(content, indent=2) + "\n").encode()
     return FILES.retry(lambda: FILES.disk.replace(path, text), path.name)
 
 
 def data_digest(samples: Sequence[int]) -> str:
-    """Over the sample indices of a step, in order, as text."""
+    """Digest of the sample numbers of a step, sorted."""
     return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
 
 
