@@ -55,16 +55,10 @@ def demo(
             raise typer.Exit(2)
         raise typer.Exit(demo_on_hosts(hosts, place, [f"steps={STEPS}", *WORDS], STEPS // 2))
     from recover.job.host_options import HostOptions
-    from recover.runs.records.json_lines import read_lines
     from recover.runs.report import build
     from recover.train.supervision import train
-    from recover.world.fabrics.etcd.server import NoEtcdError, find_binary
 
-    if returns is None:
-        try:
-            returns = bool(find_binary())
-        except NoEtcdError:
-            returns = False
+    returns = _has_etcd() if returns is None else returns
     calm, rough = place / "failure-free", place / ("lost-and-back" if returns else "two-replicas-lost")
     kills, words = KILLS_BACK if returns else KILLS, [*WORDS, f"steps={STEPS_BACK if returns else STEPS}"]
     print("A run in which nothing fails:", flush=True)
@@ -75,30 +69,45 @@ def demo(
     again = HostOptions(returns=True, return_delay=0.0) if returns else None
     if code := train(words, rough, kills, monitors=_page(page), returns=again):
         raise typer.Exit(code)
-    picture = build([calm, rough], place / "report")
+    print(_result(calm, rough, returns, build([calm, rough], place / "report")))
+
+
+def _has_etcd() -> bool:
+    from recover.world.fabrics.etcd.server import NoEtcdError, find_binary
+
+    try:
+        return bool(find_binary())
+    except NoEtcdError:
+        return False
+
+
+def _result(calm: Path, rough: Path, returns: bool, report: Path) -> str:
+    """What the two runs have shown."""
+    from recover.runs.records.json_lines import read_lines
+
     undisturbed, survived = (list(read_lines(run / "steps.jsonl")) for run in (calm, rough))
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(undisturbed, survived, strict=True))
     batches = {line["microbatches"] for line in (*undisturbed, *survived)}
     same = [line["data_digest"] for line in undisturbed] == [line["data_digest"] for line in survived]
-    print(
+    return (
         f"\nShown: {len(survived)} steps went on through the loss of 2 of 4 replicas, one of them inside a gradient "
         f"reduction and one the writer of the log, between verdict and update.\n"
         f"{_joins(list(read_lines(rough / 'incidents.jsonl'))) if returns else ''}"
         f"Every step of both runs was committed on {' or '.join(map(str, sorted(batches)))} microbatches, "
         f"{'on the same samples' if same else 'BUT NOT ON THE SAME SAMPLES'}; the losses are never more than "
         f"{apart:.2g} apart.\n"
-        f"Both curves: {picture}"
+        f"Both curves: {report}"
     )
 
 
 def _joins(incidents: list[dict[str, Any]]) -> str:
-    came = [
+    joined = [
         f"{len(line['joined_replicas'])} before step {line['step']}"
         for line in incidents
         if line.get("joined_replicas")
     ]
-    told = " and ".join(came) if came else "none: the run was over before they were ready"
-    return f"Replicas that came back, and were given the state of the others: {told}.\n"
+    text = " and ".join(joined) or "none: the run was over before they were ready"
+    return f"Replicas that came back, and were given the state of the others: {text}.\n"
 
 
 def _page(page: str) -> Monitors:

@@ -137,8 +137,8 @@ class Trainer:
         do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self.records.lost)
         self.stop_requests.listen()
         if self.gpu_use.card and self.records.writing:
-            rank_exit.log(told := self.gpu_use.told(world.members))
-            print(f"recover: {told}", flush=True)
+            rank_exit.log(text := self.gpu_use.describe(world.members))
+            print(f"recover: {text}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
             for name in operations_that_vary(self.engine, self.stream[0]):
                 if self.records.writing:

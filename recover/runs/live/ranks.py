@@ -47,27 +47,39 @@ def ranks_now(
     }
     session = session_of(start)
     board, others = (_board(session), other_hosts.found(session)) if session else (None, {})
-    found = []
     # Ranks that are about to join are only on the boards.
     there = {*(board.living() if board else ()), *others}
     coming = {rank for rank in there if rank >= count} - {*joined, *gone, *exits}
-    for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]:
-        host = (seats.get(str(rank)) or start).get("host", "")
-        entry: dict[str, Any] = {"rank": rank, "replica": rank // size, "host": host}
+
+    def activity(rank: int) -> dict[str, Any]:
         if rank in gone or rank in exits:
-            line = exits.get(rank, {})
-            well = rank not in gone and line.get("words", {}).get("end") == "done"
-            why = gone[rank].cause.short if rank in gone else ""
-            entry |= {"doing": DONE if well else GONE, "since": line.get("at"), "why": why}
-            entry |= {"step": line.get("step", 0), "slots": []}
-        elif board is not None and rank < board.size and board.is_here(rank):
-            entry |= _shown(board.now(rank), board.state(rank), rank in coming)
-        elif rank in others:
-            entry |= _shown(*others[rank], rank in coming)
-        else:
-            entry |= {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
-        found.append(entry)
-    return found
+            return _exited(exits.get(rank, {}), gone.get(rank))
+        if board is not None and rank < board.size and board.is_here(rank):
+            return _shown(board.now(rank), board.state(rank), rank in coming)
+        if rank in others:
+            return _shown(*others[rank], rank in coming)
+        return {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
+
+    return [
+        {
+            "rank": rank,
+            "replica": rank // size,
+            "host": (seats.get(str(rank)) or start).get("host", ""),
+            **activity(rank),
+        }
+        for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]
+    ]
+
+
+def _exited(line: Line, death: Death | None) -> dict[str, Any]:
+    is_done = death is None and line.get("words", {}).get("end") == "done"
+    return {
+        "doing": DONE if is_done else GONE,
+        "since": line.get("at"),
+        "why": death.cause.short if death else "",
+        "step": line.get("step", 0),
+        "slots": [],
+    }
 
 
 def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:

@@ -67,19 +67,21 @@ def shown(view: RunView) -> RenderableType:
             parts.append(Text("  " + (" " if size > 1 else "").join(cells)))
     if len(incidents) > _SHOWN:
         parts.append(Text(f"... {len(incidents) - _SHOWN} losses before these"))
-    for one in incidents[-_SHOWN:]:
-        where = "no committed step tells of it" if one["step"] is None else f"step {one['step']}"
-        happened = []
-        if one["dead_replicas"]:
-            lost = ", ".join(map(str, one["dead_replicas"]))
-            happened.append(f"lost replica {lost}; {one['cause'] or 'cause unknown'}")
-        if one["joined_replicas"]:
-            happened.append(f"replica {', '.join(map(str, one['joined_replicas']))} joined")
-        took = sum(one["phases"].values())
-        parts.append(Text(f"{one['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"))
+    parts += [Text(_incident(incident)) for incident in incidents[-_SHOWN:]]
     for replica, seen in state["stragglers"].items():
         parts.append(Text(f"replica {replica} took up to {seen['factor']:g} times as long as the others"))
     return Group(*parts)
+
+
+def _incident(incident: dict[str, Any]) -> str:
+    where = "no committed step tells of it" if incident["step"] is None else f"step {incident['step']}"
+    happened = []
+    if lost := ", ".join(map(str, incident["dead_replicas"])):
+        happened.append(f"lost replica {lost}; {incident['cause'] or 'cause unknown'}")
+    if joined := ", ".join(map(str, incident["joined_replicas"])):
+        happened.append(f"replica {joined} joined")
+    took = sum(incident["phases"].values())
+    return f"{incident['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"
 
 
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:

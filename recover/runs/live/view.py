@@ -132,29 +132,16 @@ class RunView:
     def state(self) -> dict[str, Any]:
         """The state of the run, in numbers."""
         with self._lock:
-            config, summary, start = self.config, self.summary, self._start()
-            ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
-            running = bool(session_of(start)) or (not ended and not summary and bool(start))
-            tokens, seconds = (
-                (sum(column) for column in zip(*self._spans, strict=True)) if self._spans else (0, 0)
-            )
-            step, planned = int(self._last.get("step", 0)), config.get("steps")
+            config, start = self.config, self._start()
             size = int(start.get("replica_size", 1))
-            per_step = seconds / len(self._spans) if self._spans else 0.0
-            until = (summary.get("goodput") or {}).get("until")
-            stories = self.stories()
             return {
                 "name": self.name,
-                "state": "finished" if summary and not running else "running" if running else "ended",
-                "step": step,
-                "steps": planned,
+                **self._progress(),
                 "global_batch": config.get("global_batch") or self._first("microbatches"),
                 "microbatches": self._last.get("microbatches"),
                 "loss": self._last.get("loss"),
                 "values": self._values,
                 "tokens": self._tokens,
-                "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
-                "eta_seconds": round((planned - step) * per_step, 1) if planned and running else None,
                 "replicas": self._last.get("replicas"),
                 "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
                 "replica_size": size,
@@ -163,8 +150,8 @@ class RunView:
                     | (self._placement().get("hosts") or {}).keys()
                 ),
                 "epoch": self._last.get("epoch"),
-                "goodput": self._account.told(until),
-                "incidents": len(stories),
+                "goodput": self._account.report((self.summary.get("goodput") or {}).get("until")),
+                "incidents": len(self.stories()),
                 "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
                 "stragglers": self._stragglers,
                 "reruns": self._reruns,
@@ -172,6 +159,22 @@ class RunView:
                 "updated": self._last.get("at"),
                 "unreadable": self._feed.unreadable,
             }
+
+    def _progress(self) -> dict[str, Any]:
+        """Whether it runs, its step, and its speed over the last steps."""
+        start, summary, planned = self._start(), self.summary, self.config.get("steps")
+        ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
+        running = bool(session_of(start)) or (not ended and not summary and bool(start))
+        tokens, seconds = sum(tokens for tokens, _ in self._spans), sum(seconds for _, seconds in self._spans)
+        step = int(self._last.get("step", 0))
+        left = (planned - step) * seconds / max(1, len(self._spans)) if planned and running else None
+        return {
+            "state": "running" if running else "finished" if summary else "ended",
+            "step": step,
+            "steps": planned,
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+            "eta_seconds": None if left is None else round(left, 1),
+        }
 
     def series(self, points: int = POINTS) -> dict[str, Any]:
         """The curves, with at most `points` points: of each interval the mean, and of the loss also the extremes."""

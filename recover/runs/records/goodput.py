@@ -46,7 +46,7 @@ class LaunchTime:
 
 @dataclass
 class TimeAccount:
-    """Takes the committed steps in order; `told()` gives the account at any moment."""
+    """Takes the committed steps in order; `report()` gives the account at any moment."""
 
     launches: Sequence[LaunchTime] = ()
     replicas: int = 0  # at the start, if no launch is recorded
@@ -91,7 +91,7 @@ class TimeAccount:
         if not first and not incidents:
             self._calm.append(rest / replicas)
 
-    def told(self, until: float | None = None) -> dict[str, Any]:
+    def report(self, until: float | None = None) -> dict[str, Any]:
         """The account up to the last step, or up to `until`, as in `summary.json`."""
         parts, total = dict(self.parts), self.total
         if until is not None and self._launch >= 0:
@@ -159,7 +159,7 @@ def account(
     whole = TimeAccount(launches, replicas)
     for line, inside in with_incidents(steps, deque(sorted(incidents, key=lambda line: line["step"]))):
         whole.add(line, inside)
-    return whole.told(until)
+    return whole.report(until)
 
 
 def shares(told: Mapping[str, Any]) -> dict[str, float]:

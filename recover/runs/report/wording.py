@@ -61,6 +61,11 @@ def sentences(run: Run, incident: Line) -> str:
     if told := [f"{milliseconds(spans[key])} {what}" for key, what in PHASES.items() if spans[key] >= 0.05]:
         text.append(f"It took {enumeration(told)}.")
 
+    text += [_work(incident), _committed(run, incident)]
+    return " ".join(filter(None, text))
+
+
+def _work(incident: Line) -> str:
     redone = incident.get("redone_microbatches", 0)
     # Microbatches in place of lost ones, but with other samples.
     fresh = incident.get("extra_microbatches", 0) - redone
@@ -69,16 +74,16 @@ def sentences(run: Run, incident: Line) -> str:
         work.append(f"survivors redid {many(redone, 'microbatch', 'microbatches')}")
     if fresh > 0:
         work.append(f"survivors ran {many(fresh, 'extra microbatch', 'extra microbatches')}")
-    text.append(_capital(" and ".join(work) or "no microbatch had to be run again") + ".")
+    return _capital(" and ".join(work) or "no microbatch had to be run again") + "."
 
+
+def _committed(run: Run, incident: Line) -> str:
     committed = next((line for line in run.steps if line["step"] == incident["step"]), None)
     if committed is None:
-        text.append("The step was not committed.")
-    elif "microbatches" in committed:
-        text.append(
-            f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
-        )
-    return " ".join(text)
+        return "The step was not committed."
+    if "microbatches" not in committed:
+        return ""
+    return f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
 
 
 def _of_joined(incident: Line) -> str:

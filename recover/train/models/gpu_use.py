@@ -30,7 +30,7 @@ class GpuUse:
             used = cards_in_use(members, self._cards, ranks_on_host())
             line["mfu"] = round(mfu(line["tokens"], line["seconds"], self._flops, used * self._peak), 4)
 
-    def told(self, members: tuple[int, ...]) -> str:
+    def describe(self, members: tuple[int, ...]) -> str:
         """One line for the start of a run."""
         ranks = ranks_on_host() or len(members)
         share = -(-ranks // self._cards)
