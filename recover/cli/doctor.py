@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.job.host_options import HostOptions
 
 
-@about_hosts("nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file")
+@with_host_options(
+    "nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file"
+)
 def doctor(
     mpirun: Annotated[
         str | None, typer.Option(help="Open MPI's mpirun.  [default: the one beside this Python, then PATH]")

@@ -20,7 +20,7 @@ def _option(help: str, metavar: str | None = None) -> typer.models.OptionInfo:
 
 
 Command = Callable[..., None]
-WORDS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "nnodes": Annotated[
         str | None, _option("Number of hosts; 3:4 starts with three of at most four.", "N[:M]")
     ],
@@ -98,26 +98,26 @@ WORDS: dict[str, Any] = {
 }
 
 
-def about_hosts(*names: str) -> Callable[[Command], Command]:
+def with_host_options(*names: str) -> Callable[[Command], Command]:
     """Decorator that adds these host options, or all of them, to a command, which receives them as `several`."""
     defaults = {field.name: field.default for field in fields(HostOptions)}
     options = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=WORDS[name]
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=OPTIONS[name]
         )
-        for name in names or WORDS
+        for name in names or OPTIONS
     ]
 
-    def widen(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
-        def told(**given: Any) -> None:
+        def wrapped(**given: Any) -> None:
             several = HostOptions(**{option.name: given.pop(option.name) for option in options})
             command(**given, several=several)
 
         signature = inspect.Signature([*(each for each in own if each.name != "several"), *options])
-        told.__signature__ = signature  # type: ignore[attr-defined]
-        return told
+        wrapped.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapped
 
-    return widen
+    return decorate

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from recover.cli.errors import refusals
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.cli.run_command import MISSING
 from recover.job.host_options import HostOptions
 
 
-@about_hosts()
+@with_host_options()
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python file that every rank runs.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,

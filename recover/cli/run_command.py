@@ -18,13 +18,13 @@ class RunCommand(TyperCommand):
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            self._tell_late(given, error.format_message().rstrip("."))
+            self._explain_late_options(given, error.format_message().rstrip("."))
             raise
         if all(ctx.params[name] is None for name in ("ranks", "nnodes", "rdzv_endpoint", "rdzv_id")):
-            self._tell_late(given, MISSING)
+            self._explain_late_options(given, MISSING)
         return rest
 
-    def _tell_late(self, args: list[str], problem: str) -> None:
+    def _explain_late_options(self, args: list[str], problem: str) -> None:
         """End the command with an explanation if some of its options are given after the script's name."""
         script, late = self.late_options(args)
         if not late:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from recover.cli.errors import refusals
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.job.host_options import HostOptions
 
@@ -32,7 +32,7 @@ def _as_yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@about_hosts()
+@with_host_options()
 def train(
     words: Annotated[
         list[str] | None,

@@ -15,14 +15,14 @@ from recover.train.engine import Batch, Engine
 from recover.world.world import World
 
 
-def ask_for_determinism() -> None:
+def use_deterministic_kernels() -> None:
     """Use deterministic kernels. Where torch has none it warns, and the run reports it at the start."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def operations_that_vary(engine: Engine, batch: Batch) -> list[str]:
+def nondeterministic_operations(engine: Engine, batch: Batch) -> list[str]:
     """The operations without a deterministic kernel, from the warnings of torch in one microbatch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

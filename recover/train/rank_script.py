@@ -17,7 +17,7 @@ with importing():
     from recover.step.errors import StateDivergedError
     from recover.train.config import Config
     from recover.train.device import pick_device
-    from recover.train.resuming import name_the_way_on
+    from recover.train.resuming import name_last_checkpoint
     from recover.train.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ def main(config: Config, resume: Path | None) -> None:
     try:
         Trainer(world, config, run_dir, resume).run()
     except StateDivergedError as error:
-        name_the_way_on(error, run_dir)
+        name_last_checkpoint(error, run_dir)
         raise
 
 

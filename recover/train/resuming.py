@@ -29,7 +29,7 @@ def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) 
     return facts
 
 
-def name_the_way_on(error: StateDivergedError, run_dir: Path) -> None:
+def name_last_checkpoint(error: StateDivergedError, run_dir: Path) -> None:
     """Add the last good checkpoint to an error that no vote can decide which parameters are right."""
     found = directory.latest(run_dir)
     error.add_note(

@@ -24,7 +24,7 @@ from recover.runs.writing.run_records import step_line
 from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import StateDivergedError
 from recover.train.config import Config
-from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
+from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
@@ -55,7 +55,7 @@ class Trainer:
         torch.set_num_threads(config.threads)
         self.device = pick_device(config.device)
         if config.reduction == "reproducible":
-            ask_for_determinism()
+            use_deterministic_kernels()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
         self.gpu_use = GpuUse(self.device, self.shape, config.seq_len)
@@ -80,7 +80,7 @@ class Trainer:
             bucket_mb=config.bucket_mb,
         )
         if saved:
-            self._go_on_from(saved)
+            self._resume_from(saved)
         # Hosts with run directories of their own have curves of their own.
         self.sinks = Sinks(config, run_dir, world.job.host if len(world.job.directories) > 1 else None)
         self.records = RunWriter(world, run_dir, self.sinks.log)
@@ -108,7 +108,7 @@ class Trainer:
                 self._checkpoint()
             do_despite_losses(self.world, Call.TRAIN_END, self._close, self.records.lost)
         except WorldLostError:
-            self._save_what_there_is()
+            self._save_unconfirmed()
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.records.load_state_dict(state["records"])
 
-    def _go_on_from(self, saved: dict[str, Any]) -> None:
+    def _resume_from(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["position"])
         self.scheduler.load_state_dict(saved["scheduler"])
         # The configuration may set another learning rate than before.
@@ -140,7 +140,7 @@ class Trainer:
             rank_exit.log(text := self.gpu_use.describe(world.members))
             print(f"recover: {text}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
-            for name in operations_that_vary(self.engine, self.stream[0]):
+            for name in nondeterministic_operations(self.engine, self.stream[0]):
                 if self.records.writing:
                     text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
                     print(f"recover: {text}", flush=True)
@@ -207,7 +207,7 @@ class Trainer:
             "config": self.config.model_dump(),
         }
 
-    def _save_what_there_is(self) -> None:
+    def _save_unconfirmed(self) -> None:
         """The world is lost and no agreement is possible: on each host, the first replica that is there as a whole
         saves.
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from recover.job.spec import Monitors
-from recover.runs.live.page_process import listen, page_beside, token_for
+from recover.runs.live.page_process import listen, served_page, token_for
 
 LOOPBACK = "127.0.0.1"
 
@@ -54,7 +54,7 @@ def make_monitors(
     def monitors(run_dir: Path) -> Iterator[None]:
         with ExitStack() as stack:
             if listening is not None:
-                place = stack.enter_context(page_beside(run_dir, listening, token))
+                place = stack.enter_context(served_page(run_dir, listening, token))
                 if tell_page:
                     say(f"page: {place}")
             if on_incident:

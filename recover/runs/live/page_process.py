@@ -65,7 +65,7 @@ def address(listening: socket.socket, token: str) -> str:
 
 
 @contextmanager
-def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator[str]:
+def served_page(run_dir: Path, listening: socket.socket, token: str) -> Iterator[str]:
     """Serve the page of this run while entered; yields its address."""
     place = run_dir / ADDRESS
     told = address(listening, token)
@@ -75,7 +75,7 @@ def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator
             file.write(told + "\n")
     except OSError:
         pass  # a full disk: the page is served all the same
-    keeper = _Keeper(run_dir, listening, token)
+    keeper = _ProcessKeeper(run_dir, listening, token)
     try:
         yield told
     finally:
@@ -83,7 +83,7 @@ def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator
         FILES.remove(place)
 
 
-class _Keeper:
+class _ProcessKeeper:
     """Starts the process at the first request, and again if it has exited."""
 
     def __init__(self, run_dir: Path, listening: socket.socket, token: str) -> None:

@@ -89,7 +89,7 @@ class LineFile(Generic[R]):
         """Append the missing lines; idempotent. Raises OSError if the disk does not take them."""
         try:
             if self._written is None:
-                self._written = self._mend()
+                self._written = self._cut_unfinished()
             missing = self.missing()
             for first in range(0, len(missing), BATCH):
                 batch = missing[first : first + BATCH]
@@ -152,7 +152,7 @@ class LineFile(Generic[R]):
         self._written = None
         FILES.disk.replace(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
-    def _mend(self) -> tuple[int, ...]:
+    def _cut_unfinished(self) -> tuple[int, ...]:
         """Cut off an unfinished last line; returns the key that the file reaches."""
         if not self._path.exists():
             return tuple(0 for _ in self._key)

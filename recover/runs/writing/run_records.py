@@ -47,7 +47,7 @@ class CommittedStep(Protocol):
     def layout(self) -> Layout: ...
 
 
-class Repaired(Protocol):
+class RecordedIncident(Protocol):
     """The attributes of an incident that are recorded."""
 
     step: int
@@ -114,11 +114,11 @@ def step_line(
     return record
 
 
-def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
+def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
     record: IncidentRecord = {
         "step": incident.step,
         # For a death that no schedule caused: where the survivors were when they noticed it.
-        "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
+        "location": _scheduled_locations(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
         "dead_ranks": list(incident.dead_ranks),
         "dead_replicas": list(incident.dead_replicas),
         "boundary": incident.boundary,
@@ -157,7 +157,7 @@ def loss_line(
     evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
     record: IncidentRecord = {
         "step": step,
-        "location": _struck(kills, replicas, step) or "advance",
+        "location": _scheduled_locations(kills, replicas, step) or "advance",
         "dead_ranks": list(ranks),
         "dead_replicas": list(replicas),
         "boundary": False,
@@ -174,7 +174,7 @@ def loss_line(
     return record | {"evicted": evicted} if evicted else record
 
 
-def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
+def _scheduled_locations(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
     """The locations at which the schedule killed these replicas; "" if it did not."""
     latest: dict[int, Fault] = {}
     for kill in sorted(kills, key=lambda kill: kill.step):

@@ -15,7 +15,7 @@ from recover.runs.records.kinds import IncidentRecord, StepRecord
 from recover.runs.writing.journal import Journal
 from recover.runs.writing.run_records import (
     CommittedStep,
-    Repaired,
+    RecordedIncident,
     incident_line,
     loss_line,
     spans,
@@ -32,7 +32,7 @@ class RecordedStep(CommittedStep, Protocol):
     samples: list[int]
 
     @property
-    def incidents(self) -> Sequence[Repaired]: ...
+    def incidents(self) -> Sequence[RecordedIncident]: ...
 
 
 class RunWriter:
