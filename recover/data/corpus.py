@@ -106,7 +106,7 @@ def _not_text(batch: list[Piece]) -> str:
             piece.text.decode()
         except UnicodeDecodeError as error:
             return (
-                f"{piece.where} is not UTF-8 text ({error.reason}); mend or remove it, or use tokenizer=bytes"
+                f"{piece.where} is not UTF-8 text ({error.reason}); fix or remove it, or use tokenizer=bytes"
             )
     raise AssertionError("one of the pieces did not decode")
 
@@ -139,7 +139,7 @@ def _token_file(path: Path, coder: Tokenizer) -> Tokens:
         raise ValueError(f"data.path={str(path)!r} does not exist; name an existing file of tokens") from None
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(
-            f"data.path={str(path)!r} is not a {path.suffix} file of tokens ({error}); write it anew"
+            f"data.path={str(path)!r} is not a {path.suffix} file of tokens ({error}); write it again"
         ) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
@@ -177,7 +177,7 @@ def _smallest(vocab: int) -> np.dtype[Any]:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    return f"{name} cannot be read ({error}); mend it, or let data.path name other text"
+    return f"{name} cannot be read ({error}); fix it, or set data.path to other text"
 
 
 def _empty(name: str) -> str:

@@ -75,9 +75,7 @@ def _json_lines(path: Path) -> Iterator[Piece]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                raise ValueError(
-                    f'{where} is not a JSON object with a string under "text"; mend or remove it'
-                )
+                raise ValueError(f'{where} is not a JSON object with a string under "text"; fix or remove it')
             yield Piece(text.encode(errors="replace"), True, where)
 
 

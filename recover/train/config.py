@@ -38,7 +38,7 @@ class Checkpoint(Keys):
     every: NonNegativeInt = Field(
         default=50, description="steps between checkpoints; 0: only when a run is stopped early"
     )
-    keep: PositiveInt = Field(default=2, description="how many of them stay on disk")
+    keep: PositiveInt = Field(default=2, description="number of checkpoints that stay on disk")
 
 
 class Log(Keys):
@@ -54,14 +54,14 @@ class Config(Keys):
         description=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json of a LLaMA",
     )
     steps: PositiveInt = Field(default=60, description="optimizer steps")
-    replicas: PositiveInt = Field(default=4, description="copies of the model to begin with")
-    accum: PositiveInt = Field(default=4, description="microbatches that each of them accumulates in a step")
+    replicas: PositiveInt = Field(default=4, description="number of replicas at the start")
+    accum: PositiveInt = Field(default=4, description="microbatches per replica and step")
     global_batch: PositiveInt = Field(
-        default=16, description="B, microbatches per step; follows from replicas x accum"
+        default=16, description="B, microbatches per step; default: replicas x accum"
     )
     microbatch_size: PositiveInt = Field(default=1, description="sequences in a microbatch")
     seq_len: PositiveInt = Field(
-        default=SEQ_LEN, description="tokens in a sequence; small: 256, 1b and 7b: 4096 unless said"
+        default=SEQ_LEN, description="tokens in a sequence; default of small: 256, of 1b and 7b: 4096"
     )
     parallel: Literal["ddp", "hsdp", "3d"] = Field(
         default="ddp",
@@ -80,32 +80,36 @@ class Config(Keys):
     experts: NonNegativeInt = Field(
         default=0, description="feed-forward networks per layer that tokens are routed to; 0: one for all"
     )
-    top_k: PositiveInt = Field(default=2, description="how many of them a token visits")
+    top_k: PositiveInt = Field(default=2, description="experts per token")
     recompute: bool = Field(
-        default=False, description="forget activations inside blocks and compute them again in backward"
+        default=False,
+        description="recompute activations inside blocks in backward (activation checkpointing)",
     )
     policy: Literal["balanced", "static", "adaptive"] = Field(
-        default=DEFAULT_POLICY, description="how work is shared out: docs/policy.md"
+        default=DEFAULT_POLICY, description="how microbatches are distributed: docs/policy.md"
     )
     samples: Literal["exact", "partitioned"] = Field(
-        default="exact", description="exact: the dead's samples are run by others; partitioned: they drop out"
+        default="exact",
+        description="exact: survivors run the samples of lost replicas; partitioned: these are dropped",
     )
     reduction: Literal["fast", "reproducible"] = Field(
         default="fast",
-        description="reproducible: the same bits whoever died and however many replicas there were",
+        description="reproducible: the same bits for any losses and any number of replicas",
     )
     threads: PositiveInt = Field(default=1, description="compute threads per rank; the bits depend on it")
     data: Data = Data()
     tokenizer: str = Field(default="bytes", description="bytes, or a tokenizers file")
     lr: PositiveFloat = Field(default=1e-3, description="the highest learning rate")
     warmup_steps: NonNegativeInt = Field(
-        default=10, description="steps until it is reached; then a cosine to a tenth of it"
+        default=10, description="steps of linear warm-up; then a cosine to a tenth of lr"
     )
     eval: Eval = Eval()
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the optimizer")
-    clip: PositiveFloat | None = Field(default=1.0, description="limit of the gradient norm; null: none")
+    clip: PositiveFloat | None = Field(
+        default=1.0, description="limit of the gradient norm; null: no clipping"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="what forward and backward compute in"
+        default="float32", description="data type of forward and backward"
     )
     compile: bool = Field(
         default=False, description="torch.compile of the model's blocks; the first step takes longer"
@@ -116,39 +120,41 @@ class Config(Keys):
     pace: float = Field(
         default=0.0,
         ge=0,
-        description="seconds that a microbatch takes at least, by waiting: for comparisons on few cores",
+        description="minimum seconds per microbatch, by waiting: for comparisons on few cores",
     )
-    seed: NonNegativeInt = Field(default=0, description="of the weights, the order of the data and dropout")
+    seed: NonNegativeInt = Field(
+        default=0, description="seed of the weights, the order of the data and dropout"
+    )
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     min_replicas: PositiveInt = Field(
-        default=1, description="with fewer left, save a checkpoint and end with exit code 3"
+        default=1, description="with fewer replicas, save a checkpoint and end with exit code 3"
     )
     faults: str | None = Field(
         default=None, description="a schedule of faults in YAML (`recover faults make`): docs/faults.md"
     )
     timeout: NonNegativeFloat = Field(
-        default=1800, description="end a run that shows no progress for so many seconds; 0: never"
+        default=1800, description="seconds without progress after which the run is ended; 0: never"
     )
     carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
-        default="auto", description="what moves the data between replicas: docs/gpu.md"
+        default="auto", description="transport between replicas: docs/gpu.md"
     )
     bucket_mb: float | None = Field(
         default=None,
         gt=0,
-        description="size of a gradient bucket, which is reduced in one piece; null: 25, on a GPU 50",
+        description="size of a gradient bucket, which is reduced in one operation; null: 25, on a GPU 50",
     )
     hang_limit: float | None = Field(
         default=None,
         ge=1,
-        description="seconds after which a hung rank that others wait for is taken for dead; null: 10 if its process "
+        description="seconds after which a hung rank that others wait for is declared dead; null: 10 if its process "
         "does not run, 60 or ten steps if it does",
     )
     link_timeout: float | None = Field(
         default=None,
         ge=LEAST_LINK_TIMEOUT,
-        description="seconds after which a reduction that all ranks wait in, and that moves nothing, is given up: a "
-        "link is broken; null: 60",
+        description="seconds after which a reduction that moves no data while all ranks wait in it is aborted, as over "
+        "a broken link; null: 60",
     )
 
     @validator(mode="before")

@@ -223,7 +223,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_mend(tmp_path: Path, toke
         ("odd.bin", b"xyz", "no multiple of 2 bytes"),
     ):
         refuse(reason, _file(tmp_path / name, content))
-    refuse("is not UTF-8 text .*; mend", _file(tmp_path / "latin.txt", b"\xe4\xf6" * 999), tokenizer)
+    refuse("is not UTF-8 text .*; fix", _file(tmp_path / "latin.txt", b"\xe4\xf6" * 999), tokenizer)
     refuse(r"holds the token file \w+\.(bin|npy); name that file", tmp_path)
     _file(tmp_path / "odd.bin.json", b'{"dtype": "words"}')
     refuse("must be like", tmp_path / "odd.bin")

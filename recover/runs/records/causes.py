@@ -189,7 +189,7 @@ def _poisoned(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause 
             "agreed",
             "ended as all agreed",
             f"it ended as all survivors did: {_detail(line)}",
-            "mend what came first",
+            "fix the first cause",
         )
     if not mine:
         return None
@@ -200,8 +200,8 @@ def _poisoned(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause 
         return Cause(
             "poison",
             f"broken by sample {sample}",
-            f"{what} breaks whoever computes it: {_detail(line) or note.get('why', '')}{_place(line)}",
-            "mend or skip this sample; the run goes on from its last checkpoint",
+            f"{what} breaks every replica that computes it: {_detail(line) or note.get('why', '')}{_place(line)}",
+            "fix or skip this sample; the run goes on from its last checkpoint",
         )
     return None
 
@@ -231,7 +231,7 @@ def _fenced(line: Line, *_: object) -> Cause | None:
         "stopped" if stopped else "hung",
         f"{'was stopped' if stopped else 'hung'}, and was fenced",
         f"its peers ended it: {_detail(line)}",
-        "find who sent it SIGSTOP: a debugger, a scheduler that suspends, a person"
+        "find what sent it SIGSTOP: a debugger, a scheduler that suspends jobs, a person"
         if stopped
         else "its log says where it was; a device or a file system that does not answer is usual",
     )
@@ -261,7 +261,7 @@ _BAD_MEMORY = (
 )
 _NOT_GIVEN = (
     "let all replicas set it alike, from what a committed step tells (step.index, step.loss); if the replica has "
-    "joined, give recover.Step what your loop keeps beside it (scheduler=, extra=)"
+    "joined, give recover.Step the rest of the state of your loop (scheduler=, extra=)"
 )
 
 
@@ -319,7 +319,7 @@ def _killed(line: Line, *_: object) -> Cause | None:
         f"killed by {signal}",
         f"somebody outside of the job sent it {signal}: it left no last words and no crash, and the kernel reported "
         "no lack of memory",
-        "ask who may kill processes on this host: a person, a scheduler, a health check, earlyoom or systemd-oomd",
+        "find what kills processes on this host: a person, a scheduler, a health check, earlyoom or systemd-oomd",
     )
 
 
@@ -337,7 +337,7 @@ def _left(line: Line, *_: object) -> Cause | None:
         "left",
         how,
         text,
-        "look for who ends the process in its code and its libraries",
+        "look for an exit of the process in its code and its libraries",
     )
 
 
@@ -346,7 +346,7 @@ def _unknown(line: Line) -> Cause:
     if line.get("words"):
         known.append(_detail(line))
     if "at" not in line:
-        known.append("nobody saw its end: it was on another host, or its launcher was gone")
+        known.append("its end was not seen: it was on another host, or its launcher was gone")
     elif not known:
         known.append("no last words, no crash, no exit status (Linux before 6.15 does not tell it)")
     return Cause(

@@ -53,8 +53,8 @@ class RunFeed:
 
     def read(self, unfinished: bool = False) -> FeedUpdate:
         """Read what is new. `unfinished`: also a last line without its line break, if it holds a whole record."""
-        # Steps before incidents. The writer appends the incidents of a step before the step itself, so whoever reads
-        # the files in the opposite order has all incidents of every step that it has seen.
+        # Steps before incidents. The writer appends the incidents of a step before the step itself, so a reader that
+        # takes the files in the opposite order has all incidents of every step that it has seen.
         steps, steps_restarted = self._steps.read(unfinished)
         incidents, incidents_restarted = self._incidents.read(unfinished)
         self._pending.extend(incidents)

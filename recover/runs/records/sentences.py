@@ -26,7 +26,7 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
         told = "; ".join(f"{_those([int(replica)])} was evicted: {why}" for replica, why in evicted.items())
         where = incident["location"] if cause and "was evicted: " in cause else where
         where = f"{where}: {told}"
-    what = f"lost {_those(dead)} ({where})" if dead else f"nobody is lost, but {_BROKEN_OFF}"
+    what = f"lost {_those(dead)} ({where})" if dead else f"no replica is lost, but {_BROKEN_OFF}"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]
     if extra:

@@ -24,7 +24,7 @@ def tell(run: Run, number: int | None = None) -> list[str]:
             )
     held = [_held(line) for line in run.job if line["what"] == "held"] if number is None else []
     if not found:
-        return [f"{run.name}: nobody was lost", *held]
+        return [f"{run.name}: no rank was lost", *held]
     lines: list[str] = []
     for story in found:
         lines += ["", *_of(story)] if lines else _of(story)
@@ -84,7 +84,7 @@ def _held(line: Line) -> str:
 def moment(at: float | None) -> str:
     """A time of day to the millisecond, by the clock of the host."""
     if at is None:
-        return "a time that nobody noted"
+        return "an unknown time"
     return datetime.fromtimestamp(at).isoformat(sep=" ", timespec="milliseconds")
 
 
