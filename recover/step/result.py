@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from recover.step.incident import Incident
 from recover.step.loop.stragglers import Stragglers, busy
@@ -46,25 +45,3 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         reruns=transaction.maxima.reruns,
         stop_agreed=transaction.stop_agreed,
     )
-
-
-class TellsOfLastStep:
-    """The last result's fields, under the names of the whole."""
-
-    result: StepResult
-
-    def _told(name: str) -> Any:  # type: ignore[misc]  # a helper of this class body alone
-        return property(lambda self: getattr(self.result, name), doc=f"`{name}` of the last committed step.")
-
-    loss: float = _told("loss")
-    grad_norm: float = _told("grad_norm")
-    weight: float = _told("weight")
-    samples: list[int] = _told("samples")
-    all_samples: list[int] = _told("all_samples")
-    incidents: list[Incident] = _told("incidents")
-    stragglers: dict[int, float] = _told("stragglers")
-    busy: dict[int, float] = _told("busy")
-    stop_agreed: bool = _told("stop_agreed")
-    reruns: int = _told("reruns")
-
-    del _told

@@ -13,6 +13,8 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
 import torch
@@ -22,9 +24,8 @@ from recover.gradients.module_gradients import Gradients, OwnedGradients
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
 from recover.gradients.running_buffers import MovingBuffers
-from recover.policy import DEFAULT_POLICY, SlotSet, get_policy
+from recover.policy import DEFAULT_POLICY, Layout, SlotSet, get_policy
 from recover.runs.writing.script_records import records_of
-from recover.step.beside_training import BesideTraining
 from recover.step.compared_state import ComparedState
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
@@ -44,6 +45,7 @@ from recover.step.position import Position, check_arguments, refuse_other_size
 from recover.step.randomness import Randomness
 from recover.step.result import StepResult, result_of
 from recover.step.samples import SampleMode, sample_mode
+from recover.step.state import StepState
 from recover.step.transaction import Transaction
 from recover.step.update import Update
 from recover.world import rank_exit
@@ -51,7 +53,7 @@ from recover.world.calls import Call
 from recover.world.world import World
 
 
-class Step(BesideTraining):
+class Step:
     """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
 
     world:         from `recover.init()`
@@ -167,6 +169,85 @@ class Step(BesideTraining):
         rank_exit.on_raise(self._handed_out.blame)
         rank_exit.on_success(self._end)
 
+    @property
+    def index(self) -> int:
+        """Number of committed steps. `load_state_dict` sets it together with the next sample."""
+        return self._position.index
+
+    @property
+    def skipped(self) -> int:
+        """Number of committed steps that did not call the optimizer: the gradient was not finite, or all weights were
+        0."""
+        return self._position.skipped
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean loss of the last committed step over all its microbatches."""
+        return self.result.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last committed step, before clipping."""
+        return self.result.grad_norm
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of the last committed step; by default the number of microbatches."""
+        return self.result.weight
+
+    @property
+    def samples(self) -> list[int]:
+        """Samples that this replica contributed to the last committed step."""
+        return self.result.samples
+
+    @property
+    def all_samples(self) -> list[int]:
+        """Samples of the last committed step, over all replicas."""
+        return self.result.all_samples
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Losses and joins that the last committed step dealt with."""
+        return self.result.incidents
+
+    @property
+    def stragglers(self) -> dict[int, float]:
+        """Replicas that were far slower than the median in the last committed step, with the factor."""
+        return self.result.stragglers
+
+    @property
+    def busy(self) -> dict[int, float]:
+        """Seconds that each replica computed its share of the last committed step."""
+        return self.result.busy
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank had called `request_stop` before the last commit; the same on all replicas."""
+        return self.result.stop_agreed
+
+    @property
+    def reruns(self) -> int:
+        """How often the last committed step was run again because a value exceeded its exponents (reproducible
+        sums)."""
+        return self.result.reruns
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def layout(self) -> Layout:
+        """The layout (slots by replica) with which the last step began."""
+        return self._transaction.layout
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """Settings that the bits of the sums depend on."""
+        return {
+            "reduction": "reproducible" if self._exact_sum else "fast",
+            "buckets": [bucket.local.numel() for bucket in self._gradients.buckets],
+        }
+
     def save_states(self, error: StateDivergedError) -> None:
         """Replicas hold different states, and the run is about to end. `recover.Step` saves one of each."""
 
@@ -272,6 +353,33 @@ class Step(BesideTraining):
             self._transaction.seniority.found_equal(number)
             rank_exit.in_step(False)
         return tuple(rank for ranks, _ in met for rank in ranks), sum(seconds for _, seconds in met)
+
+    def on_first(
+        self, act: Callable[..., Any], *arguments: Any, background: bool = False, **named: Any
+    ) -> None:
+        """Call `act(*arguments, **named)` on the first rank of the first living replica, and on no other rank.
+
+        All replicas must call this after the same step, outside of the loop over microbatches. If the calling rank dies
+        before `act` returns, its successor calls it, so `act` may run twice. An exception of `act` is logged and ends
+        nothing. Random draws of `act` leave the user's generators unchanged. `background`: run `act` in a thread, in
+        order, while training continues; it may then neither draw nor use the model. In a sharded replica `act` runs on
+        one rank only and must not compute with the model.
+        """
+        self.refuse_inside_step("step.on_first")
+        name = getattr(act, "__qualname__", repr(act))
+        self._on_first.call(self.index, partial(act, *arguments, **named), name, background)
+
+    def refuse_inside_step(self, what: str) -> None:
+        """Raise RuntimeError inside the loop over microbatches, where replicas are at different microbatches."""
+        if self._attempt is not None and getgeneratorstate(self._attempt) != GEN_CLOSED:
+            raise RuntimeError(
+                f"{what} was called inside the loop over microbatches, which no two replicas go through alike; call it "
+                "after the loop: the step is committed when it ends"
+            )
+
+    def state(self, extra: Mapping[str, Any] | None = None) -> StepState:
+        """The whole state after the last committed step; `extra`: entries of the user in addition to `self.extra`."""
+        return StepState(self._model, self._optimizer, self._scheduler, {**self.extra, **(extra or {})})
 
     def state_dict(self) -> dict[str, Any]:
         """The step's own position; model, optimizer and scheduler have state of their own."""
