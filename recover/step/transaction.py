@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import and_, or_
+from operator import and_
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -29,6 +29,7 @@ from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
+from recover.step.vote import Vote, asking_bits, vote_word
 from recover.world.census import Census, left_behind
 from recover.world.membership import NoCarrierError
 from recover.world.world import World
@@ -39,9 +40,7 @@ if TYPE_CHECKING:  # tensors are the sums' own business
     from recover.gradients.replica_interface import Replica
     from recover.gradients.running_buffers import MovingBuffers
 
-COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 32  # the bits of the vote, and ...
-ASKED, ASKERS = 64, 16  # ... the first of so many: one for each replica that asks to join, by its number
-FRUITLESS = 8
+FRUITLESS = 8  # repairs in a row without a death, after which the run ends
 
 
 class Transaction:
@@ -210,8 +209,14 @@ class Transaction:
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
         self._complete = reduced and samples == self._planned
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
-        word |= QUIET * self.is_quiet() | ASKED * self._asking
+        word = vote_word(
+            {
+                Vote.COMPLETE: self._complete,
+                Vote.GO_ON: not self.stop_requested,
+                Vote.QUIET: self.is_quiet(),
+            },
+            asking_bits(self.world.asking),
+        )
         # Inside the replica everyone does the same, whatever became of the reduction across replicas.
         squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
         same_grid = self.maxima.combine(self.replica, self._complete)
@@ -222,27 +227,28 @@ class Transaction:
             # Before the question whether the sums fit: a value that is not finite fits no exponent.
             self.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
             self._fits = self.maxima.fit or not self.finite
-            word |= FINITE * self.finite | SAME_STATE * same | IN_RANGE * self._fits
+            word |= vote_word({Vote.FINITE: self.finite, Vote.SAME_STATE: same, Vote.IN_RANGE: self._fits})
             # What was reduced with a replica that has drifted must not be committed.
             self._tainted |= not same
         self._places.append((time.time(), "vote"))
         self.world.hooks("vote")
-        agreed = self.world.agree(word)
+        answer = self.world.agree(int(word))
+        agreed = None if answer is None else Vote(answer)
         if agreed is not None and reduced:
             ledger.check_samples(self.index, samples, self._planned)
             ledger.check_grids(self.index, same_grid)
-        if agreed is None or not agreed & COMPLETE:
+        if agreed is None or Vote.COMPLETE not in agreed:
             return False
-        if not agreed & SAME_STATE:
+        if Vote.SAME_STATE not in agreed:
             return False
-        if not agreed & IN_RANGE:
+        if Vote.IN_RANGE not in agreed:
             # All replicas know it, from the same maxima. Only a complete vote decides this, never a repair: a survivor
             # of the replica with the largest value would choose other exponents than a run without the death.
             self._overflowed = True
             return False
-        self.finite = bool(agreed & FINITE)
-        self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
-        self.asked = agreed >= ASKED
+        self.finite = Vote.FINITE in agreed
+        self.stop_agreed, self.all_quiet = Vote.GO_ON not in agreed, Vote.QUIET in agreed
+        self.asked = agreed.join_asked
         return True
 
     def _wait_for_device(self) -> None:
@@ -262,11 +268,6 @@ class Transaction:
 
     def _is_finite(self) -> bool:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
-
-    @property
-    def _asking(self) -> int:
-        """The replicas that this rank sees asking, as bits."""
-        return reduce(or_, (1 << replica % ASKERS for replica in self.world.asking), 0)
 
     @property
     def _pace(self) -> float | None:
@@ -344,7 +345,7 @@ class Transaction:
             self.world.cross.drain()
             reduced = self.totals.reduced_under(self.world.epoch)
             same = reduced and self.totals.same_state(len(self.world.replicas), of_attempt=True)
-            if self.world.agree(SAME_STATE * same) == SAME_STATE:
+            if self.world.agree(int(vote_word({Vote.SAME_STATE: same}))) == Vote.SAME_STATE:
                 return all_lost, seconds
             self._complete = False
             census, lost, _ = self.repair()
@@ -403,7 +404,7 @@ class Transaction:
             finite=self.finite,
             in_range=self._complete and self._fits,
             stop=self.stop_requested,
-            asked=self._asking,
+            asked=asking_bits(self.world.asking),
             fingerprint=now(self.fingerprint),
             since=self.seniority.since,
             counts=self.seniority.counts(self.index),
