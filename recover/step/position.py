@@ -1,8 +1,10 @@
-"""What a step is told, and where its run stands: for another run to go on from, or for a replica that joins."""
+"""What a step is told, and where its run stands: for another run to go on from, or for a replica
+that joins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,22 @@ class Position:
         self.skipped = 0  # those of them with a gradient that was not finite, or without any weight
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
+        self._torn = False
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Around the update of a step that all replicas have agreed on. If it raises, this
+        replica is torn: it may hold half of an update that the others hold whole."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def refuse_torn(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                f"step {self.index + 1} was agreed on, but an exception kept this replica from taking it: its "
+                "parameters may be half updated; let that exception end the rank, and the others go on without it"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -86,7 +104,8 @@ class Position:
             self._exponents.load_state_dict(state["exponents"])
 
     def give(self) -> dict[str, Any]:
-        """For a replica that joins: it takes part in this very run, so it must know whose partitions there are."""
+        """For a replica that joins: it takes part in this very run, so it must know whose
+        partitions there are."""
         return {
             "step": self.state_dict(),
             "owners": self.samples.owners,
@@ -100,7 +119,8 @@ class Position:
 
 
 def check_position(state: Mapping[str, Any], here: dict[str, Any], rebatch: bool) -> None:
-    """Raises ValueError if a step whose own state is `here` would not go on with the run that saved `state`."""
+    """Raises ValueError if a step whose own state is `here` would not go on with the run that
+    saved `state`."""
     samples = state.get("samples", {})
     if {"global_batch", "index", "skipped"} - state.keys() or "mode" not in samples:
         raise ValueError(

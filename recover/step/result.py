@@ -1,4 +1,5 @@
-"""What a committed step was: the same on all replicas, but for the samples that each of them brought."""
+"""What a committed step was: the same on all replicas, but for the samples that each of them
+brought."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         loss=totals.loss / weight,
         grad_norm=transaction.grad_norm / weight,
         weight=totals.weight,
-        samples=transaction.contributed,
+        samples=transaction.attempt.contributed,
         all_samples=totals.samples,
         incidents=transaction.incidents,
         stragglers=stragglers.committed(totals.paces, number),

@@ -25,4 +25,4 @@ class Update:
         self._randomness.update(number)
         with self._habits.updating():
             self._optimizer.step()
-        transaction.moving.settle(torch.from_numpy(totals.changes), len(totals.samples))
+        transaction.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))

@@ -1,7 +1,8 @@
 """The vote word: what each rank contributes to the agreement that commits a step.
 
-The agreement is a bitwise AND over all living ranks, so a bit that is left was set by every rank. A bit must therefore
-be a statement that all ranks have to confirm: "nobody asked for a stop", not "somebody asked for a stop".
+The agreement is a bitwise AND over all living ranks, so a bit that is left was set by every
+rank. A bit must therefore be a statement that all ranks have to confirm: "nobody asked for a
+stop", not "somebody asked for a stop".
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 
-# Bits for replicas that ask to join. Replicas whose numbers are equal modulo this share a bit: at worst a repair is
-# entered for a replica that not all ranks have seen, and admits nobody.
+# Bits for replicas that ask to join. Replicas whose numbers are equal modulo this share a bit: at
+# worst a repair is entered for a replica that not all ranks have seen, and admits nobody.
 ASKED_BITS = 16
 
 

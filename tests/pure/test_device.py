@@ -101,7 +101,7 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
     assert step.index == 3
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0
-    assert step._transaction.totals.paces[0] > 0, "the device's own time was not read"
+    assert step._engine.transaction.totals.paces[0] > 0, "the device's own time was not read"
 
 
 class Equals:

@@ -129,7 +129,7 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     gradients.expect(transaction.post, transaction.share.run)
     model(torch.ones(1, 2)).sum().backward()
     gradients.collect()
-    transaction.finish_slot(slot, slot, 1.0, 1.0)
+    transaction.attempt.finish_slot(slot, slot, 1.0, 1.0)
     return transaction
 
 
@@ -208,7 +208,7 @@ def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents
             continue
         transaction.gradients.expect(None, transaction.share.run)
         transaction.gradients.collect()
-        transaction.finish_slot(slots[0], slots[0], 1.0, 1.0)
+        transaction.attempt.finish_slot(slots[0], slots[0], 1.0, 1.0)
     assert given_up == ["all"]
     assert exponents.current == (60 + HEADROOM, before[1])
     assert transaction.maxima.reruns == 1
@@ -328,10 +328,10 @@ def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
     transaction.gradients.expect(transaction.post, transaction.share.run)
     torch.stack([parameter.sum() for parameter in transaction.gradients.parameters]).sum().backward()
     transaction.gradients.collect()
-    transaction.finish_slot(0, 0, 3.0, 0.5)
+    transaction.attempt.finish_slot(0, 0, 3.0, 0.5)
     assert transaction.vote()
     assert (transaction.totals.loss, transaction.totals.weight) == (2 * 1.5, 2 * 0.5), "of two equal replicas"
-    assert transaction.contributed == [0]
+    assert transaction.attempt.contributed == [0]
 
 
 def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
@@ -406,7 +406,8 @@ def test_a_replica_that_has_just_joined_runs_nothing_in_that_step() -> None:
     """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
     world = World(Grid(3, 1), {})
     transaction = begun(world)
-    transaction.newcomers = 4, (0, 2)
+    transaction.adopt_step(4)
+    transaction.members_joined((0, 2), as_newcomer=False)
     for step, expected in ((4, {0: 0, 1: 3, 2: 0}), (5, {0: 1, 1: 1, 2: 1})):
         transaction.begin(step, 77)
         assert {share.replica: len(share.run) for share in transaction.layout.shares} == expected

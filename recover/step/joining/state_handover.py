@@ -95,7 +95,7 @@ class Newcomers:
         position = parcel.install()
         self._position.take(position)
         set_generators(position["generators"], self._device)
-        self._transaction.index = self._position.index + 1
+        self._transaction.adopt_step(self._position.index + 1)
         return _size(parts)
 
     @cached_property
