@@ -30,7 +30,7 @@ class FSDPGradients(OwnedGradients):
     """The sharded gradients of an FSDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
     # Autograd's hooks would see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
-    told_by_autograd = False
+    has_hooks = False
 
     def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float | None = None) -> None:
         for module in FullyShardedDataParallel.fsdp_modules(model):
