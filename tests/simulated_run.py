@@ -24,7 +24,7 @@ from recover.policy import Layout, SlotSet, get_policy
 from recover.runs.writing.journal import Journal
 from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident
-from recover.step.joining.admission import NobodyHoldsTheStateError, enter, take_in
+from recover.step.joining.admission import NobodyHoldsTheStateError, admit_replicas, join_members
 from recover.step.joining.stripes import Stripes
 from recover.step.poisoned_sample import PoisonedSampleError
 from recover.step.record import Arrival
@@ -252,7 +252,7 @@ class Rank:
         for _ in range(self.schedule.joins[self.world.replica]):
             self.fabric.wait("warming up")
         self.mates.combine_numbers([0.0])
-        self.arrived = enter(self.transaction, Arrival("", 0.0), self.take)
+        self.arrived = join_members(self.transaction, Arrival("", 0.0), self.take)
 
     def take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         stripes, held = self._stripes(givers, takers), np.zeros(SHARE, np.uint8)
@@ -299,7 +299,7 @@ class Rank:
             with self.world.step(number):
                 self.transaction.begin(number, number + 1000 * self.state)
                 if self.transaction.take_join_request():
-                    incidents = take_in(self.transaction, self.give)
+                    incidents = admit_replicas(self.transaction, self.give)
                     self.transaction.begin(number, number + 1000 * self.state, incidents)
                 elif self.arrived:
                     self.journal.load_state_dict(self.journal_so_far)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recover.gradients.accumulation import ignore
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.ledger import with_slots
 from recover.gradients.module_gradients import NO_SLOTS, Post
 from recover.gradients.norm import squared_norm
@@ -74,7 +74,7 @@ class _DDPBucket:
 class DDPGradients:
     """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
-    came = False  # DDP itself refuses a second backward
+    have_arrived = False  # DDP itself refuses a second backward
 
     def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
         if restore not in ("auto", "blocking", "non-blocking"):
@@ -92,7 +92,7 @@ class DDPGradients:
             )
         self.sum: Sum = FastSum()
         self.largest = 0.0
-        self.unread: tuple[Later[Any], ...] = ()
+        self.unread: tuple[DeviceValue[Any], ...] = ()
         self._model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._used: set[torch.nn.Parameter] = set()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.parts import as_gradient, as_real, local_part, on_device, own_gradient
 from recover.gradients.replica_interface import Partners
 
@@ -72,7 +72,7 @@ class ModuleBucket:
         self.touched: set[BucketSlice] = set()  # slices that hold a sum; others are overwritten, not added to
         self.used: set[BucketSlice] = set()  # slices that any microbatch of the step has used
         self.seen: set[BucketSlice] = set()  # slices that the microbatch in progress has used
-        self.used_by_partners: Later[set[BucketSlice]] | None = None
+        self.used_by_partners: DeviceValue[set[BucketSlice]] | None = None
         self._holds_trays = False  # trays of earlier rounds are in the local sum
 
     def clear(self) -> None:
@@ -139,10 +139,10 @@ class ModuleBucket:
                 self.touched.add(place)
 
 
-def marked(places: Sequence[BucketSlice], marks: torch.Tensor) -> Later[set[BucketSlice]]:
+def marked(places: Sequence[BucketSlice], marks: torch.Tensor) -> DeviceValue[set[BucketSlice]]:
     """Slices whose marks are not zero. Every partner marks all that it has used in the step so
     far, so the marks of the last round cover the rounds before it."""
-    return Later(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
+    return DeviceValue(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
 
 
 def room_for(parameter: torch.nn.Parameter) -> torch.Tensor:

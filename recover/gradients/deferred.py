@@ -21,7 +21,7 @@ Numbers = npt.NDArray[Any]
 NEAR = ("cpu",)  # kinds of devices whose memory is the host's own: nothing has to travel
 
 
-class Later(Generic[T]):
+class DeviceValue(Generic[T]):
     """What `make` says of the numbers in some tensors; it gets a flat array of float64 or int64 for each of them.
 
     The tensors must stay as they are until then. Whoever asks before they were fetched waits for these alone. Those of
@@ -59,14 +59,16 @@ class Later(Generic[T]):
         self._make, self._tensors = None, ()
 
 
-def now(value: T | Later[T]) -> T:
+def now(value: T | DeviceValue[T]) -> T:
     """A plain value is known already."""
-    return value.value if isinstance(value, Later) else value
+    return value.value if isinstance(value, DeviceValue) else value
 
 
 def fetch(values: Iterable[object]) -> None:
     """Learn all of these that are not known yet: one transfer from each device, and one wait."""
-    laters = list({id(each): each for each in values if isinstance(each, Later) and not each.known}.values())
+    laters = list(
+        {id(each): each for each in values if isinstance(each, DeviceValue) and not each.known}.values()
+    )
     begun = [later.begin() for later in laters]
     read = iter(_read([tensor for tensors in begun for tensor in tensors]))
     for later, tensors in zip(laters, begun, strict=True):

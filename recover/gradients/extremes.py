@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 
 
 class Extremes:
@@ -16,7 +16,7 @@ class Extremes:
     def __init__(self) -> None:
         # By device, and by how many parts the sums are made of that they went into.
         self._seen: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        self._largest: Later[float] | None = None
+        self._largest: DeviceValue[float] | None = None
 
     def clear(self) -> None:
         self._seen.clear()
@@ -35,7 +35,7 @@ class Extremes:
                 self._seen[key] = list(torch.aminmax(torch.stack(seen)))  # NaN stays
 
     @property
-    def largest(self) -> Later[float]:
+    def largest(self) -> DeviceValue[float]:
         """The largest magnitude of all of them; infinity if one is not finite."""
         if self._largest is None:
             parts = [parts for (_, parts), seen in self._seen.items() for _ in seen]
@@ -45,5 +45,5 @@ class Extremes:
                 found = [abs(float(n[0])) * count for n, count in zip(numbers, parts, strict=True)]
                 return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
 
-            self._largest = Later(largest, *seen)
+            self._largest = DeviceValue(largest, *seen)
         return self._largest

@@ -23,7 +23,7 @@ from recover.gradients import deferred
 from recover.gradients.borrowed import BorrowedGradients
 from recover.gradients.bucket_layout import BucketSlice, ModuleBucket, cut, room_for
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.extremes import Extremes
 from recover.gradients.grad_hooks import GradHooks
 from recover.gradients.ledger import with_slots
@@ -47,7 +47,7 @@ class Gradients(Protocol):
     parameters: list[torch.nn.Parameter]  # those that the buckets are for
 
     @property
-    def came(self) -> bool:
+    def have_arrived(self) -> bool:
         """Whether any gradient has, since the last `expect`."""
 
     @property
@@ -55,7 +55,7 @@ class Gradients(Protocol):
         """For each of the parameters: 1 if anything in the local sums has used it, else 0."""
 
     @property
-    def unread(self) -> Sequence[Later[Any]]:
+    def unread(self) -> Sequence[DeviceValue[Any]]:
         """What `usage` and `largest` will read of a device, so that it can be read together with
         other things."""
 
@@ -180,7 +180,7 @@ class OwnedGradients:
         return self._extremes.largest.value
 
     @property
-    def unread(self) -> list[Later[Any]]:
+    def unread(self) -> list[DeviceValue[Any]]:
         shared = (each.used_by_partners for each in self._filled)
         return [self._extremes.largest, *(value for value in shared if value is not None)]
 
@@ -229,7 +229,7 @@ class OwnedGradients:
             bucket.held = NO_SLOTS
 
     @property
-    def came(self) -> bool:
+    def have_arrived(self) -> bool:
         seen = any(each.seen for each in self._filled)
         return seen or any(parameter.grad is not None for parameter in self.parameters)
 

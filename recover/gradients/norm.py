@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 
 PIECE = 1 << 16  # numbers
 
@@ -23,7 +23,7 @@ def squared_norm(buckets: Sequence[Bucket]) -> float:
     def total(*norms: Numbers) -> float:
         return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
 
-    return Later(total, *(_norm(bucket.result) for bucket in buckets)).value
+    return DeviceValue(total, *(_norm(bucket.result) for bucket in buckets)).value
 
 
 def _norm(result: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Replica(Protocol):
         """The maximum over the replica's ranks, element by element; under the same rules as `combine`."""
         raise NotImplementedError
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
         return
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.parts import on_device
 from recover.gradients.reduction import Sum
 from recover.gradients.replica_interface import Replica
@@ -29,7 +29,7 @@ _BETWEEN = "change it between two steps, on all replicas alike"
 Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
 
 
-class MovingBuffers:
+class RunningBuffers:
     """Those of one model: what they were when the step began, and the sum of the changes of this replica's slots."""
 
     def __init__(
@@ -72,7 +72,7 @@ class MovingBuffers:
         ):  # a sharded model puts other tensors under their names while it computes
             self._others |= _frozen(model)
         # Of the others: the tensor, where its memory is, its version, its bits.
-        self._seen: dict[str, tuple[torch.Tensor, int, int, Later[int]]] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int, int, DeviceValue[int]]] = {}
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
         self._sizes = [getattr(*place).numel() for place in self._moving.values()]
@@ -98,7 +98,7 @@ class MovingBuffers:
         return self._read.value[self.size :].tolist() if self.size else [0.0] * len(self._moving)
 
     @property
-    def unread(self) -> list[Later[Any]]:
+    def unread(self) -> list[DeviceValue[Any]]:
         """What these two will read of a device."""
         return [self._read] if self.size else []
 
@@ -123,7 +123,7 @@ class MovingBuffers:
         # The sum of the changes, and behind it the largest one of each buffer.
         device = self.tensors()[0].device
         self._summed = torch.zeros(self.size + len(self._sizes), dtype=torch.float64, device=device)
-        self._read = Later(_as_they_are, self._summed)
+        self._read = DeviceValue(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
         """A microbatch is about to run."""
@@ -147,7 +147,7 @@ class MovingBuffers:
         magnitudes = change.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._summed[self.size :].scatter_reduce_(0, self._owners, magnitudes, "amax")
         self._summed[: self.size] += self._sum.change(change, self._sizes)
-        self._read = Later(_as_they_are, self._summed)
+        self._read = DeviceValue(_as_they_are, self._summed)
 
     def refuse_later_changes(self) -> None:
         """Its backward is through, and the loop has come back for the next one."""
@@ -202,7 +202,7 @@ class MovingBuffers:
                 f"the buffer {name!r} was changed {when}, and would differ between replicas; {mend.format(name=name)}"
             )
 
-    def _look(self, name: str) -> Later[int]:
+    def _look(self, name: str) -> DeviceValue[int]:
         """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""
         tensor = getattr(*self._others[name])
         version = 0 if tensor.is_inference() else tensor._version

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from recover.gradients import deferred
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.parts import local_part
 
 WIDTH = 4096  # words of 8 bytes in a row
@@ -63,7 +63,7 @@ class StateHash:
                 torch.cat(sums)
             )  # a copy: tensors may change from here on
 
-    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> Later[int]:
+    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> DeviceValue[int]:
         """Of all that was added so far, and of these, as they are when somebody asks."""
 
         def begin() -> Iterable[torch.Tensor]:
@@ -79,10 +79,10 @@ class StateHash:
         def total(*values: Numbers) -> int:
             return (self._start + sum(int(value[0]) for value in values)) % 2**64
 
-        return Later(total, when_asked=begin)
+        return DeviceValue(total, when_asked=begin)
 
 
-def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
+def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> DeviceValue[int]:
     """The hash of these alone, as they are now."""
     whole = StateHash(step, trained)
     whole.add(tensors)

@@ -43,7 +43,7 @@ class ShardedReplica(Replica):
         found: list[int] = largest.tolist()
         return found
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         for root in self._modules[:1]:  # after a forward pass alone, the outermost one stays gathered
             assert isinstance(root, torch.nn.Module)
             # If something was frozen meanwhile, or unfrozen, it was the gathered parameter: its shard must learn of it.

@@ -3,7 +3,7 @@ what its vote has shown."""
 
 from __future__ import annotations
 
-from recover.gradients.deferred import Later, now
+from recover.gradients.deferred import DeviceValue, now
 from recover.policy import Holding, Share
 
 
@@ -25,8 +25,8 @@ class Attempt:
         self.overflowed = False  # all replicas agree that it was not: they run the step again
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self._done = share.kept
-        self._losses: list[tuple[float | Later[float], float]] = []  # with weights
-        self._computed: list[tuple[float | Later[float], int]] = []  # seconds for so many microbatches
+        self._losses: list[tuple[float | DeviceValue[float], float]] = []  # with weights
+        self._computed: list[tuple[float | DeviceValue[float], int]] = []  # seconds for so many microbatches
 
     def following(self, share: Share, planned: int) -> Attempt:
         """The attempt after a repair. What `share` keeps stays in the local sums, or nothing
@@ -38,19 +38,19 @@ class Attempt:
             attempt.samples, attempt._losses = self.samples, self._losses
         return attempt
 
-    def finish_slot(self, slot: int, sample: int, loss: float | Later[float], weight: float) -> None:
+    def finish_slot(self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float) -> None:
         """A microbatch is in the local sums, or will be once the device has run it: its loss is
         read at the vote."""
         self.samples[slot] = sample
         self._losses.append((loss, weight))
         self._done = self._done | self._done.span(slot, slot + 1)
 
-    def computed(self, seconds: float | Later[float], microbatches: int) -> None:
+    def computed(self, seconds: float | DeviceValue[float], microbatches: int) -> None:
         """This rank took so long for so many microbatches."""
         self._computed.append((seconds, microbatches))
 
     @property
-    def unread(self) -> list[float | Later[float]]:
+    def unread(self) -> list[float | DeviceValue[float]]:
         """Values that may still be on a device."""
         return [*(loss for loss, _ in self._losses), *(seconds for seconds, _ in self._computed)]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from recover.gradients.deferred import Later, fetch
+from recover.gradients.deferred import DeviceValue, fetch
 from recover.gradients.exponents import Exponents
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.gradients.state_hash import StateHash, fingerprint, leaves, settings, shown
 from recover.step.difference import Digest, StateKind
-from recover.step.model_checks import Belonging
+from recover.step.model_checks import ModelAndOptimizer
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class ComparedState:
 
     def __init__(
         self,
-        belonging: Belonging,
+        model_and_optimizer: ModelAndOptimizer,
         optimizer: Any,
-        moving: MovingBuffers,
+        buffers: RunningBuffers,
         scheduler: Any,
         extra: Callable[[], Mapping[str, Any]],
         exponents: Exponents | None = None,
     ) -> None:
         """`exponents`: of reproducible sums."""
-        self._belonging, self._optimizer, self._moving = belonging, optimizer, moving
+        self._model_and_optimizer, self._optimizer, self._buffers = model_and_optimizer, optimizer, buffers
         self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
 
-    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> Later[int]:
+    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> DeviceValue[int]:
         """Before step `number`: of parameters, running buffers and the optimizer's settings; `full`: of all entries;
         `more`: of these bytes, too.
 
@@ -58,10 +58,12 @@ class ComparedState:
         ]
         values = [(entry.name, entry.value) for entry in (*around, *state)]
         # As one text: it is taken in every step.
-        whole = StateHash(number, self._belonging.trained + more, (repr(numbers), self._maxima(), values))
-        whole.add(self._moving.tensors())
+        whole = StateHash(
+            number, self._model_and_optimizer.trained + more, (repr(numbers), self._maxima(), values)
+        )
+        whole.add(self._buffers.tensors())
         whole.add(_tensors(around))
-        return whole.value(lambda: [*self._belonging.parameters(), *later, *_tensors(state)])
+        return whole.value(lambda: [*self._model_and_optimizer.parameters(), *later, *_tensors(state)])
 
     def digests(self) -> list[Digest]:
         """All entries, in the order in which differences are looked for: causes before what follows from them."""
@@ -92,13 +94,13 @@ class ComparedState:
                 StateKind.SETTING, "maxima of the last steps, from which exponents follow", self._maxima()
             )
         yield from self._scheduler_entries()
-        of = self._belonging.names()
-        names = [(of[parameter], parameter) for parameter in self._belonging.parameters()]
+        of = self._model_and_optimizer.names()
+        names = [(of[parameter], parameter) for parameter in self._model_and_optimizer.parameters()]
         for name, parameter in names:
             yield Entry(StateKind.TRAINED, name, parameter.requires_grad)
         for name, parameter in names:
             yield Entry(StateKind.PARAMETER, name, parameter)
-        for name, buffer in self._moving.at_start():
+        for name, buffer in self._buffers.at_start():
             yield Entry(StateKind.BUFFER, name, buffer)
         yield from self._optimizer_entries()
         yield from self._extra_entries()
@@ -106,7 +108,7 @@ class ComparedState:
     def _optimizer_entries(self) -> Iterator[Entry]:
         """Of each parameter, then what belongs to no parameter."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        names = self._belonging.names()
+        names = self._model_and_optimizer.names()
         for parameter in held:
             if parameter in self._optimizer.state:
                 for path, value in leaves(self._optimizer.state[parameter]):

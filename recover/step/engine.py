@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.module_gradients import Gradients, OwnedGradients
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.policy import SlotSet, get_policy
 from recover.step.compared_state import ComparedState
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
-from recover.step.in_flight import HandedOut, Stream, T
+from recover.step.in_flight import MicrobatchesInFlight, Stream, T
 from recover.step.incident import Incident
 from recover.step.initial_state import copy_state_from_first_replica
 from recover.step.joining.extra import Extra
 from recover.step.joining.joinable import Joinable
-from recover.step.joining.state_handover import Newcomers
+from recover.step.joining.state_handover import StateHandover
 from recover.step.loop.clock import clock_of
 from recover.step.loop.habits import Habits
 from recover.step.loop.stragglers import Stragglers
 from recover.step.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
-from recover.step.model_checks import Belonging
+from recover.step.model_checks import ModelAndOptimizer
 from recover.step.on_first import OnFirst
 from recover.step.position import Position, refuse_other_size
 from recover.step.randomness import Randomness
@@ -77,7 +77,7 @@ class StepEngine:
         self.exact_sum = reduction == "reproducible"
         self.result = StepResult()  # of the last committed step
         self._save_states = save_states
-        self._checks = Belonging(model, optimizer, gradients)
+        self._checks = ModelAndOptimizer(model, optimizer, gradients)
         refuse_other_size(world, model)
         world.steps_made += 1
         self._randomness = Randomness(seed, world.shard)
@@ -88,7 +88,7 @@ class StepEngine:
         )
         exponents = self.gradients.sum.exponents
         self._habits = Habits(model, optimizer)
-        self.buffers = MovingBuffers(model, buffers, self.gradients.sum, replica, not gradients)
+        self.buffers = RunningBuffers(model, buffers, self.gradients.sum, replica, not gradients)
         self.on_first = OnFirst(world, self._randomness)
         self.compared = ComparedState(
             self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
@@ -104,7 +104,7 @@ class StepEngine:
             self.compared.digests,
         )
         self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
-        self._in_flight = HandedOut(
+        self._in_flight = MicrobatchesInFlight(
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
         )
         self._update = Update(optimizer, clip, self._randomness, self._habits)
@@ -115,7 +115,7 @@ class StepEngine:
         }
         state = model, optimizer, scheduler, ChainMap[str, Extra](extra, ours)
         self.joinable = Joinable(world, state, extra)
-        self.handover = Newcomers(
+        self.handover = StateHandover(
             world, self.transaction, self.position, state, self.on_first.take_over, self.joinable
         )
         self._run: Run | None = None  # the step in progress, or the last one
@@ -154,7 +154,7 @@ class StepEngine:
         joins: list[Incident] = []
         if self.world.outside:
             yield from self._rehearse(stream, by_rounds)
-            joins = self.handover.enter()
+            joins = self.handover.join()
         number = self.position.index + 1
         self.position.refuse_torn()
         self._prepare(number, by_rounds, joined=bool(joins))
@@ -204,7 +204,7 @@ class StepEngine:
         transaction = self.transaction
         ran_with = self.replica.weights_of_round()
         weights = weights_of(weight, ran_with, loss, len(pending), self.exact_sum)
-        refuse_other_backwards(loss, self.gradients.came, self._by_rounds)
+        refuse_other_backwards(loss, self.gradients.have_arrived, self._by_rounds)
         self.world.hooks("backward")
         self.buffers.take()
         self.gradients.ready()
@@ -233,7 +233,7 @@ class StepEngine:
         with self.world.call(Call.CONFIRM, lambda *lost: met.append(lost)):
             self.compare_all_state()
             number = self.position.index + 1
-            self.replica.rest()
+            self.replica.reshard()
             rank_exit.in_step(True)  # all replicas raise what this may raise: it is no fault of this rank
             try:
                 met.append(self.transaction.confirm(number, self._fingerprint(number, full=True)))
@@ -269,7 +269,7 @@ class StepEngine:
         """Follow parameters that were frozen, unfrozen, added or replaced since the last step,
         and refuse left-over gradients. `joined`: the state was just received from members that
         may train other parameters by now."""
-        self.replica.rest()
+        self.replica.reshard()
         self._checks.refuse_left_over_gradients(number)
         if self._checks.changed():
             rank_exit.log(f"step {number}: other parameters are trained than before")
@@ -286,7 +286,7 @@ class StepEngine:
         transaction = self.transaction
         if self.world.steps_made == 1 and transaction.take_join_request():
             transaction.begin(number, self._fingerprint(number, self._compares_all))
-            joins = self.handover.take_in()
+            joins = self.handover.admit()
         self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
         if self.world.hooks.came:
             self._samples.seat(self.world.replicas)
@@ -298,7 +298,7 @@ class StepEngine:
         """Run one microbatch before asking to join, so that the members do not wait for what the
         first microbatch creates, compiles or loads."""
         self._by_rounds = by_rounds
-        self.replica.rest()
+        self.replica.reshard()
         self._checks.refuse_left_over_gradients(0)
         with self._randomness.apart():
             self.transaction.begin(0, 0)
@@ -340,7 +340,7 @@ class StepEngine:
         self.buffers.restore()
         self._samples.put_back()
 
-    def _fingerprint(self, number: int, full: bool) -> Later[int]:
+    def _fingerprint(self, number: int, full: bool) -> DeviceValue[int]:
         return self.compared.fingerprint(number, full, self.extra_comparison.fingerprint)
 
     def _commit(self, number: int) -> None:

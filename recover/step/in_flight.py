@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from recover.gradients.deferred import Later, now
+from recover.gradients.deferred import DeviceValue, now
 from recover.step import poisoned_sample
 from recover.step.loop.clock import Clock
 from recover.step.randomness import Randomness
@@ -24,7 +24,7 @@ class Stream(Protocol[T_co]):
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
-def refuse_what_is_no_stream(stream: Any) -> None:
+def check_stream(stream: Any) -> None:
     """A stream is asked for microbatch i, whichever replica it falls to. What has an order of its own cannot be."""
     if (mend := loader_mend(stream)) is not None:
         raise TypeError(
@@ -70,7 +70,7 @@ def _microbatch(stream: Stream[T], index: int) -> T:
         raise
 
 
-class HandedOut:
+class MicrobatchesInFlight:
     """One microbatch, or all of a round. `pending`: slots and samples whose backward is to come."""
 
     def __init__(self, world: World, samples: Any, randomness: Randomness, clock: Clock) -> None:
@@ -112,15 +112,15 @@ class HandedOut:
         """Since they were handed out; on a device it is waited for."""
         return now(self._clock.took())
 
-    def computed(self) -> float | Later[float]:
+    def computed(self) -> float | DeviceValue[float]:
         """Their backward is through, and took so many seconds; or it was told to a device, which says that later.
 
         Told to the watchers, and, the first time in this step, to the launcher.
         """
         world, took, slots = self._world, self._clock.took(), {slot for slot, _ in self.pending}
-        if isinstance(took, Later):
+        if isinstance(took, DeviceValue):
             self._under_way += self.pending
-            took = Later(partial(self._device_is_through, took, self.pending))
+            took = DeviceValue(partial(self._device_is_through, took, self.pending))
         world.board.touch(world.rank)
         self._show([])
         if slots - self._ran:
@@ -129,7 +129,7 @@ class HandedOut:
         self.pending, self._suspects = [], []
         return took
 
-    def _device_is_through(self, took: Later[float], slots: list[tuple[int, int]]) -> float:
+    def _device_is_through(self, took: DeviceValue[float], slots: list[tuple[int, int]]) -> float:
         seconds = took.value
         self._under_way = [each for each in self._under_way if each not in slots]
         self._show([])

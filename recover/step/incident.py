@@ -43,7 +43,7 @@ class Incident:
         return "joined" if self.joined_ranks else "lost"
 
 
-def met(
+def incident_of(
     step: int,
     grid: Grid,
     census: Census,

@@ -27,7 +27,7 @@ SHOWN = 3  # names in a message
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 
-class Belonging:
+class ModelAndOptimizer:
     """A model and its optimizer, as they were when last looked at."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None) -> None:

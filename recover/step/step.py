@@ -23,7 +23,7 @@ from recover.policy import DEFAULT_POLICY, Layout
 from recover.runs.writing.script_records import records_of
 from recover.step.engine import MicrobatchLoop, StepEngine
 from recover.step.errors import StateDivergedError
-from recover.step.in_flight import Stream, T, refuse_what_is_no_stream
+from recover.step.in_flight import Stream, T, check_stream
 from recover.step.incident import Incident
 from recover.step.joining.extra import Extra
 from recover.step.loop.weights import Weight
@@ -86,7 +86,7 @@ class Step:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
         refuse_overlapping(model)
-        replica_of(model).rest()
+        replica_of(model).reshard()
         self.extra = dict(extra or {})
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._engine = StepEngine(
@@ -174,7 +174,7 @@ class Step:
 
         Call `backward` after each of them. The step is committed when the iterator is exhausted.
         """
-        refuse_what_is_no_stream(stream)
+        check_stream(stream)
         return MicrobatchLoop(self._engine, stream, by_rounds=False)
 
     def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
@@ -185,7 +185,7 @@ class Step:
                 "forward changes buffers of this model (those of BatchNorm, or named by buffers=), and inside a round "
                 "the change of one microbatch cannot be told from that of the next; use step.microbatches"
             )
-        refuse_what_is_no_stream(stream)
+        check_stream(stream)
         # A round has several backward passes: its buckets are full only after the last of them.
         return MicrobatchLoop(self._engine, stream, by_rounds=True)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from recover.gradients import ledger
-from recover.gradients.deferred import Later, fetch, now
+from recover.gradients.deferred import DeviceValue, fetch, now
 from recover.gradients.exponents import code_of
 from recover.policy import FailureEvent, Policy, RestoreMode, Share, SlotSet
 from recover.step import poisoned_sample
@@ -26,7 +26,7 @@ from recover.step.attempt import Attempt
 from recover.step.difference import UNKNOWN, Digest, Inquiry
 from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import StateDivergedError
-from recover.step.incident import Incident, met
+from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # without torch: the simulated world runs this module, too
     from recover.gradients.buckets import Bucket
     from recover.gradients.module_gradients import Gradients
     from recover.gradients.replica_interface import Replica
-    from recover.gradients.running_buffers import MovingBuffers
+    from recover.gradients.running_buffers import RunningBuffers
 
 FRUITLESS = 8  # repairs in a row without a death, after which the run ends
 
@@ -62,14 +62,14 @@ class Transaction:
         policy: Policy,
         global_batch: int,
         replica: Replica,
-        buffers: MovingBuffers,
+        buffers: RunningBuffers,
         is_quiet: Callable[[], bool] = lambda: True,
         digests: Callable[[], Sequence[Digest]] = tuple,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
         self.replica, self.buffers = replica, buffers
         self.index = 0  # number of the step
-        self.fingerprint: int | Later[int] = 0  # of the state that it began with
+        self.fingerprint: int | DeviceValue[int] = 0  # of the state that it began with
         self.incidents: list[Incident] = []
         # Agreed by the last commit, and the same on all replicas.
         self.finite, self.grad_norm = True, 0.0
@@ -131,7 +131,9 @@ class Transaction:
         """The update of the step was applied."""
         self._seniority.found_equal(self.index)
 
-    def begin(self, index: int, fingerprint: int | Later[int], incidents: Iterable[Incident] = ()) -> None:
+    def begin(
+        self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
+    ) -> None:
         """Step number `index` begins from a state with this fingerprint; `incidents`: joins
         before it."""
         # Every repair includes all members. After a repair since this rank left, no rank is inside
@@ -378,7 +380,7 @@ class Transaction:
         # before.
         self._since = self.world.epoch
 
-    def confirm(self, index: int, fingerprint: int | Later[int]) -> tuple[tuple[int, ...], float]:
+    def confirm(self, index: int, fingerprint: int | DeviceValue[int]) -> tuple[tuple[int, ...], float]:
         """After the last step: compare the state over all replicas, and evict those that differ
         from the majority.
 
@@ -529,5 +531,7 @@ class Transaction:
             if noticed >= since:
                 noticed_in = place
         self.incidents.append(
-            met(self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete)
+            incident_of(
+                self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete
+            )
         )

@@ -232,7 +232,7 @@ def test_a_join_is_refused_by_name_before_the_newcomer_asks_and_by_the_members()
     with pytest.raises(
         OtherStateError, match=r"this replica cannot join: the learning rate is set by a StepLR"
     ):
-        step._engine.handover.enter()
+        step._engine.handover.join()
     head, parts = step._engine.handover._packed()
     assert parts == []
     with pytest.raises(OtherStateError, match=r"this replica cannot join: .*StepLR that Step was not given"):

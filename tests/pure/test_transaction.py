@@ -16,7 +16,7 @@ from recover.gradients.ledger import LedgerError
 from recover.gradients.module_gradients import OwnedGradients
 from recover.gradients.reduction import make_sum
 from recover.gradients.replica_interface import PLAIN
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.job.grid import Grid
 from recover.policy import PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
 from recover.step.difference import UNKNOWN
@@ -122,7 +122,7 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
     gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
-    moving, policy = MovingBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
+    moving, policy = RunningBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
     transaction = Transaction(world, gradients, policy, batch, PLAIN, moving)  # type: ignore[arg-type]
     transaction.begin(1, 77)
     (slot,) = transaction.share.run

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from recover.step.incident import Incident, met
+from recover.step.incident import Incident, incident_of
 from recover.step.record import Arrival
 from recover.world.census import Census
 from recover.world.membership import Phase
@@ -37,7 +37,7 @@ class NobodyHoldsTheStateError(RuntimeError):
     """All ranks that held the state have died."""
 
 
-def take_in(transaction: Transaction, pass_on: PassOn) -> list[Incident]:
+def admit_replicas(transaction: Transaction, pass_on: PassOn) -> list[Incident]:
     """Members call this at the beginning of a step, and `transaction.begin` again afterwards.
     Returns the incidents."""
     return _admit_and_transfer(
@@ -45,7 +45,7 @@ def take_in(transaction: Transaction, pass_on: PassOn) -> list[Incident]:
     )
 
 
-def enter(transaction: Transaction, arrival: Arrival, pass_on: PassOn) -> list[Incident]:
+def join_members(transaction: Transaction, arrival: Arrival, pass_on: PassOn) -> list[Incident]:
     """A joining replica calls this: it waits until it is admitted, and receives the state.
     Returns the incidents."""
     return _admit_and_transfer(transaction, transaction.world.join, pass_on, arrival)
@@ -63,7 +63,7 @@ def _admit_and_transfer(
     if own is not None:
         started = time.time() - census.seconds  # without the time that it waited to be admitted
     while True:
-        incident = met(transaction.index, world.grid, census, lost, evicted, started)
+        incident = incident_of(transaction.index, world.grid, census, lost, evicted, started)
         arrivals = {
             rank: Arrival.from_bytes(data) for rank, data in census.records.items() if Arrival.is_in(data)
         }

@@ -11,7 +11,7 @@ import torch
 
 from recover.job.authentication import Authenticator
 from recover.step.incident import Incident
-from recover.step.joining.admission import enter, take_in
+from recover.step.joining.admission import admit_replicas, join_members
 from recover.step.joining.extra import Extra
 from recover.step.joining.joinable import Joinable
 from recover.step.joining.packing import NotPackableError
@@ -26,7 +26,7 @@ from recover.world.liveness.board import age
 from recover.world.world import World
 
 
-class Newcomers:
+class StateHandover:
     """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added.
 
     `take_over`: does what one that is gone had to do once (`recover.step.on_first`). `joinable`: whether all that a
@@ -46,16 +46,16 @@ class Newcomers:
         self._position, self._state, self._joinable = position, state, joinable
         self._device = next(state[0].parameters()).device
 
-    def take_in(self) -> list[Incident]:
+    def admit(self) -> list[Incident]:
         """For members, when somebody has asked. What has happened over it."""
-        return take_in(self._transaction, self._give)
+        return admit_replicas(self._transaction, self._give)
 
-    def enter(self) -> list[Incident]:
+    def join(self) -> list[Incident]:
         """For the newcomer: ask, be admitted, take the state. Raises OtherStateError, before it asks, if it would lack
         something: it runs the script of the others, so they lack it as well."""
         if (why := self._joinable.obstacle()) is not None:
             raise OtherStateError(f"this replica cannot join: {why}")
-        return enter(self._transaction, Arrival(socket.gethostname(), age()), self._take)
+        return join_members(self._transaction, Arrival(socket.gethostname(), age()), self._take)
 
     def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.

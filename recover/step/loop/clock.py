@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 
 
 class Clock(Protocol):
     def start(self) -> None: ...
 
-    def took(self) -> float | Later[float]:
+    def took(self) -> float | DeviceValue[float]:
         """Seconds from the start to here."""
 
     def forget(self) -> None:
@@ -46,14 +46,14 @@ class DeviceClock:
     def start(self) -> None:
         self._since = self._mark()
 
-    def took(self) -> Later[float]:
+    def took(self) -> DeviceValue[float]:
         since, until = self._since, self._mark()
 
         def seconds() -> float:
             until.synchronize()
             return float(since.elapsed_time(until)) / 1e3
 
-        return Later(seconds)
+        return DeviceValue(seconds)
 
     def forget(self) -> None:
         self._used = 0

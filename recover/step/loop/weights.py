@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.parts import on_device
 
 LARGEST_EXACT = 2**32  # the sum over two million microbatches is still a whole number of float64
@@ -76,12 +76,12 @@ def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
     return loss if loss.numel() == 1 else loss.sum()
 
 
-def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
+def losses_of(loss: torch.Tensor, count: int) -> list[DeviceValue[float]]:
     """That of each of `count` microbatches, from their sum or from one value for each; they are read later."""
     values = loss.detach().clone()  # whoever computed them may use their memory again
     if values.numel() == 1:
-        return [Later(lambda total: float(total[0]) / count, values)] * count
-    return [Later(lambda one: float(one[0]), value) for value in values.flatten().split(1)]
+        return [DeviceValue(lambda total: float(total[0]) / count, values)] * count
+    return [DeviceValue(lambda one: float(one[0]), value) for value in values.flatten().split(1)]
 
 
 def refuse_other_backwards(loss: torch.Tensor, came: bool, by_rounds: bool) -> None:
