@@ -1,4 +1,5 @@
-"""The extremes of what was added to the local sums. They stay on their devices until the vote reads them, at once."""
+"""Extremes of the gradients in the local sums. They stay on their devices until the vote reads
+them."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from recover.gradients.deferred import DeviceValue, Numbers
 
 
 class Extremes:
-    """Those of one step's gradients, on the devices that they were computed on."""
+    """Extremes of one step's gradients, on the devices that computed them."""
 
     def __init__(self) -> None:
-        # By device, and by how many parts the sums are made of that they went into.
+        # By device, and by the number of partners over which the sum is added up.
         self._seen: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         self._largest: DeviceValue[float] | None = None
 
@@ -23,20 +24,21 @@ class Extremes:
         self._largest = None
 
     def note(self, extremes: Iterable[torch.Tensor], parts: int) -> None:
-        """Of a gradient that is one of several `parts`, which are added up later: it counts as often as there are."""
+        """Note the extremes of a gradient. If it is one of several `parts` that are added up, it
+        counts that many times."""
         for extreme in extremes:
             self._seen.setdefault((extreme.device, parts), []).append(extreme)
             self._largest = None
 
     def fold(self) -> None:
-        """A microbatch is through: what is kept of it is two numbers, not two for each parameter."""
+        """After a microbatch: keep two numbers, not two for each parameter."""
         for key, seen in self._seen.items():
             if len(seen) > 2:
                 self._seen[key] = list(torch.aminmax(torch.stack(seen)))  # NaN stays
 
     @property
     def largest(self) -> DeviceValue[float]:
-        """The largest magnitude of all of them; infinity if one is not finite."""
+        """The largest magnitude; infinity if any value is not finite."""
         if self._largest is None:
             parts = [parts for (_, parts), seen in self._seen.items() for _ in seen]
             seen = [extreme for each in self._seen.values() for extreme in each]

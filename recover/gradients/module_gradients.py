@@ -1,14 +1,12 @@
-"""The gradients of a plain module: moved out of `p.grad` into buckets of our own as backward
-produces them.
+"""Gradients of a module, moved out of `p.grad` into flat buckets as backward produces them.
 
-Each parameter's gradient is taken the moment autograd has finished it, and added to its place in a
-flat bucket (of fp32 mostly), and freed. The host does that at once, while the gradient is in its
-cache. A GPU is told of all gradients of a bucket together, when they are complete: to be told of
-each takes longer than to add it.
+A gradient is taken as soon as autograd has finished it, added to its slice of a bucket (mostly
+fp32), and freed. The host adds each one at once, while it is in the cache. On a GPU all gradients
+of a bucket are added together: launching a kernel for each takes longer than the addition.
 
-During the last microbatch of an attempt a bucket is reduced as soon as it is full, while
-backward goes on. Buckets are always posted in the same order, whatever order autograd finishes
-them in: the replicas must match.
+During the last microbatch of an attempt a bucket is reduced as soon as it is full, while backward
+continues. Buckets are always posted in the same order, in whatever order autograd finishes them:
+the reductions of all replicas must match.
 """
 
 from __future__ import annotations
@@ -41,70 +39,65 @@ NO_SLOTS = SlotSet()
 
 
 class Gradients(Protocol):
-    """Where a step's buckets come from."""
+    """The source of a step's buckets."""
 
     sum: Sum
-    parameters: list[torch.nn.Parameter]  # those that the buckets are for
+    parameters: list[torch.nn.Parameter]  # with slices in the buckets
 
     @property
     def have_arrived(self) -> bool:
-        """Whether any gradient has, since the last `expect`."""
+        """Whether any gradient has arrived since the last `expect`."""
 
     @property
     def usage(self) -> list[float]:
-        """For each of the parameters: 1 if anything in the local sums has used it, else 0."""
+        """For each parameter: 1 if a microbatch in the local sums has used it, else 0."""
 
     @property
     def unread(self) -> Sequence[DeviceValue[Any]]:
-        """What `usage` and `largest` will read of a device, so that it can be read together with
-        other things."""
+        """Values that `usage` and `largest` read from a device, to be fetched with others."""
 
     def squared_norm(self) -> float:
-        """Of the reduced sums, in their own unit: this rank's part of it, what others hold too
-        counted once.
+        """This rank's part of the squared norm of the reduced sums, in their own unit. Values that
+        several ranks hold count once.
 
-        Waits for them; 0 if one of them has failed.
+        Waits for the reductions; 0 if one of them has failed.
         """
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Some were frozen or unfrozen: make buckets for those that require a gradient now."""
+        """Create buckets for the parameters that require a gradient now."""
 
     @property
     def buckets(self) -> list[Bucket]: ...
 
     @property
     def largest(self) -> float:
-        """The largest magnitude in any gradient of the local sums, if they are exact; infinity
-        if one is not finite."""
+        """The largest magnitude in the gradients of exact local sums; infinity if one is not
+        finite."""
 
     def begin(self) -> None:
-        """A new step: the local sums are empty, whatever an earlier one that was left early had
-        begun."""
+        """Begin a step with empty local sums, also after a step that was left early."""
 
     def clear(self) -> None:
-        """Give up what this replica has summed in this step."""
+        """Drop the local sums of this step."""
 
     def expect(self, post: Post | None, slots: SlotSet = NO_SLOTS, in_round: bool = False) -> None:
-        """A microbatch (or a round) is about to run: `slots` is what the buckets hold more of when
-        it is through.
+        """Before a microbatch (or a round), which adds `slots` to the buckets.
 
-        If `post` is given it is the last one, and full buckets are posted.
+        `post` is given for the last one of an attempt: full buckets are posted.
         """
 
     def ready(self) -> None:
-        """Its backward is about to run: a rewind that was left running beside the forward pass
-        must have ended."""
+        """Before backward: wait for a rewind that runs in parallel to the forward pass."""
 
     def collect(self) -> None:
-        """Its backward is through: all of it is in the local sums, and if it was the last,
-        posted."""
+        """After backward: complete the local sums, and post them if it was the last one."""
 
     def post_all(self, post: Post) -> None:
-        """Post every bucket as it is: there was nothing (more) to run."""
+        """Post every bucket unchanged: no microbatch is left to run."""
 
     def rewind(self, overlapped: bool) -> None:
-        """Make the local sums what they were; `overlapped`: microbatches follow that it may run
-        beside."""
+        """Restore the local sums after a failed reduction; `overlapped`: it may run in parallel to
+        the microbatches that follow."""
 
     def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
         """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by
@@ -115,7 +108,7 @@ class Gradients(Protocol):
         """
 
     def release(self) -> None:
-        """The optimizer is through with them."""
+        """After the optimizer: take the gradients back."""
 
 
 class OwnedGradients:

@@ -37,7 +37,6 @@ from recover.step.randomness import Randomness
 from recover.step.result import StepResult, result_of
 from recover.step.samples import SampleMode, sample_mode
 from recover.step.transaction import Transaction
-from recover.step.update import Update
 from recover.world import rank_exit
 from recover.world.calls import Call
 from recover.world.world import World
@@ -75,6 +74,7 @@ class StepEngine:
         replica = replica_of(model)
         self.world, self.model, self.scheduler, self.replica = world, model, scheduler, replica
         self.exact_sum = reduction == "reproducible"
+        self._optimizer, self._clip = optimizer, clip
         self.result = StepResult()  # of the last committed step
         self._save_states = save_states
         self._checks = ModelAndOptimizer(model, optimizer, gradients)
@@ -107,7 +107,6 @@ class StepEngine:
         self._in_flight = MicrobatchesInFlight(
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
         )
-        self._update = Update(optimizer, clip, self._randomness, self._habits)
         self.extra_comparison, self.records = ExtraComparison(world), records()
         ours: dict[str, Extra] = {
             "recover.runs.records": self.records,
@@ -355,7 +354,7 @@ class StepEngine:
             if not result.weight:
                 self._log_no_weight(number)
         else:
-            self._update.apply(transaction, number, result.grad_norm)
+            self._update(number, result.grad_norm)
             transaction.maxima.commit()
             if warning := transaction.maxima.take_warning():
                 rank_exit.log(f"step {number}: {warning}")
@@ -370,6 +369,17 @@ class StepEngine:
         self.on_first.committed(transaction.all_quiet)
         world.board.accomplish(world.rank)
         world.hooks("advance")
+
+    def _update(self, number: int, norm: float) -> None:
+        """Gradients, clipping, optimizer and running buffers: the same on all replicas."""
+        totals, shrink = self.transaction.totals, 1.0
+        if self._clip is not None and norm > self._clip:
+            shrink = self._clip / (norm + 1e-6)
+        self.gradients.install(totals.weight, shrink, totals.used.tolist())
+        self._randomness.update(number)
+        with self._habits.updating():
+            self._optimizer.step()
+        self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
 
     def _log_no_weight(self, number: int) -> None:
         if not self._logged_no_weight:

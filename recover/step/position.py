@@ -1,5 +1,4 @@
-"""What a step is told, and where its run stands: for another run to go on from, or for a replica
-that joins."""
+"""Arguments of a step, and the position of a run, for runs that resume and for joining replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from recover.world.world import World
 
 
 def is_whole(value: Any) -> bool:
-    """An integer of Python's, numpy's or whoever's; True is none."""
+    """Whether it is an integer, of Python or numpy; a bool is not."""
     return hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
 
 
@@ -32,7 +31,7 @@ def check_arguments(
     bucket_mb: float | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
-    """Raises TypeError, ValueError if no step can be taken like this."""
+    """Raises TypeError or ValueError for arguments with which no step can be taken."""
     kinds = (hasattr(world, "grid"), isinstance(model, torch.nn.Module), hasattr(optimizer, "param_groups"))
     if not all(kinds):
         given = ", ".join(type(each).__name__ for each in (world, model, optimizer))
@@ -61,13 +60,13 @@ def refuse_other_size(world: World, model: torch.nn.Module) -> None:
 
 
 class Position:
-    """How far a run is: the same on all replicas after each step."""
+    """The position of a run: the same on all replicas after each step."""
 
     def __init__(
         self, global_batch: int, samples: Any, stragglers: Stragglers, exponents: Exponents | None = None
     ) -> None:
         self.index = 0  # committed steps
-        self.skipped = 0  # those of them with a gradient that was not finite, or without any weight
+        self.skipped = 0  # committed steps that did not call the optimizer
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
         self._torn = False

@@ -1,4 +1,5 @@
-"""The user's side of the step: a loop over microbatches that has committed when it ends.
+"""`recover.Step`, the public API of a step: a loop over microbatches that has committed when it
+ends.
 
 step = recover.Step(world, model, optimizer, global_batch=256)
 while step.index < 1000:
@@ -41,7 +42,7 @@ def _field_of_result(name: str) -> Any:
 
 
 class Step:
-    """Optimizer steps, each on exactly `global_batch` microbatches, whoever dies.
+    """Optimizer steps, each on exactly `global_batch` microbatches, whichever replicas die.
 
     world:         from `recover.init()`
     model:         a module, the same on every replica (parameters and buffers are copied from the first one);
@@ -52,17 +53,17 @@ class Step:
     samples:       `exact` (default) or `partitioned`
     clip:          limit of the global gradient norm
     scheduler:     a learning-rate scheduler, advanced once per committed step
-    seed:          random draws in a microbatch follow from (seed, step, slot), not from which replica computes it;
-                   draws outside of the loop over microbatches are the user's own, and go on as if there were no step
-    reduction:     `fast`, or `reproducible`: bits that do not depend on who computed what, or on how many replicas
+    seed:          random draws in a microbatch follow from (seed, step, slot), not from the replica that computes it;
+                   draws outside of the loop over microbatches are unaffected
+    reduction:     `fast`, or `reproducible`: the same bits for any number of replicas, with and without deaths
     bucket_mb:     size of a gradient bucket; by default 25, on a GPU 50
-    gradients:     where the buckets come from, if not from the model's own parameters (see `recover.dropin`)
-    buffers:       names of buffers that forward changes, beside those of BatchNorm and its kin: after a step they are
-                   what they were before it plus the mean of what its microbatches did to them
-    extra:         what else belongs to the state of the run, by name: objects with `state_dict` and
-                   `load_state_dict` (a moving average of the model, a scheduler that your loop calls), or dicts of
-                   numbers, strings, lists and tensors that you change in place. `recover.save` and `recover.resume`
-                   use it, and a replica that joins is given it; `step.extra` may be added to before the first step
+    gradients:     source of the buckets, for models that another library wraps (see `recover.dropin`)
+    buffers:       names of buffers that forward changes, in addition to those of BatchNorm and similar modules: a step
+                   adds the mean of the changes of its microbatches to them
+    extra:         further state of the run, by name: objects with `state_dict` and `load_state_dict` (an EMA of the
+                   model, a scheduler that your loop calls), or dicts of numbers, strings, lists and tensors that you
+                   change in place. `recover.save` and `recover.resume` include it, and joining replicas receive it;
+                   entries may be added to `step.extra` before the first step
     """
 
     def __init__(
@@ -166,8 +167,8 @@ class Step:
         }
 
     def save_states(self, error: StateDivergedError) -> None:
-        """Replicas hold different states, and the run is about to end. `recover.Step` saves one
-        of each."""
+        """Called before the run ends because replicas hold different states: `recover.Step` saves
+        one of each."""
 
     def microbatches(self, stream: Stream[T]) -> Iterator[T]:
         """The microbatches that this replica owes to the step, extra ones after a death included.
@@ -190,8 +191,8 @@ class Step:
         return MicrobatchLoop(self._engine, stream, by_rounds=True)
 
     def backward(self, loss: torch.Tensor, weight: Weight = None) -> None:
-        """Backward of the microbatch (or the round) just handed out. `loss` counts `weight` times
-        in the mean.
+        """Run backward of the microbatch (or round) in flight. `loss` counts `weight` times in the
+        mean.
 
         The gradient of a step is sum(weight * gradient) / sum(weight), over all microbatches,
         and in a sharded replica over all of its ranks: give the mean over your own tokens with
@@ -203,34 +204,35 @@ class Step:
         self._engine.backward(loss, weight)
 
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
-        """Random draws from here on are those of microbatch `number` (from 0) of the round handed
-        out.
+        """Seed the random generators for microbatch `number` (from 0) of the round in flight.
 
-        For a pipeline of your own, before each forward pass; `stage` tells apart what one rank
-        computes in several pieces. Without it a whole round draws as its first microbatch, and
-        so depends on who computes what.
+        Call it before each forward pass of a pipeline of your own; `stage` distinguishes the
+        stages of one rank. Without it a whole round draws as its first microbatch, so draws
+        depend on which replica computes which microbatches.
         """
         self._engine.seed_microbatch(number, stage)
 
     def request_stop(self) -> None:
-        """Ask all replicas to stop after the same step: `stop_agreed` tells when. May be called
-        by a signal handler."""
+        """Ask all replicas to stop after the same step, which sets `stop_agreed`. A signal handler
+        may call it."""
         self._engine.transaction.request_stop()
 
     def compare_optimizers(self) -> None:
-        """Let the next vote compare all state (optimizer, scheduler and extra as well as
-        parameters): a checkpoint has just been made of it. To be called by all replicas after
-        the same step."""
+        """Let the next vote compare all state (optimizer, scheduler, extra and parameters), because
+        a checkpoint was just made of it. All replicas must call it after the same step."""
         self._engine.compare_all_state()
 
     @contextmanager
     def saving_extra(
         self, given: Mapping[str, Any], digests: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
-        """While `recover.save` saves. `given`: what it was given beside `self.extra`; `digests`: of
-        all entries.
+        """A context around `recover.save`.
 
-        Yields what compares them over the replicas: to be called by all of them before `confirm`.
+        given:    entries that it was given in addition to `self.extra`
+        digests:  of all entries
+
+        Yields a function that compares the digests over the replicas; all of them must call it
+        before `confirm`.
         """
         self._engine.joinable.saved(given)
 

@@ -18,9 +18,7 @@ ASKED_BITS = 16
 class Vote(IntFlag):
     """Bits of the vote word. The bits from `ASKED` upwards stand for replicas that ask to join."""
 
-    COMPLETE = (
-        1  # all buckets of the attempt were reduced under the current epoch, and hold the planned samples
-    )
+    COMPLETE = 1  # all buckets were reduced under the current epoch, and hold the planned samples
     FINITE = 2  # complete, and the sum is finite
     SAME_STATE = 4  # complete, and the hashes in the sum show that all replicas began with the same state
     GO_ON = 8  # this rank was not asked to stop after the step

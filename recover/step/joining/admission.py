@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 # or receives. Returns the number of bytes, or None if it failed here.
 PassOn = Callable[[tuple[int, ...], tuple[int, ...]], int | None]
 NOT_TAKEN = "it joined, and could not take the state that it was given (its log says why)"
-# Failed transfers in a row without a death, after which the members go on without the joining replica.
+# Failed transfers in a row without a death, after which the members go on without the joining
+# replica.
 TRIES = 3
 
 
