@@ -2,7 +2,7 @@
 evaluation.
 
 All replicas keep a call until a vote shows that it was done: a rank that still has a call to
-run, or knows of one whose owner died, does not set `Vote.QUIET`. So no death loses a call; it
+run, or knows of one whose owner died, does not set `VoteWord.QUIET`. So no death loses a call; it
 may run twice, on a rank that died over it and on its successor.
 """
 

@@ -31,7 +31,7 @@ from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
-from recover.step.vote import Vote, asking_bits, vote_word
+from recover.step.vote import VoteWord, asking_bits, word_of
 from recover.world.census import Census, left_behind
 from recover.world.membership import NoCarrierError
 from recover.world.world import World
@@ -237,11 +237,11 @@ class Transaction:
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
         attempt.complete = reduced and samples == attempt.planned
-        word = vote_word(
+        word = word_of(
             {
-                Vote.COMPLETE: attempt.complete,
-                Vote.GO_ON: not self._stop_requested,
-                Vote.QUIET: self._is_quiet(),
+                VoteWord.COMPLETE: attempt.complete,
+                VoteWord.GO_ON: not self._stop_requested,
+                VoteWord.QUIET: self._is_quiet(),
             },
             asking_bits(self.world.asking),
         )
@@ -256,22 +256,22 @@ class Transaction:
         self._timeline.append((time.time(), "vote"))
         self.world.hooks("vote")
         answer = self.world.agree(int(word))
-        agreed = None if answer is None else Vote(answer)
+        agreed = None if answer is None else VoteWord(answer)
         if agreed is not None and reduced:
             ledger.check_samples(self.index, samples, attempt.planned)
             ledger.check_grids(self.index, same_grid)
-        if agreed is None or Vote.COMPLETE not in agreed:
+        if agreed is None or VoteWord.COMPLETE not in agreed:
             return False
-        if Vote.SAME_STATE not in agreed:
+        if VoteWord.SAME_STATE not in agreed:
             return False
-        if Vote.IN_RANGE not in agreed:
+        if VoteWord.IN_RANGE not in agreed:
             # All replicas know it, from the same maxima. Only a complete vote decides this, never a
             # repair: survivors of the replica with the largest value would choose other exponents
             # than a run without the death.
             attempt.overflowed = True
             return False
-        self.finite = Vote.FINITE in agreed
-        self.stop_agreed, self.all_quiet = Vote.GO_ON not in agreed, Vote.QUIET in agreed
+        self.finite = VoteWord.FINITE in agreed
+        self.stop_agreed, self.all_quiet = VoteWord.GO_ON not in agreed, VoteWord.QUIET in agreed
         self.asked = agreed.join_asked
         return True
 
@@ -296,7 +296,7 @@ class Transaction:
         self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)
         self.world.hooks.under_way("in-totals", work)
 
-    def _judge_sum(self) -> Vote:
+    def _judge_sum(self) -> VoteWord:
         """The bits of the vote that need a complete sum."""
         attempt = self.attempt
         same = self.totals.same_state(len(self.world.replicas))
@@ -306,8 +306,8 @@ class Transaction:
         # A sum with a replica whose state differs must not be committed, even if that replica dies
         # before the repair.
         attempt.tainted |= not same
-        return vote_word(
-            {Vote.FINITE: attempt.finite, Vote.SAME_STATE: same, Vote.IN_RANGE: attempt.in_range}
+        return word_of(
+            {VoteWord.FINITE: attempt.finite, VoteWord.SAME_STATE: same, VoteWord.IN_RANGE: attempt.in_range}
         )
 
     @property
@@ -396,7 +396,7 @@ class Transaction:
             self.world.cross.drain()
             reduced = self.totals.reduced_under(self.world.epoch)
             same = reduced and self.totals.same_state(len(self.world.replicas), of_attempt=True)
-            if self.world.agree(int(vote_word({Vote.SAME_STATE: same}))) == Vote.SAME_STATE:
+            if self.world.agree(int(word_of({VoteWord.SAME_STATE: same}))) == VoteWord.SAME_STATE:
                 self._seniority.found_equal(index)
                 return all_lost, seconds
             census, lost, _ = self.repair()

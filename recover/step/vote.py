@@ -15,7 +15,7 @@ from enum import IntFlag
 ASKED_BITS = 16
 
 
-class Vote(IntFlag):
+class VoteWord(IntFlag):
     """Bits of the vote word. The bits from `ASKED` upwards stand for replicas that ask to join."""
 
     COMPLETE = 1  # all buckets were reduced under the current epoch, and hold the planned samples
@@ -29,12 +29,12 @@ class Vote(IntFlag):
     @property
     def join_asked(self) -> bool:
         """Whether a bit of a joining replica is left: all ranks have seen a replica ask."""
-        return self >= Vote.ASKED
+        return self >= VoteWord.ASKED
 
 
-def vote_word(statements: Mapping[Vote, bool], asking: int = 0) -> Vote:
+def word_of(statements: Mapping[VoteWord, bool], asking: int = 0) -> VoteWord:
     """The word with the bits whose statement is true; `asking`: from `asking_bits`."""
-    word = Vote(Vote.ASKED * asking)
+    word = VoteWord(VoteWord.ASKED * asking)
     for bit, is_true in statements.items():
         if is_true:
             word |= bit

@@ -117,7 +117,7 @@ def test_a_script_with_one_step_has_its_own_numbers_and_a_digest(sharded: bool, 
     """Also where the model is sharded over the one rank of its replica."""
     world = OfWorld(tmp_path)
     step = OfStep(world)
-    model = step._engine.records.model  # type: ignore[union-attr]
+    model = step._records.model  # type: ignore[union-attr]
     if sharded:
         with torch_world_of_one():
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))

@@ -24,7 +24,7 @@ from recover.step.errors import StateDivergedError
 from recover.step.record import Record
 from recover.step.totals import SAMPLES
 from recover.step.transaction import FRUITLESS, Transaction
-from recover.step.vote import Vote
+from recover.step.vote import VoteWord
 from recover.world.census import Census, left_behind
 from recover.world.hooks import NoHooks
 
@@ -178,8 +178,8 @@ def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
     transaction.vote()
     assert transaction.recover()
     assert transaction.asked is asked
-    word = Vote.COMPLETE | Vote.SAME_STATE | Vote.FINITE | Vote.GO_ON | Vote.IN_RANGE
-    word |= Vote.ASKED * (bits & (1 << mine | 1 << 5))
+    word = VoteWord.COMPLETE | VoteWord.SAME_STATE | VoteWord.FINITE | VoteWord.GO_ON | VoteWord.IN_RANGE
+    word |= VoteWord.ASKED * (bits & (1 << mine | 1 << 5))
     world = World(Grid(3, 1), {}, agreed=[word])
     world.asking = (mine, 5)
     transaction = begun(world)
@@ -263,7 +263,7 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     def reply(rank: int) -> Reply:
         return like_me(grid.replica(rank), **({"fingerprint": 78} if rank == drifted else {}))
 
-    world = World(grid, {rank: reply(rank) for rank in range(1, grid.ranks)}, agreed=[Vote.COMPLETE])
+    world = World(grid, {rank: reply(rank) for rank in range(1, grid.ranks)}, agreed=[VoteWord.COMPLETE])
     transaction = begun(world)
     transaction.vote()
     assert not transaction.recover()
@@ -275,7 +275,7 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
 
 
 def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
-    world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[Vote.COMPLETE])
+    world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[VoteWord.COMPLETE])
     transaction = begun(world)
     transaction.vote()
     with pytest.raises(
