@@ -141,18 +141,18 @@ while not step.stop_agreed:
 # Of an agent: from a moment on it cannot look after its ranks.
 BREAKS = """
 import os
-from recover.launch.hosts import agent_ranks
+from recover.launch.hosts import host_ranks
 from recover.job.supervised import Supervised
 
 Supervised.__init__.__defaults__ = (0.5,)
-reap = agent_ranks.HostRanks.reap
+reap = host_ranks.HostRanks.reap
 
 def failing(self):
     if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "break")):
         raise KeyError("x")
     reap(self)
 
-agent_ranks.HostRanks.reap = failing
+host_ranks.HostRanks.reap = failing
 """
 
 

@@ -20,8 +20,8 @@ from recover.launch import preflight
 from recover.launch.session import MEMORY
 
 _SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
-_PROBE = Path(__file__).with_name("doctor_probe.py")
-_GPU_PROBE = Path(__file__).with_name("doctor_gpu_probe.py")
+_PROBE = Path(__file__).with_name("probe.py")
+_GPU_PROBE = Path(__file__).with_name("gpu_probe.py")
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
