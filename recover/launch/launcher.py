@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,15 @@ from recover.job.grid import Grid
 from recover.job.output import OUTLET, say
 from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.record_files import FILES
-from recover.job.spec import VARIABLE, JobSpec, Monitors
+from recover.job.spec import VARIABLE, JobSpec
 from recover.job.supervised import Supervised
-from recover.launch import hostfile, preflight, rank_outputs
+from recover.launch import hostfile as hostfiles
+from recover.launch import preflight, rank_outputs
 from recover.launch.announcements import Teller
+from recover.launch.hostfile import check_hostfile
 from recover.launch.output_relay import Relay
 from recover.launch.preflight import Refusal
+from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
 from recover.launch.verdict import Verdict, find_marker, name_ranks
 from recover.launch.watched_job import WatchedJob
@@ -38,7 +41,6 @@ from recover.world.watchdog import HangWatchdog
 if TYPE_CHECKING:
     from recover.world.liveness.board import Board
 
-DEFAULT_TIMEOUT = 1800.0
 _TICK = 0.05  # seconds between looks at signals and mpirun, when there is no output
 _LOOK = 0.5  # seconds between looks at the ranks
 _COMING = 30.0  # seconds that a rank may take from its first act until it is on the board
@@ -47,61 +49,43 @@ _GRACE = 5.0  # seconds that mpirun gets to leave once every rank has ended; it 
 
 
 def launch(
-    ranks: int,
-    script: str | Path,
-    args: Sequence[str] = (),
-    *,
-    replica_size: int = 1,
-    run_dir: str | Path | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    mpirun: str | None = None,
-    hang_limit: float | None = None,
-    link_timeout: float | None = None,
-    carrier: str = "auto",
-    faults: Sequence[str] | None = None,
-    module: bool = False,
-    own: bool = False,
-    monitors: Monitors = nullcontext,
-    hosts: Path | None = None,
+    ranks: int, request: LaunchRequest, *, mpirun: str | None = None, hostfile: Path | None = None
 ) -> int:
-    """Run `script` (the name of a module, if `module`) on `ranks` ranks. Returns 0 (the survivors finished), 1 (it
-    failed), 2 (it could not be started as asked), 4 (a rank raised outside of any step), or 128 + the signal that ended
-    it. `hang_limit`, `link_timeout` and `faults` that are not given are read from the environment. `own`: it is a
-    user's script. What it prints is labelled, its steps are written down, deaths are told as they happen, and one alone
-    has our terminal. `beside` is entered, with the run directory, while it runs. `hosts`: a hostfile of Open MPI's, for
-    several hosts.
+    """Run a job on `ranks` ranks of this host, or, with a hostfile of Open MPI's, of several.
+
+    Returns 0 (the survivors finished), 1 (it failed), 2 (it could not be started as asked), 4 (a rank raised outside of
+    any step), or 128 + the signal that ended it.
     """
-    script = Path(script)
-    alone = ranks == 1 and hosts is None
+    alone, own = ranks == 1 and hostfile is None, request.is_user_script
     has_terminal = own and alone and sys.stdin is not None and sys.stdin.isatty()
     lock = None
     try:
-        preflight.check_numbers(ranks, replica_size, timeout)
-        limit = preflight.check_hang_limit(hang_limit, timeout)
-        link_limit = preflight.check_link_timeout(link_timeout, timeout)
-        preflight.check_carrier(carrier)
-        if hosts is None:
-            preflight.check_gpus(carrier, ranks)
+        preflight.check_numbers(ranks, request.replica_size, request.timeout)
+        limit = preflight.check_hang_limit(request.hang_limit, request.timeout)
+        link_limit = preflight.check_link_timeout(request.link_timeout, request.timeout)
+        preflight.check_carrier(request.carrier)
+        if hostfile is None:
+            preflight.check_gpus(request.carrier, ranks)
         else:
-            hostfile.check_hostfile(hosts, ranks)
-        faults = preflight.check_faults(faults, ranks, replica_size)
-        preflight.check_module(str(script)) if module else preflight.check_script(script)
+            check_hostfile(hostfile, ranks)
+        faults = preflight.check_faults(request.faults, ranks, request.replica_size)
+        request.check_script()
         if not alone or mpirun is not None:
             mpirun = preflight.find_mpirun(mpirun)
             preflight.check_mpirun(mpirun)
         preflight.warn_of_untested_torch()
-        directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
+        directory, lock = preflight.open_run_dir(request.run_dir, request.script)
         FILES.report = say
         with (
-            monitors(directory),
+            request.monitors(directory),
             Witness(directory) as witness,
             Session() as session,
             catching(session.end, has_terminal) as caught,
         ):
             spec = JobSpec(
                 ranks,
-                replica_size,
-                carrier,
+                request.replica_size,
+                request.carrier,
                 limit,
                 faults,
                 run_dir=str(directory),
@@ -114,28 +98,27 @@ def launch(
                 FILES.remove(directory / "summary.json")
             outputs = (
                 rank_outputs.make(session.directory, range(ranks))
-                if own and not alone and hosts is None
+                if own and not alone and hostfile is None
                 else {}
             )
             environment = _environment(session, spec)
-            if hosts is not None:
-                say(hostfile.WARNING)
-                environment = hostfile.environment(environment)
-            named = ["-m", str(script)] if module else [str(script.absolute())]
+            if hostfile is not None:
+                say(hostfiles.WARNING)
+                environment = hostfiles.environment(environment)
             process = subprocess.Popen(
-                [*_command(mpirun, spec, hosts), *named, *args],
+                [*_command(mpirun, spec, hostfile), *request.command],
                 env=environment,
                 stdin=None if own and alone else subprocess.DEVNULL,
                 stdout=None if own and alone and os.isatty(1) else subprocess.PIPE,
                 stderr=None if own and alone and os.isatty(2) else subprocess.PIPE,
                 start_new_session=not has_terminal,  # Ctrl-C comes to us, and we end the job
             )
-            hangs = HangWatchdog(Grid.of(ranks, replica_size), limit)
+            hangs = HangWatchdog(Grid.of(ranks, request.replica_size), limit)
             relay = Relay(process, outputs=outputs, copies=directory / "ranks")
-            job = _Job(spec, session, process, relay, hangs, spread=hosts is not None)
+            job = _Job(spec, session, process, relay, hangs, spread=hostfile is not None)
             job.teller = Teller(directory) if own else None
             # Whoever debugs may take his time.
-            limit_here = 0 if has_terminal else timeout
+            limit_here = 0 if has_terminal else request.timeout
             failure = job.watch(limit_here, caught, lambda board: witness.watch(spec, board))
             witness.ending(failure)
         if caught:
@@ -159,10 +142,10 @@ def launch(
             os.close(lock)
 
 
-def _command(mpirun: str | None, spec: JobSpec, hosts: Path | None) -> list[str]:
+def _command(mpirun: str | None, spec: JobSpec, hostfile: Path | None) -> list[str]:
     """What starts the ranks. One alone needs no MPI."""
     bootstrap = [sys.executable, "-P", "-m", "recover.launch.bootstrap"]
-    if mpirun is None or (spec.is_alone and hosts is None):
+    if mpirun is None or (spec.is_alone and hostfile is None):
         return bootstrap
     parameters = {
         "coll": "^han",  # between hosts it hangs after a death
@@ -174,9 +157,9 @@ def _command(mpirun: str | None, spec: JobSpec, hosts: Path | None) -> list[str]
     for framework in ("btl_sm", "osc_sm", "osc_rdma"):
         parameters[f"{framework}_backing_directory"] = str(spec.session)
     line = [mpirun, "--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-np", str(spec.ranks)]
-    if hosts is not None:
-        line, bootstrap = [*line, *hostfile.options(hosts, spec)], hostfile.rank_command(bootstrap)
-        parameters = hostfile.parameters(parameters)
+    if hostfile is not None:
+        line, bootstrap = [*line, *hostfiles.options(hostfile, spec)], hostfiles.rank_command(bootstrap)
+        parameters = hostfiles.parameters(parameters)
     for name, value in parameters.items():
         line += ["--mca", name, value]
     return [*line, *bootstrap]

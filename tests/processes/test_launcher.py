@@ -15,6 +15,7 @@ from launching import ULFM, Job
 from patience import PATIENCE, wait_until
 
 from recover.launch import launcher, preflight
+from recover.launch.request import LaunchRequest
 from recover.launch.verdict import name_ranks
 
 RANK = "import os, sys, time; from recover.job import process; rank = process.rank()\n"
@@ -334,7 +335,8 @@ def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
     hanging.chmod(0o755)
     script.write_text("print('said')")
     monkeypatch.setattr(launcher, "_GRACE", 0.5)
-    assert launcher.launch(2, script, run_dir=tmp_path / "run", mpirun=str(hanging)) == 0
+    request = LaunchRequest(script, run_dir=tmp_path / "run")
+    assert launcher.launch(2, request, mpirun=str(hanging)) == 0
     assert capfd.readouterr().out == "said\n" * 2
 
 

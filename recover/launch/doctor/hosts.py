@@ -13,6 +13,7 @@ from recover.job.host_options import HostOptions
 from recover.launch.doctor.checks import Finding, show
 from recover.launch.doctor.hosts_probe import RESULT
 from recover.launch.hosts.agent import launch_host
+from recover.launch.request import LaunchRequest
 
 _APART = 0.5  # seconds between two clocks: logs and incidents would be in the wrong order
 _SLOW = 0.5  # of the fastest way: one that is slower holds up all
@@ -23,7 +24,7 @@ def examine_hosts(options: HostOptions) -> int:
     """Print the table; 0 if jobs will run on these hosts, 1 if not, 2 if they could not even meet."""
     with tempfile.TemporaryDirectory() as directory:
         options = replace(options, nproc_per_node="1")
-        code = launch_host(options, _PROBE, run_dir=directory, timeout=120, faults=())
+        code = launch_host(options, LaunchRequest(_PROBE, run_dir=Path(directory), timeout=120, faults=()))
         path = Path(directory, RESULT)
         if code or not path.exists():
             return code or 1

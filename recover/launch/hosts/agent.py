@@ -14,16 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from recover.job.grid import Grid
 from recover.job.host_options import HostOptions, room_for
 from recover.job.output import OUTLET, say
 from recover.job.record_files import FILES
-from recover.job.spec import EtcdAccess, JobSpec, Monitors
+from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised
 from recover.launch import preflight
 from recover.launch.hosts.addresses import interface_of_address, own_address
@@ -39,8 +37,9 @@ from recover.launch.hosts.rendezvous import HostPlan, Meeting
 from recover.launch.hosts.replica_restarts import MISSED, Returns
 from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.launch.hosts.slots import HostSlots
-from recover.launch.launcher import DEFAULT_TIMEOUT, catching
+from recover.launch.launcher import catching
 from recover.launch.preflight import Refusal
+from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
 from recover.launch.witness import Witness
 from recover.world.fabrics.etcd.access import LOST, client_of, client_of_kind
@@ -60,30 +59,18 @@ _GIVEN_UP = 30.0  # seconds for the others to give up a host that comes back und
 
 def launch_host(
     options: HostOptions,
-    script: str | Path,
-    args: Sequence[str] = (),
+    request: LaunchRequest,
     *,
-    replica_size: int = 1,
-    run_dir: str | Path | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    hang_limit: float | None = None,
-    link_timeout: float | None = None,
-    carrier: str = "auto",
-    faults: Sequence[str] | None = None,
     facts: Mapping[str, str] | None = None,
     check: Callable[[JobSpec], object] = lambda spec: None,
-    module: bool = False,
-    own: bool = False,
-    monitors: Monitors = nullcontext,
 ) -> int:
     """Run this host's part of a job. Returns what `launch` does, the same on all hosts that stay to the end.
 
-    `facts`: what else must be the same on all hosts, by name, in place of the script's arguments. `check` is called
-    when it is settled who sits where, and may raise Refusal; what it gets is `joining` if the job is at work already.
-    `module`, `own` and `beside` are as for `launch`.
+    `facts`: values by name that must be the same on all hosts, in place of the script's arguments. `check` is called
+    when the placement is decided, and may raise Refusal; the job that it gets is `joining` if it runs already.
     """
-    script = Path(script)
     lock = None
+    replica_size, timeout = request.replica_size, request.timeout
     try:
         part = read_options(options)
         access = access_to(options, part)
@@ -91,32 +78,30 @@ def launch_host(
         spec = JobSpec(
             part.least * part.slots,
             replica_size,
-            preflight.check_carrier_between_hosts(carrier),
-            preflight.check_hang_limit(hang_limit, timeout),
-            link_timeout=preflight.check_link_timeout(link_timeout, timeout),
+            preflight.check_carrier_between_hosts(request.carrier),
+            preflight.check_hang_limit(request.hang_limit, timeout),
+            link_timeout=preflight.check_link_timeout(request.link_timeout, timeout),
             host=part.host,
             etcd=access,
-            records=own,
+            records=request.is_user_script,
             admits=part.admits,
         )
         if part.returns:
             spec = replace(spec, room=room_for(replica_size))
         first = part.least * part.slots - part.standby * replica_size
         later = part.most * part.slots + spec.room - first
-        spec = replace(spec, faults=preflight.check_faults(faults, first, replica_size, later))
-        preflight.check_module(str(script)) if module else preflight.check_script(script)
+        spec = replace(spec, faults=preflight.check_faults(request.faults, first, replica_size, later))
+        request.check_script()
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
         check_token(access, alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address), lease=options.lease)
         preflight.warn_of_untested_torch()
         FILES.report = say
-        directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
-        facts = facts_of(
-            part, spec, script, module, options.lease, words_of(args) if facts is None else facts
-        )
-        named = ["-m", str(script)] if module else [str(script.absolute())]
+        directory, lock = open_shared_run_dir(request.run_dir or Path("runs", part.job), part.job)
+        more = words_of(request.args) if facts is None else facts
+        facts = facts_of(part, spec, request.script, request.module, options.lease, more)
         with (
-            monitors(directory),
+            request.monitors(directory),
             Witness(directory, part.host) as witness,
             Session() as session,
             catching(lambda: _end_later(session)) as caught,
@@ -127,7 +112,7 @@ def launch_host(
             agent = Agent(part, spec, check, caught, witness)
             place = options.etcd_dir or session.directory / "etcd"
             with OwnEtcd(access, place, alone=part.most == 1) as etcd:
-                code = agent.run(etcd, options, facts, [*named, *args], session, timeout)
+                code = agent.run(etcd, options, facts, request.command, session, timeout)
         if caught:
             FILES.patience = 0.0
         FILES.settle()
@@ -146,19 +131,16 @@ def launch_host(
             os.close(lock)
 
 
-def launch_alone(
-    ranks: int, options: HostOptions, script: str | Path, args: Sequence[str] = (), **told: Any
-) -> int:
-    """All of a job on this host, whose lost replicas are started again: on etcd, with a member of its own."""
-    size = told.get("replica_size", 1)
+def launch_alone(ranks: int, options: HostOptions, request: LaunchRequest) -> int:
+    """Run all of a job on this host, and restart its lost replicas: on etcd, with a member of its own."""
     try:
-        preflight.check_numbers(ranks, size, told.get("timeout", DEFAULT_TIMEOUT))
-        alone = one_host(ranks, size, options)
+        preflight.check_numbers(ranks, request.replica_size, request.timeout)
+        alone = one_host(ranks, request.replica_size, options)
     except Refusal as refusal:
         say(str(refusal))
         return 2
-    run_dir = told.get("run_dir") or preflight.default_run_dir(Path(script))
-    return launch_host(alone, script, args, **told | {"run_dir": run_dir})
+    run_dir = request.run_dir or preflight.default_run_dir(request.script)
+    return launch_host(alone, replace(request, run_dir=run_dir))
 
 
 class Agent:
