@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 from recover.job.grid import Grid
 from recover.job.output import OUTLET, say
-from recover.job.process import RANK, RANK_ON_HOST, RANKS_ON_HOST
 from recover.job.record_files import FILES
-from recover.job.spec import VARIABLE, JobSpec
+from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
 from recover.launch import hostfile as hostfiles
 from recover.launch import preflight, rank_outputs
@@ -30,6 +29,7 @@ from recover.launch.announcements import Teller
 from recover.launch.hostfile import check_hostfile
 from recover.launch.output_relay import Relay
 from recover.launch.preflight import Refusal
+from recover.launch.rank_environment import job_environment, rank_variables
 from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
 from recover.launch.verdict import Verdict, find_marker, name_ranks
@@ -166,18 +166,12 @@ def _command(mpirun: str | None, spec: JobSpec, hostfile: Path | None) -> list[s
 
 
 def _environment(session: Session, spec: JobSpec) -> dict[str, str]:
-    environment = preflight.clean_environment()
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.ranks)))
+    environment = job_environment(spec, spec.write(), session.scratch, spec.ranks)
+    if spec.is_alone:
+        return environment | rank_variables(0, 0, 1)
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if spec.is_alone:
-        environment |= {RANK: "0", RANK_ON_HOST: "0", RANKS_ON_HOST: "1"}
-    return environment | {
-        VARIABLE: str(spec.write()),
-        "RECOVER_RUN_DIR": str(spec.run_dir),  # for scripts; our own code reads the file
-        "TMPDIR": str(session.scratch),  # Open MPI's session directory, too
-    }
+    return environment
 
 
 @contextmanager

@@ -9,20 +9,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from recover.job import process
 from recover.job.output import say
 from recover.job.record_files import FILES
 from recover.job.spec import VARIABLE, JobSpec
 from recover.job.supervised import Supervised
-from recover.launch import preflight, rank_outputs
+from recover.launch import rank_outputs
 from recover.launch.announcements import Teller
 from recover.launch.hosts.replica_restarts import Newcomer
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.job_code import HostCode
 from recover.launch.output_relay import Relay
 from recover.launch.prewarmed import ReadyProcesses, start
+from recover.launch.rank_environment import job_environment, rank_variables
 from recover.launch.session import Session
 from recover.launch.verdict import as_marker, find_marker, marker_file, write_marker
 from recover.launch.watched_job import WatchedJob
@@ -61,7 +62,7 @@ class HostRanks(WatchedJob):
         self._session = session.directory
         self._code, self._held = HostCode(session.directory), held
         self._board = Board(session.directory / "board", spec.board_size)
-        self._environment = _environment(spec, session, here)
+        self._here = here
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._seats: dict[int, int] = {}
         self.mine: set[int] = set()
@@ -69,8 +70,9 @@ class HostRanks(WatchedJob):
         self._left: deque[tuple[float, int]] = deque()  # rows of the board to be forgotten, and when
         self.outside: set[int] = set()  # those of them who were started to join, and have not yet
         self._began: dict[int, float] = {}  # when each of these was started
-        job = str(spec.write())
-        self._ready = ReadyProcesses(ready, command, self._environment | {VARIABLE: job}, session.directory)
+        job = spec.write()
+        self._environment = job_environment(spec, job, session.scratch, here)
+        self._ready = ReadyProcesses(ready, command, self._environment, session.directory)
         for rank, slot in mine.items():
             self._start(rank, slot, job)
 
@@ -85,7 +87,7 @@ class HostRanks(WatchedJob):
             for rank, slot in mine.items():
                 self.outside.add(rank)
                 self._began[rank] = time.monotonic()
-                self._start(rank, slot, str(job))
+                self._start(rank, slot, job)
                 self._say(f"rank {rank} is started on slot {slot}{_of(spec)}, to join")
         except Exception as error:  # no memory, no process, no descriptor: those who work here go on
             for rank, slot in mine.items():
@@ -98,11 +100,10 @@ class HostRanks(WatchedJob):
                 self._tell_end(rank, None, f"it could not be started: {type(error).__name__}: {error}")
                 self._say(f"rank {rank} could not be started on slot {slot}{_of(spec)}: {error}")
 
-    def _start(self, rank: int, slot: int, job: str) -> None:
+    def _start(self, rank: int, slot: int, job: Path) -> None:
         """A rank ends with the thread that starts it, so this is done in one that stays."""
         outputs = rank_outputs.make(self._session, [rank]) if self._spec.records else {}
-        told = {VARIABLE: job, process.RANK: str(rank), process.RANK_ON_HOST: str(slot)}
-        environment = self._environment | told
+        environment = self._environment | {VARIABLE: str(job)} | rank_variables(rank, slot, self._here)
         started = self._ready.take(environment) or start(
             "recover.launch.bootstrap", self._command, environment, subprocess.DEVNULL
         )
@@ -254,17 +255,6 @@ class HostRanks(WatchedJob):
     def _say(self, text: str) -> None:
         self.relay.end_line()
         say(text)
-
-
-def _environment(spec: JobSpec, session: Session, here: int) -> dict[str, str]:
-    environment = preflight.clean_environment()
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // here)) if here else "1")
-    return environment | {
-        "RECOVER_RUN_DIR": str(spec.run_dir),  # for scripts; our own code reads the file
-        process.RANKS_ON_HOST: str(here),
-        "TMPDIR": str(session.scratch),
-    }
 
 
 def _told_in(first: int) -> str:
