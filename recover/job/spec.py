@@ -139,7 +139,7 @@ class JobSpec:
         )
 
 
-def told() -> JobSpec | None:
+def current_job() -> JobSpec | None:
     """What the job of this process was told; None in a process that no launcher has started."""
     if path := os.environ.get(VARIABLE):
         return _read(path)

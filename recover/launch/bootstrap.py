@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from recover.job import code, process
-from recover.job.spec import told
+from recover.job.spec import current_job
 from recover.launch import rank_outputs
 from recover.world import rank_exit
 
@@ -87,14 +87,14 @@ def _find_module() -> tuple[ModuleType, CodeType]:
 
 def _record_code() -> None:
     """Where replicas may join, each rank knows what it runs."""
-    job = told()
+    job = current_job()
     if job is not None and job.room:
         code.record()
 
 
 def _take_output() -> None:
     """This rank writes where its launcher knows it by name; a lone one has the launcher's own terminal."""
-    rank, job = process.rank(), told()
+    rank, job = process.rank(), current_job()
     if rank is None or job is None or job.session is None:
         return
     if job.is_alone:
@@ -123,7 +123,7 @@ def _no_debugger(*_: object, **__: object) -> None:
 
 def _tell_without_world(script: str) -> None:
     joined = sys.modules.get("recover.launch.init")
-    job = told()
+    job = current_job()
     if job is not None and job.records and not getattr(joined, "_current", None) and process.rank() == 0:
         print(
             f"recover: {Path(script).name} has ended and never called recover.init(): its {job.ranks} rank(s) knew "
@@ -152,7 +152,7 @@ def _join() -> None:
     nothing of the kind."""
     from recover.world.liveness.board import Board
 
-    rank, job = process.rank(), told()
+    rank, job = process.rank(), current_job()
     if rank is None or job is None:
         return
     process.call_itself(rank)

@@ -21,7 +21,7 @@ from recover.job import process
 from recover.job.environment import leave_changes
 from recover.job.grid import Grid
 from recover.job.record_files import FILES
-from recover.job.spec import EtcdAccess, JobSpec, told
+from recover.job.spec import EtcdAccess, JobSpec, current_job
 from recover.launch.foreign_mpirun import make_meeting_place
 from recover.world import rank_exit
 from recover.world.carriers import choose
@@ -54,7 +54,7 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     if _current is not None:
         _refuse_another(_current, replica_size, carrier)
         return _current
-    launched = told()
+    launched = current_job()
     job = launched or _lone_job()
     job = replace(job, replica_size=replica_size or job.replica_size, carrier=carrier or job.carrier)
     if launched is None or job.is_alone:

@@ -20,7 +20,7 @@ from training import Trained, check_lines, finish, joins, losses, small_world, s
 from recover.job.spec import JobSpec
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.placement import Seat
-from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.session import Session
 from recover.launch.verdict import write_marker
@@ -131,7 +131,7 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
         spec = JobSpec(1, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
         ranks = HostRanks(spec, {}, slots, 2, session, [str(script)], lambda *end: told.append(end))
         for rank in (1, 2):
-            ranks.start_to_join(Newcomer((rank,), (Seat("here", 1),)), across=False)
+            ranks.start_to_join(RestartedReplica((rank,), (Seat("here", 1),)), across=False)
             for asked, limit in (([rank], 0.0), ([], 600.0), ([], 0.0)):
                 ended = (run_dir / "ranks" / f"{rank}.end").exists()
                 assert not ended, "it has been ready, or has time"

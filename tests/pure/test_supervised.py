@@ -19,12 +19,12 @@ from recover.job.supervised import Supervised, SupervisorError
 from recover.launch.hosts import agent as agents
 from recover.launch.hosts import host_ranks as host_ranks_module
 from recover.launch.hosts.agent import Agent
-from recover.launch.hosts.etcd_sync import Clerk
+from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
 from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.rendezvous import HostPlan
-from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.output_relay import Relay
 from recover.launch.witness import Witness
@@ -82,15 +82,15 @@ class Etcd:
         return 1, 1
 
 
-def a_clerk(etcd: Etcd, look: Any = lambda: None) -> Clerk:
+def a_sync(etcd: Etcd, look: Any = lambda: None) -> EtcdSync:
     plan = HostPlan("run", "", {"h1": {"id": "i", "address": "a"}}, (Seat("h1", 0), Seat("h1", 1)))
     meeting: Any = SimpleNamespace(me=SimpleNamespace(host="h1"), present=lambda plan: (plan, {"h1"}))
-    return Clerk(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
+    return EtcdSync(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
 def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exception) -> None:
-    """The clerk's thread is the only one that tells the others who has died here."""
+    """The thread of EtcdSync is the only one that tells the other hosts of deaths here."""
     looked = threading.Semaphore(0)
 
     def look() -> None:
@@ -98,52 +98,67 @@ def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exceptio
         raise error
 
     etcd = Etcd()
-    clerk = a_clerk(etcd, look)
-    clerk.start()
+    sync = a_sync(etcd, look)
+    sync.start()
     for _ in range(3):
         assert looked.acquire(timeout=GENEROUS), "the thread has ended"
-    clerk.tell_end(1, None, "killed")
+    sync.report_end(1, None, "killed")
     deadline = time.monotonic() + GENEROUS
     while not etcd.declared:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert etcd.declared[0].endswith("1")
-    assert clerk.failed is None
-    assert clerk.silent_since is None
-    clerk.stop()
+    assert sync.view.failure is None
+    assert sync.view.silent_since is None
+    sync.stop()
 
 
 def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     etcd = Etcd()
     etcd.fails = ValueError("no such thing")
-    clerk = a_clerk(etcd)
+    sync = a_sync(etcd)
     monkeypatch.setattr(
         "recover.launch.hosts.etcd_sync.Supervised", lambda name: Supervised(name, patience=0.0)
     )
-    clerk.start()
+    sync.start()
     deadline = time.monotonic() + GENEROUS
-    while clerk.failed is None:
+    while sync.view.failure is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     agent = Agent.__new__(Agent)
     with pytest.raises(SupervisorError):
-        agent._must_end(clerk, None, 0.0, False)  # type: ignore[arg-type]
-    assert not clerk.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
+        agent._must_end(sync, None, 0.0, False)  # type: ignore[arg-type]
+    assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
 
 
 def test_all_ranks_that_are_left_are_declared_unless_etcd_is_silent() -> None:
     etcd = Etcd()
-    clerk = a_clerk(etcd)
-    clerk.start()
-    clerk.tell_end(0, None, "")
-    assert clerk.declare_all("its agent has failed", GENEROUS)
+    sync = a_sync(etcd)
+    sync.start()
+    sync.report_end(0, None, "")
+    assert sync.declare_all("its agent has failed", GENEROUS)
     assert [key[-1] for key in etcd.declared] == ["1"]
-    clerk.stop()
+    sync.stop()
     etcd.fails = EtcdError("silent")
-    clerk = a_clerk(etcd)
-    clerk.start()
-    assert not clerk.declare_all("its agent has failed", 0.1)
-    clerk.stop()
+    sync = a_sync(etcd)
+    sync.start()
+    assert not sync.declare_all("its agent has failed", 0.1)
+    sync.stop()
+
+
+def test_view_knows_a_restarted_replica_before_it_is_handed_over() -> None:
+    """The supervisor ends ranks that wait to join and that the view does not know; a view never changes."""
+    sync, replica = a_sync(Etcd()), RestartedReplica((2,), (Seat("h2", 0),))
+    restarts: Any = SimpleNamespace(known={}, asked=set())
+    sync.restarts, before = restarts, sync.view
+    sync.add_restarted(replica)
+    assert sync.next_restarted() is None
+    restarts.known[2] = replica
+    sync._publish()
+    assert sync.next_restarted() is replica
+    assert sync.next_restarted() is None
+    assert (sync.view.restarted, sync.view.seats[2]) == ({2}, Seat("h2", 0))
+    assert (before.restarted, sorted(before.seats)) == (frozenset(), [0, 1])
 
 
 class Process:
@@ -253,8 +268,8 @@ def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
         }[what],
         fail,
     )
-    newcomer = Newcomer((2,), (Seat("h1", 2),))
-    host_ranks.ranks.start_to_join(newcomer, False)
+    replica = RestartedReplica((2,), (Seat("h1", 2),))
+    host_ranks.ranks.start_to_join(replica, False)
     if what == "its output":
         assert host_ranks.started[-1].killed
         host_ranks.ranks.reap()
@@ -324,13 +339,13 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
         monkeypatch.setattr(HostRanks, "watch", lambda *_: 1 / 0)
     else:
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: 1 / 0)
-    declare_all = Clerk.declare_all
+    declare_all = EtcdSync.declare_all
 
-    def declaring(self: Clerk, why: str, seconds: float) -> bool:
+    def declaring(self: EtcdSync, why: str, seconds: float) -> bool:
         order.append(f"declared: {LeaseOfTest.last.end or 'the lease is held'}")
         return declare_all(self, why, seconds)
 
-    monkeypatch.setattr(Clerk, "declare_all", declaring)
+    monkeypatch.setattr(EtcdSync, "declare_all", declaring)
     access = EtcdAccess(("h1:1",), "/j/")
     for name in ("run", "session"):
         (tmp_path / name).mkdir()

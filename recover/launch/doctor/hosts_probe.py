@@ -17,7 +17,7 @@ from typing import Any
 
 from recover.job import process
 from recover.job.machine import machine
-from recover.job.spec import JobSpec, told
+from recover.job.spec import JobSpec, current_job
 from recover.launch.hosts.addresses import resolved
 from recover.world.fabrics.etcd.access import client_of
 from recover.world.fabrics.etcd.client import EtcdClient
@@ -33,7 +33,7 @@ MOST = 100  # bytes of a word; nothing that comes over the wire is unpickled
 
 
 def main() -> None:
-    rank, job = process.rank(), told()
+    rank, job = process.rank(), current_job()
     assert rank is not None
     assert job is not None
     assert job.etcd is not None

@@ -25,7 +25,7 @@ from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised
 from recover.launch import preflight
 from recover.launch.hosts.addresses import interface_of_address, own_address
-from recover.launch.hosts.etcd_sync import Clerk, Order
+from recover.launch.hosts.etcd_sync import EtcdSync, Order
 from recover.launch.hosts.guarded_client import GuardedClient
 from recover.launch.hosts.hang_detection import Pulse, fence
 from recover.launch.hosts.host_facts import facts_of, words_of
@@ -33,8 +33,8 @@ from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart, access_to, one_host, read_options
 from recover.launch.hosts.own_etcd import OwnEtcd, check_token
 from recover.launch.hosts.placement import across
-from recover.launch.hosts.rendezvous import HostPlan, Meeting
-from recover.launch.hosts.replica_restarts import MISSED, Returns
+from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
+from recover.launch.hosts.replica_restarts import MISSED, ReplicaRestarts
 from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.launcher import catching
@@ -173,7 +173,7 @@ class Agent:
         if self._caught:
             return self._ended_by(Order(self._part.host, "", self._caught[0]))
         assert self._spec.address is not None
-        meeting = Meeting(client, self._part, self._spec.address, facts, self._spec.replica_size)
+        meeting = Rendezvous(client, self._part, self._spec.address, facts, self._spec.replica_size)
         try:
             plan, spec = self._meet(meeting, options)
         except InterruptedError:
@@ -196,7 +196,7 @@ class Agent:
                 self._linger(meeting, _LINGER)
             meeting.clean()
 
-    def _meet(self, meeting: Meeting, options: HostOptions) -> tuple[HostPlan, JobSpec]:
+    def _meet(self, meeting: Rendezvous, options: HostOptions) -> tuple[HostPlan, JobSpec]:
         """Who takes part, and what the ranks of this host are told."""
         stopped = lambda: self._caught  # noqa: E731
         assert self._spec.run_dir is not None
@@ -225,7 +225,7 @@ class Agent:
 
     def _run_ranks(
         self,
-        meeting: Meeting,
+        meeting: Rendezvous,
         plan: HostPlan,
         spec: JobSpec,
         command: Sequence[str],
@@ -248,11 +248,13 @@ class Agent:
             impatient, host, board, range(spec.board_size), grid, spec.hang_limit, notes, session.directory
         )
         look = functools.partial(fence, pulse, board, Path(str(spec.run_dir)))
-        clerk = Clerk(impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options))
+        sync = EtcdSync(
+            impatient, meeting, plan, self._caught, look, lease.place, self._hear_of_loss(options)
+        )
         slots = HostSlots(part.slots, options.return_delay, options.forgive)
         if part.returns:
-            clerk.returns = Returns(
-                impatient, host, slots, spec.replica_size, spec.board_size, clerk.hear, grace + MISSED
+            sync.restarts = ReplicaRestarts(
+                impatient, host, slots, spec.replica_size, spec.board_size, sync.add_restarted, grace + MISSED
             )
         if meeting.late:
             self._come_late(lease)
@@ -264,20 +266,20 @@ class Agent:
         ranks: HostRanks | None = None
         failure, broken = "", f"the agent of host {host} was ended"
         try:
-            clerk.start()
+            sync.start()
             self._witness.watch(spec, board)
             ranks = HostRanks(
-                spec, mine, slots, part.slots, session, command, clerk.tell_end, kept, self._witness.held
+                spec, mine, slots, part.slots, session, command, sync.report_end, kept, self._witness.held
             )
             if longer := lease.granted - ttl:
                 seen = f"a lost host is seen after {options.lease + longer:g} s, not {options.lease:g}"
                 say(f"etcd grants no lease under {lease.granted} s here: {seen}")
-            must_end = functools.partial(self._must_end, clerk, ranks, timeout, bool(spec.across))
-            failure = ranks.watch(timeout, must_end, lambda: clerk.ends)
+            must_end = functools.partial(self._must_end, sync, ranks, timeout, bool(spec.across))
+            failure = ranks.watch(timeout, must_end, lambda: sync.view.ends)
             if failure:
-                clerk.give_order(Order(host, failure))
+                sync.give_order(Order(host, failure))
             if failure or self._caught:
-                _wait(lambda: clerk.order is not None, _ORDER)
+                _wait(lambda: sync.view.order is not None, _ORDER)
             ranks.dismiss(ranks.running, "the job has come to its end")
             broken = ""
         except Exception as error:
@@ -292,9 +294,9 @@ class Agent:
                     ranks.wait()
             # Unless all end with this host, the others would wait for ranks that are gone, and that nobody has declared
             # dead. What etcd does not take now, they learn when the lease has run out.
-            known = self._given_up or clerk.order is not None or clerk.over
-            known = known or clerk.declare_all(broken or f"host {host} has ended", _ORDER)
-            clerk.stop()
+            known = self._given_up or sync.view.order is not None or sync.view.over
+            known = known or sync.declare_all(broken or f"host {host} has ended", _ORDER)
+            sync.stop()
             if known and not self._given_up:
                 _quietly(lease.leave)
             else:
@@ -307,11 +309,12 @@ class Agent:
             logs = ranks.run_dir / "ranks"
             say(f"the others have given up host {self._part.host}, and go on without it (logs in {logs})")
             return 1
-        order = clerk.order
+        view = sync.view
+        order = view.order
         if order is not None and order.signal:
             return self._ended_by(order)
-        ranks.take_over(clerk.ends)
-        silent = "" if clerk.over else clerk.refusal or self._silence(self._access)
+        ranks.take_over(view.ends)
+        silent = "" if view.over else view.refusal or self._silence(self._access)
         there = f" (on {order.host})" if order is not None and order.host != self._part.host else ""
         return ranks.judge(f"{order.why}{there}" if order is not None else failure or silent)
 
@@ -326,28 +329,30 @@ class Agent:
                     raise Refusal(str(error)) from None
             time.sleep(0.2)
 
-    def _look_for_newcomers(self, clerk: Clerk, ranks: HostRanks) -> None:
-        ranks.admitted(clerk.counted)
-        if clerk.returns is None:
+    def _start_restarted_replicas(self, sync: EtcdSync, ranks: HostRanks) -> None:
+        ranks.admitted(sync.view.counted)
+        if not self._part.returns:
             return
-        while (newcomer := clerk.newcomer()) is not None:
-            keep_placement(ranks.run_dir, self._part.job, clerk.hosts, clerk.seats, later=True)
-            if newcomer.on(self._part.host):
-                ranks.start_to_join(newcomer, len({seat.host for seat in newcomer.seats}) > 1)
-        known = {rank for newcomer in list(clerk.returns.known.values()) for rank in newcomer.ranks}
-        ranks.dismiss(ranks.outside - known, "its replica has lost a rank, and can never be whole")
-        ranks.end_those_not_ready(clerk.returns.asked, self._part.warm_up)
+        while (replica := sync.next_restarted()) is not None:
+            view = sync.view  # newer than the replica: it has its seats
+            keep_placement(ranks.run_dir, self._part.job, view.hosts, view.seats, later=True)
+            if replica.on(self._part.host):
+                ranks.start_to_join(replica, len({seat.host for seat in replica.seats}) > 1)
+        view = sync.view  # read after the last replica was taken, so it knows all that were started
+        ranks.dismiss(ranks.outside - view.restarted, "its replica has lost a rank, and can never be whole")
+        ranks.end_those_not_ready(view.asked, self._part.warm_up)
 
-    def _must_end(self, clerk: Clerk, ranks: HostRanks, timeout: float, across: bool) -> bool:
-        if clerk.failed is not None:
-            raise clerk.failed
-        self._look_for_newcomers(clerk, ranks)
-        if self._caught or self._given_up or clerk.order is not None:
+    def _must_end(self, sync: EtcdSync, ranks: HostRanks, timeout: float, across: bool) -> bool:
+        if sync.view.failure is not None:
+            raise sync.view.failure
+        self._start_restarted_replicas(sync, ranks)
+        view = sync.view
+        if self._caught or self._given_up or view.order is not None:
             return True
-        if clerk.over and ranks.running <= ranks.outside:
+        if view.over and ranks.running <= ranks.outside:
             return True
         if self._lost_at is None:
-            if clerk.silent_since is None or time.monotonic() - clerk.silent_since < self._access.patience:
+            if view.silent_since is None or time.monotonic() - view.silent_since < self._access.patience:
                 return False
             # For good: one that waits for data from a host that it is cut off from would do so for ever.
             self._lost_at = time.monotonic()
@@ -376,7 +381,7 @@ class Agent:
         say(f"ended by {signal.Signals(order.signal).name}{there}")
         return 128 + order.signal
 
-    def _linger(self, meeting: Meeting, seconds: float) -> None:
+    def _linger(self, meeting: Rendezvous, seconds: float) -> None:
         """Etcd stays for as long as another host may need it to take its leave."""
         try:
             _wait(lambda: not meeting.anybody(), seconds)

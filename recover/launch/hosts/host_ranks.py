@@ -18,7 +18,7 @@ from recover.job.spec import VARIABLE, JobSpec
 from recover.job.supervised import Supervised
 from recover.launch import rank_outputs
 from recover.launch.announcements import Teller
-from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.job_code import HostCode
 from recover.launch.output_relay import Relay
@@ -76,14 +76,14 @@ class HostRanks(WatchedJob):
         for rank, slot in mine.items():
             self._start(rank, slot, job)
 
-    def start_to_join(self, newcomer: Newcomer, across: bool) -> None:
+    def start_to_join(self, replica: RestartedReplica, across: bool) -> None:
         """Those of its ranks that sit here."""
         spec = replace(self._spec, joining=True)
         if across:
-            spec = replace(spec, across=(*spec.across, newcomer.ranks[0] // spec.replica_size))
-        mine = newcomer.on(str(spec.host))
+            spec = replace(spec, across=(*spec.across, replica.ranks[0] // spec.replica_size))
+        mine = replica.on(str(spec.host))
         try:
-            job = spec.write(_told_in(newcomer.ranks[0]))
+            job = spec.write(_told_in(replica.ranks[0]))
             for rank, slot in mine.items():
                 self.outside.add(rank)
                 self._began[rank] = time.monotonic()
@@ -139,7 +139,9 @@ class HostRanks(WatchedJob):
                 self._processes[rank].kill()
                 self._began[rank] = float("inf")
 
-    def watch(self, timeout: float, must_end: Callable[[], bool], ends: Callable[[], dict[int, str]]) -> str:
+    def watch(
+        self, timeout: float, must_end: Callable[[], bool], ends: Callable[[], Mapping[int, str]]
+    ) -> str:
         """Until the job has ended or must be ended: "", or the reason why it has failed. `ends`: of all hosts.
 
         Raises SupervisorError if it cannot look after its ranks any more.
@@ -202,7 +204,7 @@ class HostRanks(WatchedJob):
         self._ready.end()
         self.relay.drain(1.0)
 
-    def take_over(self, ends: dict[int, str]) -> None:
+    def take_over(self, ends: Mapping[int, str]) -> None:
         """What agents of other hosts tell of their ranks is kept here, too: the verdict is the same everywhere."""
         for rank, marker in ends.items():
             self.ended.add(rank)

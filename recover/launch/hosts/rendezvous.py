@@ -51,7 +51,7 @@ MEET, PLAN, REFUSED = "meet/", "plan", "refused/"
 
 
 @dataclass(frozen=True)
-class Attendance:
+class HostRecord:
     """One host, as it presents itself."""
 
     host: str
@@ -65,7 +65,7 @@ class Attendance:
         return json.dumps(self.__dict__).encode()
 
     @classmethod
-    def of(cls, found: KeyValue) -> Attendance:
+    def of(cls, found: KeyValue) -> HostRecord:
         return cls(**json.loads(found.value))
 
 
@@ -90,19 +90,19 @@ class HostPlan:
     def ranks_of(self, host: str) -> tuple[int, ...]:
         return tuple(rank for rank, seat in enumerate(self.seats) if seat.host == host)
 
-    def present(self, there: Mapping[str, Attendance]) -> list[str]:
+    def present(self, there: Mapping[str, HostRecord]) -> list[str]:
         """Those of its hosts whose agents are still there."""
         return [name for name, facts in self.hosts.items() if name in there and there[name].id == facts["id"]]
 
 
-class Meeting:
+class Rendezvous:
     """One agent's end of it. `client`: under the prefix of the job's name."""
 
     def __init__(
         self, client: EtcdClient, part: HostPart, address: str, facts: Mapping[str, str], replica_size: int
     ) -> None:
         self._client, self._part, self._replica_size = client, part, replica_size
-        self.me = Attendance(part.host, secrets.token_hex(8), part.slots, address, part.order, dict(facts))
+        self.me = HostRecord(part.host, secrets.token_hex(8), part.slots, address, part.order, dict(facts))
         self.late = False  # the job was at work when this host came
         self._lease = 0
         self._left = threading.Event()
@@ -136,7 +136,7 @@ class Meeting:
         writes = [put(key, mine, self._lease), delete(f"{REFUSED}{self.me.host}")]
         answer = self._client.txn([absent(key)], writes, [get(key)])
         if not answer.succeeded and answer.found[0][0].value != mine:
-            other = Attendance.of(answer.found[0][0])
+            other = HostRecord.of(answer.found[0][0])
             raise Refusal(
                 f"a host {self.me.host} is in job {self._part.job} already (at {other.address}); start one agent on "
                 f"each host (srun: --ntasks-per-node=1), or give each a --host-name of its own; after a crash wait "
@@ -224,7 +224,7 @@ class Meeting:
         except EtcdError:
             pass  # whoever comes next under this name finds a plan without hosts
 
-    def _look(self) -> tuple[dict[str, Attendance], HostPlan | None, Answer, int]:
+    def _look(self) -> tuple[dict[str, HostRecord], HostPlan | None, Answer, int]:
         """Who is there, in the order in which they came, and what is planned."""
         answer = self._client.read(get_all(MEET), get(PLAN), get_all(REFUSED))
         came = sorted(answer.found[0], key=lambda found: found.modified)
@@ -232,7 +232,7 @@ class Meeting:
         # One of an earlier job with another token is a thing of the past, too: it is replaced.
         versions = [found.version for found in (*answer.found[1], *answer.forged) if found.key == PLAN]
         return (
-            {_host_of(found): Attendance.of(found) for found in came},
+            {_host_of(found): HostRecord.of(found) for found in came},
             HostPlan.from_bytes(plan.value) if plan else None,
             answer,
             versions[0] if versions else 0,
@@ -266,7 +266,7 @@ class Meeting:
             )
         return plan
 
-    def _compare(self, there: Mapping[str, Attendance]) -> None:
+    def _compare(self, there: Mapping[str, HostRecord]) -> None:
         """Against the one that came first. Raises Refusal if this host brings something else."""
         first = next(iter(there.values()), self.me)
         for name, mine in self.me.facts.items():
@@ -276,7 +276,7 @@ class Meeting:
                     "which came first; make them the same, and start again on the host that is wrong"
                 )
 
-    def _decide(self, there: Mapping[str, Attendance], answer: Answer, version: int) -> None:
+    def _decide(self, there: Mapping[str, HostRecord], answer: Answer, version: int) -> None:
         """Make the plan of those who are there, unless somebody else has, or one more came or left."""
         if any(attendance.facts != self.me.facts for attendance in there.values()):
             time.sleep(LOOK)  # one that is about to be sent away
@@ -345,7 +345,7 @@ def _host_of(found: KeyValue) -> str:
     return found.key.rpartition("/")[2]
 
 
-def _order(attendance: Attendance) -> tuple[Any, ...]:
+def _order(attendance: HostRecord) -> tuple[Any, ...]:
     """As somebody says, or by name, in which numbers count as numbers."""
     words = re.split(r"(\d+)", attendance.host)
     natural = [int(word) if word.isdigit() else word for word in words]

@@ -46,14 +46,14 @@ MISSED = 2.0  # seconds after its grace: then a host does not start any more wha
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class RestartedReplica:
     """A replica that was placed later. `ranks` and `seats` belong together."""
 
     ranks: tuple[int, ...]
     seats: tuple[Seat, ...]
 
     @classmethod
-    def of(cls, found: KeyValue) -> Newcomer:
+    def of(cls, found: KeyValue) -> RestartedReplica:
         first, seats = rank_of(found), tuple(Seat(*seat) for seat in json.loads(found.value))
         return cls(tuple(range(first, first + len(seats))), seats)
 
@@ -63,7 +63,7 @@ class Newcomer:
         return {rank: seat.slot for rank, seat in pairs if seat.host == host}
 
 
-class Returns:
+class ReplicaRestarts:
     """An agent's part in it. `most`: ids that there may be; when they are used up nobody is started any more.
 
     `heard` is called with every replica that was placed, before any of its processes is started.
@@ -76,12 +76,12 @@ class Returns:
         slots: HostSlots,
         replica_size: int,
         most: int,
-        heard: Callable[[Newcomer], object],
+        heard: Callable[[RestartedReplica], object],
         patience: float,  # seconds that a host may be without a lease
     ) -> None:
         self._client, self._host, self._slots, self._size = client, host, slots, replica_size
         self._most, self._heard, self._patience = most, heard, patience
-        self.known: dict[int, Newcomer] = {}  # by the first rank: those that are there
+        self.known: dict[int, RestartedReplica] = {}  # by the first rank: those that are there
         self.asked: set[int] = set()  # ranks of theirs that have been ready
         self._missed: dict[str, float] = {}  # hosts without a lease, since when
         self.ended = False  # nobody is started any more
@@ -98,11 +98,11 @@ class Returns:
         there = {found.key.removeprefix(HOST) for found in hosts}
         for found in anew:
             if (first := rank_of(found)) not in self.known:
-                newcomer = Newcomer.of(found)
-                self._heard(newcomer)
-                for slot in newcomer.on(self._host).values():
+                replica = RestartedReplica.of(found)
+                self._heard(replica)
+                for slot in replica.on(self._host).values():
                     self._slots.take(slot, time.monotonic())
-                self.known[first] = newcomer
+                self.known[first] = replica
         self._forget([first for first, claim in zip(firsts, answer.found[4:], strict=True) if not claim])
         self._miss(there, answer.revision)
         if self.ended:
@@ -168,11 +168,11 @@ class Returns:
 
     def _miss(self, there: set[str], revision: int) -> None:
         """One that was to be started on a host that has gone will never come; its mates need not wait for it."""
-        hosts = {seat.host for newcomer in self.known.values() for seat in newcomer.seats}
+        hosts = {seat.host for replica in self.known.values() for seat in replica.seats}
         now = time.monotonic()
         self._missed = {host: self._missed.get(host, now) for host in hosts - there}
         for host in (host for host, since in self._missed.items() if now - since > self._patience):
-            for rank in (rank for newcomer in self.known.values() for rank in newcomer.on(host)):
+            for rank in (rank for replica in self.known.values() for rank in replica.on(host)):
                 # Not if one of its name has come since, which may be without a lease for a moment, too.
                 guards = absent(f"{HOST}{host}"), unchanged_since(f"{PLACED}{host}", revision)
                 declare(self._client, rank, f"host {host} has gone", *guards)

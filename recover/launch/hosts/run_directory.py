@@ -15,7 +15,7 @@ from typing import Any
 
 from recover.job.record_files import FILES
 from recover.launch.hosts.placement import Seat
-from recover.launch.hosts.rendezvous import HostPlan, Meeting
+from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.preflight import Refusal, make_run_dir, remove_markers
 from recover.runs.records.job_log import PLACEMENT
 from recover.world.fabrics.etcd.client import EtcdClient
@@ -25,7 +25,7 @@ _AGAIN, _PATIENCE, _TURN = 0.05, 60.0, 2.0  # seconds
 
 
 class SeenDirectories:
-    def __init__(self, run_dir: Path, meeting: Meeting) -> None:
+    def __init__(self, run_dir: Path, meeting: Rendezvous) -> None:
         self._run_dir, self._meeting = run_dir, meeting
         self._mine = self._file(meeting.me.id)
 
