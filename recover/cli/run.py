@@ -69,7 +69,8 @@ def run(
     hostfile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Several hosts by Open MPI, as NAME slots=K; the loss of one ends the job."
+            metavar="FILE",
+            help="Deprecated, use --nnodes: hosts for Open MPI, as NAME slots=K; the loss of one ends the job.",
         ),
     ] = None,
     otel: Otel = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ class Teller:
         self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
         self._alive: set[int] = set()
 
-    def losses(self, verdict: Verdict, pids: Sequence[int]) -> list[str]:
-        """Who lived at the last look and does not now, and how it went. `pids`: 0 for each that does not live."""
-        alive = {rank for rank, pid in enumerate(pids) if pid}
+    def losses(self, verdict: Verdict, alive: set[int]) -> list[str]:
+        """The ranks that were alive at the last look and are not now, and how they ended."""
         gone, self._alive = self._alive - alive, alive
         ways: dict[str, list[int]] = {}
         for rank in sorted(gone & set(verdict.lost)):

@@ -17,9 +17,9 @@ from recover.launch.preflight import Refusal
 
 # Which program reaches the other hosts is the site's own affair.
 KEPT = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_if_include")
-WARNING = (
-    "Open MPI over several hosts: ranks may die, but the loss of a host ends the job; `recover run --nnodes` (etcd) "
-    "survives that, too"
+DEPRECATED = (
+    "--hostfile is deprecated: ranks may die, but the loss of a host ends the job; use --nnodes HOSTS --rdzv-endpoint "
+    "HOST:PORT, the same command on each host, which survives that, too"
 )
 
 

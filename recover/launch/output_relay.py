@@ -58,7 +58,7 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._screen: dict[int, _Source | None] = {1: None, 2: None}  # who is in the middle of a line there
         self._one_screen = os.isatty(1) and os.isatty(2)
-        self._pipes, self._has_ours = 0, False
+        self._pipes = 0  # of processes; those of ranks may never have been taken
         for process in processes:
             self.add(process)
         self._read(outputs or {}, copies)
@@ -71,7 +71,6 @@ class Relay:
     ) -> None:
         for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
             if pipe is None:  # the process has ours
-                self._has_ours = True
                 continue
             self._pipes += 1
             self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
@@ -81,11 +80,6 @@ class Relay:
         for end, (rank, stream) in outputs.items():
             copy = None if copies is None else copies / f"{rank}.out"
             self._selector.register(end, selectors.EVENT_READ, (_Source(stream, label(rank), copy), None))
-
-    @property
-    def open(self) -> bool:
-        """Whether more may come from the process itself. Pipes of ranks may never have been taken."""
-        return bool(self._pipes) or self._has_ours
 
     def wake_on(self, descriptor: int) -> None:
         """`pump` returns early when this descriptor becomes readable, and closes it."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from recover.job.record_files import FILES
 from recover.world.rank_exit import End, words_file
 
+RAISED = 4  # exit code: a rank raised outside of any step, and no other rank makes good what it left undone
+
 
 class EndOfRank(NamedTuple):
     """What a rank has left behind. `end`: in words, None as long as it has left no marker."""
@@ -64,7 +66,7 @@ class Verdict:
                 )
         return ""
 
-    def unmade(self) -> str:
+    def raised_outside_step(self) -> str:
         """`rank 0 raised outside of any step: OSError at script.py:12, in save`; "" if nobody did."""
         groups: dict[str, list[int]] = {}
         for rank, what in self.raised.items():

@@ -22,7 +22,7 @@ from recover.launch.hosts.run_directory import may_be_at_work
 from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
-from recover.launch.watched_job import RAISED
+from recover.launch.verdict import RAISED
 from recover.runs.records.json_lines import read
 from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run

@@ -334,7 +334,7 @@ def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
     hanging.write_text(f'#!/bin/sh\n{preflight.find_mpirun()} "$@"\n[ "$1" = --version ] || sleep 100000\n')
     hanging.chmod(0o755)
     script.write_text("print('said')")
-    monkeypatch.setattr(launcher, "_GRACE", 0.5)
+    monkeypatch.setattr("recover.launch.mpirun.GRACE", 0.5)
     request = LaunchRequest(script, run_dir=tmp_path / "run")
     assert launcher.launch(2, request, mpirun=str(hanging)) == 0
     assert capfd.readouterr().out == "said\n" * 2

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_jobs import LabJob, strike
@@ -23,6 +24,7 @@ from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.session import Session
+from recover.launch.supervisor import Supervisor
 from recover.launch.verdict import write_marker
 from recover.runs.records.job_log import job_lines
 from recover.runs.records.json_lines import read
@@ -91,6 +93,7 @@ def test_a_lost_replica_comes_back_with_the_bits_of_a_calm_run_and_a_place_that_
 WARMING_UP = """
 import os, sys, time, recover
 from pathlib import Path
+from typing import Any
 world = recover.init()
 here = Path(os.environ["RECOVER_RUN_DIR"])
 if world.outside:
@@ -130,6 +133,7 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
     with Session() as session:
         spec = JobSpec(1, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
         ranks = HostRanks(spec, {}, slots, 2, session, [str(script)], lambda *end: told.append(end))
+        ranks.start()
         for rank in (1, 2):
             ranks.start_to_join(RestartedReplica((rank,), (Seat("here", 1),)), across=False)
             for asked, limit in (([rank], 0.0), ([], 600.0), ([], 0.0)):
@@ -160,15 +164,17 @@ def test_what_ended_ranks_left_is_read_once_and_the_others_at_every_look(tmp_pat
     with Session() as session:
         spec = JobSpec(3, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
         ranks = HostRanks(spec, {}, HostSlots(2, 0.0, 600.0), 2, session, [], lambda *_: None)
-        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
-        first = ranks.verdict()
+        nothing: Any = None
+        supervisor = Supervisor(spec, ranks, session, nothing, [])
+        supervisor.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        first = supervisor.verdict()
         assert (first.silent, first.crashed, list(first.raised)) == ([0, 1, 3, 4], [4], [2])
         for path in (run_dir / "ranks").iterdir():
             path.unlink()  # whoever reads them again finds that out
-        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        supervisor.take_over({2: json.dumps(raised), 3: "", 4: ""})
         assert not list((run_dir / "ranks").iterdir())
         write_marker(run_dir, 1, done)
-        second = ranks.verdict()
+        second = supervisor.verdict()
     assert (second.raised, second.crashed) == (first.raised, first.crashed)
     assert (second.done, second.silent) == ([1], [0, 3, 4])
     assert second.losses() == "ranks 0, 3 killed; rank 2 raised: OSError: full; rank 4 crashed"

@@ -16,9 +16,11 @@ import pytest
 from recover.job.host_options import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised, SupervisorError
+from recover.launch import supervisor as supervisor_module
 from recover.launch.hosts import agent as agents
 from recover.launch.hosts import host_ranks as host_ranks_module
-from recover.launch.hosts.agent import Agent
+from recover.launch.hosts.agent import HostAgent
+from recover.launch.hosts.coordination import HostCoordination
 from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
@@ -27,6 +29,8 @@ from recover.launch.hosts.rendezvous import HostPlan
 from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.output_relay import Relay
+from recover.launch.request import LaunchRequest
+from recover.launch.supervisor import Lifecycle, State, Supervisor
 from recover.launch.witness import Witness
 from recover.world.fabrics.etcd.client import Answer, EtcdError
 
@@ -125,9 +129,10 @@ def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.M
     while sync.view.failure is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    agent = Agent.__new__(Agent)
+    nothing: Any = None
+    coordination = HostCoordination(sync, nothing, nothing, nothing, 0.0, 0.0, threading.Event())
     with pytest.raises(SupervisorError):
-        agent._must_end(sync, None, 0.0, False)  # type: ignore[arg-type]
+        coordination.must_end()
     assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
 
 
@@ -179,6 +184,18 @@ class Process:
         pass
 
 
+class Hosts:
+    """The other hosts, of which a test says when the job must end."""
+
+    must_end: Any = staticmethod(lambda: False)
+
+    def start(self) -> None:
+        pass
+
+    def ends(self) -> dict[int, str]:
+        return {}
+
+
 @pytest.fixture
 def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ranks 0 and 1 of this host, of which none is a process; what its agent was told of their ends."""
@@ -197,24 +214,31 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     slots = HostSlots(3, 0.0, 600.0)
     tell: Any = lambda *end: ends.append(end)  # noqa: E731
     ranks = HostRanks(spec, {0: 0, 1: 1}, slots, 3, session, ["x"], tell)
-    return SimpleNamespace(ranks=ranks, started=started, ends=ends, slots=slots, dir=tmp_path)
+    witness: Any = SimpleNamespace(watch=lambda *_: None)
+    hosts = Hosts()
+    supervisor = Supervisor(spec, ranks, session, witness, [], hosts)
+    supervisor.start()
+    return SimpleNamespace(
+        ranks=ranks, started=started, ends=ends, slots=slots, dir=tmp_path, supervisor=supervisor, hosts=hosts
+    )
 
 
-@pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "tell"])
+@pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "_tell"])
 def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(host_ranks_module, "_LOOK", 0.0)
-    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
-    real, raised = getattr(HostRanks, where), []
+    monkeypatch.setattr(supervisor_module, "_LOOK", 0.0)
+    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
+    owner = HostRanks if where == "reap" else Supervisor
+    real, raised = getattr(owner, where), []
 
-    def fail(self: HostRanks, *arguments: Any) -> Any:
+    def fail(self: Any, *arguments: Any) -> Any:
         if len(raised) < 3:
             raised.append(1)
             raise OSError(errno.EIO, "Input/output error")
         return real(self, *arguments)
 
-    monkeypatch.setattr(HostRanks, where, fail)
+    monkeypatch.setattr(owner, where, fail)
     host_ranks.started[1].code = -9
     passes: list[int] = []
 
@@ -222,7 +246,8 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
         passes.append(1)
         return len(raised) == 3 and bool(host_ranks.ends) and len(passes) > 20
 
-    assert host_ranks.ranks.watch(0.0, must_end, dict) == ""
+    host_ranks.hosts.must_end = must_end
+    assert host_ranks.supervisor.watch(0.0) == ""
     assert host_ranks.ends == [(1, "", "its process was ended by SIGKILL")]
     assert host_ranks.ranks.running == {0}
 
@@ -230,12 +255,13 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
 def test_an_agent_that_cannot_look_after_its_ranks_says_so(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_ranks_module, "Supervised", lambda name: Supervised(name, patience=0.0))
+    monkeypatch.setattr(supervisor_module, "Supervised", lambda name: Supervised(name, patience=0.0))
     monkeypatch.setattr(HostRanks, "reap", lambda self: 1 / 0)
-    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
+    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
     passes = iter(range(1000))
+    host_ranks.hosts.must_end = lambda: next(passes, None) is None
     with pytest.raises(SupervisorError, match="look after its ranks"):
-        host_ranks.ranks.watch(0.0, lambda: next(passes, None) is None, dict)
+        host_ranks.supervisor.watch(0.0)
 
 
 def test_the_others_hear_of_a_death_though_telling_people_of_it_fails(
@@ -336,7 +362,7 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     if where == "watch":
         process = Process()
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: process)
-        monkeypatch.setattr(HostRanks, "watch", lambda *_: 1 / 0)
+        monkeypatch.setattr(Supervisor, "watch", lambda *_: 1 / 0)
     else:
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: 1 / 0)
     declare_all = EtcdSync.declare_all
@@ -360,8 +386,10 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     me = SimpleNamespace(host="h1", id="i")
     meeting: Any = SimpleNamespace(me=me, late=False, present=lambda plan: (plan, {"h1"}))
     with Witness(tmp_path / "run") as witness:
-        agent = Agent(part, spec, lambda spec: None, [], witness)
-        code = agent._run_ranks(meeting, plan, spec, ["x"], session, HostOptions(), 0.0)
+        request = LaunchRequest(Path("x"), timeout=0.0)
+        agent = HostAgent(part, HostOptions(), request, spec, lambda spec: None, [], witness, session)
+        code = agent._run_job(meeting, plan, spec)
+        assert agent._lifecycle.state is State.JUDGED
     assert code == 1
     assert order == ["killed", "declared: the lease is held"]
     if silent:
@@ -369,3 +397,16 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     else:
         assert LeaseOfTest.last.end == "left"
         assert sorted(key[-1] for key in etcd.declared) == ["0", "1"]
+
+
+def test_states_of_a_job_follow_each_other_and_are_entered_once() -> None:
+    lifecycle = Lifecycle()
+    for state in (State.RUNNING, State.ENDING, State.JUDGED):
+        lifecycle.enter(state)
+        for other in State:
+            if other.value != state.value + 1:
+                with pytest.raises(RuntimeError, match=f"{state.name} cannot be {other.name} next"):
+                    lifecycle.enter(other)
+    refused = Lifecycle()
+    refused.enter(State.JUDGED)
+    assert refused.state is State.JUDGED

@@ -125,7 +125,8 @@ class EtcdSync:
     def stop(self) -> None:
         self._stopped = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def report_end(self, rank: int, marker: str | None, death: str) -> None:
         """A process of this host has ended. `marker`: None if it has never joined the job. `death`: why its rank is
