@@ -354,7 +354,7 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
         ("HostLease", LeaseOfTest),
         ("client_of", lambda *_: etcd),
         ("client_of_kind", lambda *_: etcd),
-        ("Pulse", lambda *_: SimpleNamespace(look=lambda now: {})),
+        ("HangDetector", lambda *_: SimpleNamespace(look=lambda now: {})),
         ("_ORDER", 0.2 if silent else GENEROUS),
     ):
         monkeypatch.setattr(agents, name, made)

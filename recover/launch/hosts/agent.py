@@ -27,7 +27,7 @@ from recover.launch.hosts.addresses import interface_of_address, own_address
 from recover.launch.hosts.coordination import HostCoordination
 from recover.launch.hosts.etcd_sync import EtcdSync, Order
 from recover.launch.hosts.guarded_client import GuardedClient
-from recover.launch.hosts.hang_detection import Pulse, fence
+from recover.launch.hosts.hang_detection import HangDetector, fence
 from recover.launch.hosts.host_facts import facts_of, words_of
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart, access_to, one_host, read_options
@@ -272,8 +272,8 @@ class HostAgent:
         )
         notes = EtcdNotes(client, -1, RunNotes(spec.run_dir, -1))  # the agent speaks for its ranks only
         rows = range(spec.board_size)
-        pulse = Pulse(client, host, board, rows, grid, spec.hang_limit, notes, session.directory)
-        fence_hung = functools.partial(fence, pulse, board, Path(str(spec.run_dir)))
+        detector = HangDetector(client, host, board, rows, grid, spec.hang_limit, notes, session.directory)
+        fence_hung = functools.partial(fence, detector, board, Path(str(spec.run_dir)))
         sync = EtcdSync(client, rendezvous, plan, self._caught, fence_hung, lease.place, self._hear_of_loss)
         if part.returns:
             sync.restarts = ReplicaRestarts(

@@ -1,4 +1,4 @@
-"""What is asked of a job on several hosts, with torchrun's words; under Slurm its environment fills in the rest."""
+"""Options of a job on several hosts, named as torchrun's; under Slurm its environment gives the missing ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from recover.world.fabrics.etcd.host_lease import MOST_RANKS
 PORT = 2379  # etcd's own
 LEAST_LEASE = 2.0
 MOST = 1e7  # seconds: etcd grants leases of no more than 9e9
-ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
+ALONE_LEASE = (
+    60.0  # on one host all is lost with the agent: the lease only must not run out on a busy machine
+)
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """What this host brings, and what it expects of the job."""
+    """What this host contributes to a job, and what it expects of it."""
 
     least: int  # hosts to begin with
     most: int
@@ -33,10 +35,10 @@ class HostPart:
     endpoints: tuple[str, ...]
     job: str
     host: str
-    order: int | None  # where this host stands among the others, if somebody says
-    token: str  # "": to be made
+    order: int | None  # of this host among the others, if it is given
+    token: str  # "": the plan brings one
     returns: bool = False
-    standby: int = 0  # replicas that are ready, and wait for a loss
+    standby: int = 0  # replicas that wait, ready, for a loss
     warm_up: float = WARM_UP
 
     @property
@@ -50,7 +52,7 @@ class HostPart:
 
 
 def read_options(options: HostOptions, environment: Mapping[str, str] = os.environ) -> HostPart:
-    """Raises Refusal, naming option, value and mend."""
+    """Raises Refusal, which names the option, its value and the remedy."""
     slurm = environment if "SLURM_JOB_ID" in environment else {}
     if options.rdzv_backend not in (None, "etcd", "etcd-v2", "c10d"):
         raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
@@ -99,7 +101,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         job,
         host,
         int(order) if order and order.isdecimal() else None,
-        # With one host nobody else need know it; with several an etcd that is not ours to protect may hold it.
+        # With one host no other process needs it. With several it would have to be stored in etcd, readable by all.
         _read_secret("--token-file", options.token_file) or (secrets.token_hex(32) if most == 1 else ""),
         options.restarts,
         options.standby,
@@ -108,7 +110,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
 
 
 def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
-    """For a job on this host alone, with an etcd of its own: what `options` say of returns, for so many ranks."""
+    """Options for a job on this host alone, with an etcd of its own; `options`: those of restarts."""
     return replace(
         options,
         nnodes="1",
@@ -120,7 +122,7 @@ def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions
 
 
 def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
-    """How etcd is reached. Raises Refusal."""
+    """Endpoints and credentials of etcd. Raises Refusal."""
     if options.etcd_cert is not None and options.etcd_ca is None:
         raise Refusal("--etcd-cert needs --etcd-ca: the file that says who signed etcd's own certificate")
     for name, path in (
@@ -175,7 +177,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
 
 
 def _read_endpoint(text: str) -> str:
-    """`unix:` is a socket in the job's own session."""
+    """`unix:` stands for a socket in the session of the job."""
     if text.strip() == UNIX:
         return UNIX
     text = text.strip().removeprefix("http://").removeprefix("https://")
@@ -198,13 +200,13 @@ def _read_secret(option: str, path: Path | None) -> str:
 
 
 def _slurm_endpoints(slurm: Mapping[str, str]) -> str | None:
-    """The first host of the allocation, or the first three where there are so many."""
+    """The first host of the allocation; the first three, if it has three or more."""
     hosts = slurm_hosts(slurm.get("SLURM_JOB_NODELIST") or slurm.get("SLURM_NODELIST") or "")
     return ",".join(f"{host}:{PORT}" for host in hosts[: 3 if len(hosts) > 2 else 1]) or None
 
 
 def slurm_hosts(text: str) -> list[str]:
-    """`n[01-03,7],m1` in full, as Slurm's own `scontrol show hostnames` would say it."""
+    """`n[01-03,7],m1` as a list, as `scontrol show hostnames` prints it."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]

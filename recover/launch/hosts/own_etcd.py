@@ -1,8 +1,8 @@
-"""The etcd in which the hosts of a job meet: the one that answers, or, where nobody does, members of our own.
+"""The etcd of a job: the one that answers at --rdzv-endpoint, or else members that the hosts of the job start.
 
-A host whose address is named in --rdzv-endpoint, and on whose port nobody listens, starts a member there: the only one,
-or one of three. It listens at that address and on that port, and, for the other members, on the next one. On one host
-alone it may listen on a socket in a directory of the job's instead, which nobody else can enter.
+A host whose address is named in --rdzv-endpoint, and on whose port no process listens, starts a member there: the only
+one, or one of three. It listens at that address and port, and, for the other members, on the next port. For a job on
+one host it may listen on a Unix socket in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from recover.world.fabrics.etcd.access import client_of
 from recover.world.fabrics.etcd.client import UNIX, EtcdClient, EtcdError, UnansweredError
 from recover.world.fabrics.etcd.server import EtcdServer, NoEtcdError, peer_of
 
-_AGAIN = 0.1  # seconds between two looks
+_AGAIN = 0.1  # seconds between two tries
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
 MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
-# What etcd says of a member whose name is known and whose data are lost: by a peer that it reaches, or later.
+# Errors of etcd for a member whose name is known and whose data are lost: by a peer that it reaches, or later.
 _KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
 
 
 def check_token(access: EtcdAccess, alone: bool) -> None:
-    """Raises Refusal where an etcd that this host would start had to hold the job's token, for all to read."""
+    """Raises Refusal if an etcd without access control, started by this host, would have to store the token."""
     if alone or access.token or _is_protected(access):
         return
     if (endpoint := _missing_here(access, alone)) is not None:
@@ -44,7 +44,7 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
 
 
 class OwnEtcd:
-    """Use with `with`: what was started is ended there, and nothing of it stays but data in a given directory."""
+    """A context manager: a member that was started is ended; only data in a directory that was given stay."""
 
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
@@ -58,7 +58,7 @@ class OwnEtcd:
             self.server.kill()  # its directory lies in the session, or was given
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
-        """A client of an etcd that answers. Raises Refusal, also if nobody answers for so many seconds."""
+        """A client of an etcd that answers. Raises Refusal, also if none answers for `patience` seconds."""
         client = client_of(replace(self._access, patience=_READ_ONCE))
         mine = self._mine()
         deadline = time.monotonic() + patience
@@ -87,7 +87,7 @@ class OwnEtcd:
         return client_of(self._access)
 
     def _mine(self) -> str | None:
-        """The endpoint at which this host is to start a member, if nobody is there."""
+        """The endpoint at which this host is to start a member; None if it is not to."""
         found = _missing_here(self._access, self._alone)
         if found is not None and _is_protected(self._access):
             say(
@@ -97,7 +97,7 @@ class OwnEtcd:
         return found
 
     def _start(self, endpoint: str, cluster: EtcdClient | None) -> None:
-        """The member of this endpoint, unless the cluster that answers already has, or had, it."""
+        """Start the member of this endpoint, unless the cluster that answers has it, or had it."""
         endpoints = self._access.endpoints
         if cluster is not None and not _is_awaited(cluster, f"http://{peer_of(_numeric(endpoint))}"):
             say(f"nobody listens at {endpoint}, and etcd answers without it: no member is started there")
@@ -126,7 +126,7 @@ class OwnEtcd:
         say(f"nobody answered at {endpoint}: started etcd there, {where}")
 
     def _leave_to_others(self) -> None:
-        """They did not answer for a moment, as when their leader is lost, and have had this host's member before."""
+        """Stop the member: the others did not answer for a moment, as when their leader is lost, and know it."""
         assert self.server is not None
         self.server.kill()
         self.server = None
@@ -173,7 +173,7 @@ def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
         here = [address for address in addresses if is_of_this_host(address)]
         if any(map(is_loopback, here)) and not alone:
             raise Refusal(
-                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
+                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; fix "
                 "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
             )
         if here and not _listens(here[0], port):
@@ -182,14 +182,14 @@ def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
 
 
 def _is_protected(access: EtcdAccess) -> bool:
-    """Whether etcd asks for users or TLS. Such a one is never started here."""
+    """Whether etcd needs users or TLS. Such an etcd is never started here."""
     return bool(access.ca or access.user)
 
 
 def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
-    """Whether the cluster expects a member at this place that was never there: one that has lost its data may not come
-    back under its name. Each has a name from the start, and tells where its clients find it once it is there."""
-    for _ in range(_TRIES):  # one that answered just now may be busy; the next one is asked
+    """Whether the cluster expects a member at this address that has never started: a member that has lost its data must
+    not start under its old name. A member has client URLs once it has started."""
+    for _ in range(_TRIES):  # a member that has just answered may be busy; the next one is asked
         try:
             members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
             break
@@ -216,7 +216,7 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _numeric(endpoint: str) -> str:
-    """With the address in place of the name: members must agree about it, whatever each host calls the other."""
+    """With the address in place of the name: members must agree about it, however a host resolves the name."""
     host, port = _parts(endpoint)
     address = resolved(host)[0]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
