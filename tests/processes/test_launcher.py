@@ -41,7 +41,7 @@ def show_progress_until_all_are_up(job: Job, ranks: int) -> None:
 
 def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
     script = RANK + (
-        "import atexit, threading; from recover.world import ending\n"
+        "import atexit, threading; from recover.world import rank_exit as ending\n"
         "ending.on_success(lambda: print('second')); ending.on_success(lambda: print('first'))\n"
         "atexit.register(lambda: print('atexit', sys.modules['__main__'].rank == rank))\n"
         "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"

@@ -10,8 +10,8 @@ from recover.world.fabrics.etcd.client import Answer, EtcdClient, Operation
 class GuardedClient(EtcdClient):
     """`guards`: conditions that are added to every transaction.
 
-    An agent may be stopped for longer than its lease: its host is given up, and an agent of the same name may have taken
-    its place. When it wakes, its pending writes change nothing that the successor has written, and declare none of the
+    An agent may be stopped for longer than its lease: its host is given up, and an agent of the same name may take its
+    place. When it wakes, its pending writes change nothing that the successor has written, and declare none of the
     successor's ranks dead, however late they arrive.
     """
 

@@ -6,9 +6,9 @@ Keys, under the prefix of the run:
     anew/<rank>     the seats of a replica that was placed after the start, by the id of its first rank
 
 Any agent places a replica as soon as living hosts have enough free slots. One transaction takes the ids, writes the
-seats and removes the slots from the lists, so two agents never use a slot twice. Each agent starts the ranks that sit on
-its host. When a replica loses a rank, the slots of its other ranks become free, too: a new replica may take slots that
-several broken ones have left.
+seats and removes the slots from the lists, so two agents never use a slot twice. Each agent starts the ranks that sit
+on its host. When a replica loses a rank, the slots of its other ranks become free, too: a new replica may take slots
+that several broken ones have left.
 """
 
 from __future__ import annotations
