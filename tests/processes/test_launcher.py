@@ -354,7 +354,7 @@ def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) ->
 def test_a_site_s_own_mpirun_gives_the_same_endings(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        RANK + "from recover.world import ending; ending.install_hooks(standalone=True)\n"
+        RANK + "from recover.world import rank_exit as ending; ending.install_hooks(standalone=True)\n"
         "if rank == 1: raise ValueError('no such luck')\n"
         "if rank == 2: sys.exit('bad')\n"
         "ending.on_success(lambda: ending.log('closing'))\n"

@@ -180,7 +180,7 @@ class Rendezvous:
         raise InterruptedError
 
     def present(self, plan: HostPlan) -> tuple[HostPlan, set[str]]:
-        """The plan with the hosts that have joined since, and the names of those that are still there (and this one)."""
+        """The plan with the hosts that have joined since, and the names of those that are there, with this one."""
         there, now, _, _ = self._look()
         if now is not None and now.run == plan.run:
             plan = replace(plan, hosts=now.hosts)
