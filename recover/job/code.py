@@ -1,8 +1,10 @@
-"""The code that this process runs, as digests: what a replica that joins must have in common with the job.
+"""The code that this process runs, as digests: what a replica that joins must have in common with
+the job.
 
-Files are digested when they are loaded, since they may change on disk while the job runs: the script by `bootstrap`,
-the user's modules (neither the standard library's, nor installed packages, nor recover's own) by a finder in front of
-Python's own, recover's sources and the version of torch when the process starts.
+Files are digested when they are loaded, since they may change on disk while the job runs: the
+script by `bootstrap`, the user's modules (neither the standard library's, nor installed packages,
+nor recover's own) by a finder in front of Python's own, recover's sources and the version of torch
+when the process starts.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def recover_version() -> str:
 
 
 def differences(job: Mapping[str, str], mine: Mapping[str, Loaded]) -> list[str]:
-    """The differences between two records of loaded code, with the remedy; only modules in both are compared."""
+    """The differences between two records of loaded code, with the remedy; only modules in both are
+    compared."""
     found = []
     for name in sorted(job.keys() & mine.keys()):
         theirs, (path, digest) = job[name], mine[name]

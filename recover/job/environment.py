@@ -1,7 +1,8 @@
-"""What a script does to its environment before it knows the world, for those who import torch ahead of it.
+"""What a script does to its environment before it knows the world, for those who import torch ahead
+of it.
 
-The ranks that begin leave it in the session of their host: torch reads some of it (the number of threads, say) once,
-when it is imported.
+The ranks that begin leave it in the session of their host: torch reads some of it (the number of
+threads, say) once, when it is imported.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from pathlib import Path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30.3 on: several ranks on one GPU
 
-# Dense bfloat16 FLOP/s, from the vendor's data sheets; those print twice as much where sparsity is counted.
-# The first name that fits counts.
+# Dense bfloat16 FLOP/s, from the vendor's data sheets; those print twice as much where sparsity is
+# counted. The first name that fits counts.
 PEAKS = {
     r"\bGB200\b": 2500e12,
     r"\bB200\b": 2250e12,
@@ -32,7 +32,8 @@ PEAKS = {
 
 
 def peak_of(card: str) -> float | None:
-    """FLOP/s of a card, by the name that its driver gives it; None for one that is not in the table, or a slice."""
+    """FLOP/s of a card, by the name that its driver gives it; None for one that is not in the
+    table, or a slice."""
     if re.search(r"\bMIG\b", card):
         return None
     return next((peak for name, peak in PEAKS.items() if re.search(name, card)), None)
@@ -49,7 +50,8 @@ def own_gpu_each(ranks_on_host: int) -> bool:
 
 
 def visible(asked: str | None, present: int) -> int:
-    """Of the GPUs that are present, those that CUDA_VISIBLE_DEVICES leaves. It ends at the first that is not there."""
+    """Of the GPUs that are present, those that CUDA_VISIBLE_DEVICES leaves. It ends at the first
+    that is not there."""
     if asked is None:
         return present
     found: list[str] = []
@@ -79,7 +81,8 @@ def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.envi
 
 
 def _present(root: Path) -> int:
-    """By the driver's own list and by its devices: a container may see the one of the host, and have the other."""
+    """By the driver's own list and by its devices: a container may see the one of the host, and
+    have the other."""
     listed = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     devices = len([path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if listed or devices:

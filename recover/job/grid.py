@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """`replicas` copies of the model, each on `replica_size` consecutive ranks. Never changes in a run."""
+    """`replicas` copies of the model, each on `replica_size` consecutive ranks. Never changes in a
+    run."""
 
     replicas: int
     replica_size: int = 1
@@ -46,5 +47,6 @@ class Grid:
         return tuple(sorted({self.replica(rank) for rank in members}))
 
     def peers(self, rank: int, members: Iterable[int]) -> tuple[int, ...]:
-        """The members that hold the same shard as `rank`, in replica order: its cross-replica group."""
+        """The members that hold the same shard as `rank`, in replica order: its cross-replica
+        group."""
         return tuple(sorted(other for other in members if self.shard(other) == self.shard(rank)))

@@ -1,4 +1,5 @@
-"""What may be asked of a job about hosts, and about replicas that come back. Whoever is to do it reads it."""
+"""What may be asked of a job about hosts, and about replicas that come back. Whoever is to do it
+reads it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _OF_RETURNS = ("return_delay", "forgive", "ready", "warm_up")
 
 
 def room_for(replica_size: int) -> int:
-    """Ids for the ranks of replicas that are started later. Whoever looks at a board looks at all of its rows."""
+    """Ids for the ranks of replicas that are started later. Whoever looks at a board looks at all
+    of its rows."""
     return max(ROOM, ROWS // replica_size) * replica_size
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 
 def processor(told: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of the processor, or (on aarch64) its numbers; its architecture where the system does not tell."""
+    """The name of the processor, or (on aarch64) its numbers; its architecture where the system
+    does not tell."""
     try:
         lines = [line.partition(":") for line in told.read_text().splitlines()]
     except OSError:
@@ -33,7 +34,8 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """A package may work without its metadata: a source tree that was never installed, a system's own Open MPI."""
+    """A package may work without its metadata: a source tree that was never installed, a system's
+    own Open MPI."""
     try:
         return version(package)
     except PackageNotFoundError:

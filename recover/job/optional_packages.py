@@ -17,7 +17,8 @@ class MissingExtra(ValueError):
 
 
 def need(package: str, what: str, otherwise: str = "") -> None:
-    """Raises MissingExtra if `package` is not there. `what` needs it; `otherwise` is a way to do without."""
+    """Raises MissingExtra if `package` is not there. `what` needs it; `otherwise` is a way to do
+    without."""
     if find_spec(package) is None:
         wanted = f"'recover-train[{BROUGHT_BY[package]}]'" if package in BROUGHT_BY else package
         raise MissingExtra(

@@ -1,7 +1,9 @@
-"""Words for whoever looks at our output, who may have stopped to read it: a pager, a terminal after Ctrl-S.
+"""Words for whoever looks at our output, who may have stopped to read it: a pager, a terminal after
+Ctrl-S.
 
-They are said by the threads that watch a job. If one of them waited for a reader, nobody would hear of the next death,
-and all ranks would wait for the dead one. So what cannot be written now is kept, and written later.
+They are said by the threads that watch a job. If one of them waited for a reader, nobody would hear
+of the next death, and all ranks would wait for the dead one. So what cannot be written now is kept,
+and written later.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Outlet:
                 self._bytes, self._left_out = self._bytes - size, self._left_out + size
 
     def pass_on(self) -> bool:
-        """Write what can be written without waiting, or without room. Whether that was all. Raises OSError if nobody
-        can read it."""
+        """Write what can be written without waiting, or without room. Whether that was all. Raises
+        OSError if nobody can read it."""
         with self._lock:
             while self._kept:
                 descriptor, put, data = self._kept[0]
@@ -79,7 +81,8 @@ class Outlet:
             return True
 
     def finish(self) -> None:
-        """All is over, and nothing is held up any more: whoever reads may take his time, or be gone."""
+        """All is over, and nothing is held up any more: whoever reads may take his time, or be
+        gone."""
         left, since = self._bytes, time.monotonic()
         while not self._passed_on():
             if self._bytes != left:
@@ -101,7 +104,8 @@ atexit.register(OUTLET.finish)
 
 
 def say(text: str) -> None:
-    """On stderr, for people. Never raises: whoever watches a job has more to do than to talk about it."""
+    """On stderr, for people. Never raises: whoever watches a job has more to do than to talk about
+    it."""
     stream = sys.stderr
     data = f"recover: {text}\n".encode(errors="replace")
     try:
@@ -111,8 +115,8 @@ def say(text: str) -> None:
 
 
 def _put(stream: TextIO, data: bytes) -> int:
-    """Past the stream's buffer where there is a file below it: what a full disk refuses would stay in that buffer, and
-    come out twice."""
+    """Past the stream's buffer where there is a file below it: what a full disk refuses would stay
+    in that buffer, and come out twice."""
     stream.flush()
     if (descriptor := _descriptor(stream)) >= 0:
         return os.write(descriptor, data)

@@ -1,11 +1,13 @@
-"""Where this process stands, as the environment that its launcher made tells it: before MPI is, or without any."""
+"""Where this process stands, as the environment that its launcher made tells it: before MPI is, or
+without any."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-# Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables of its own.
+# Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables
+# of its own.
 RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
 LOCAL_RANK = "LOCAL_RANK"  # as torchrun calls it; torch itself reads it
 # Of launchers under which every process would take itself for a world of its own.
@@ -13,8 +15,8 @@ FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE":
 _RUNTIME = ("OMPI_", "PMIX_")
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
 
-# What a rank calls itself, with its number: what it was started with does not tell, if it was ready before. The
-# kernel keeps 15 characters, and numbers grow as long as lost ones come back.
+# What a rank calls itself, with its number: what it was started with does not tell, if it was ready
+# before. The kernel keeps 15 characters, and numbers grow as long as lost ones come back.
 _NAME = "recover-"
 _PR_SET_NAME = 15
 
@@ -24,8 +26,9 @@ waited_until = 0.0  # seconds after boot: until then this process was ready, and
 
 
 def hide_runtime() -> None:
-    """Open MPI is up, and reads these variables no more. Others must not either: libraries that look for a launcher
-    (accelerate, and with it Hugging Face's Trainer) would take each rank for one of a distributed job of theirs."""
+    """Open MPI is up, and reads these variables no more. Others must not either: libraries that
+    look for a launcher (accelerate, and with it Hugging Face's Trainer) would take each rank for
+    one of a distributed job of theirs."""
     for name in [name for name in os.environ if name.startswith(_RUNTIME) and not name.startswith(_SETTINGS)]:
         _hidden[name] = os.environ.pop(name)
 
@@ -49,7 +52,8 @@ def call_itself(rank: int) -> None:
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that another process is, by the name that it has given itself; None if it is none, or gone."""
+    """The rank that another process is, by the name that it has given itself; None if it is none,
+    or gone."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             name = file.read().strip()
@@ -88,5 +92,6 @@ def on_one_host() -> bool:
 
 
 def foreign_launcher() -> str | None:
-    """The variable by which a launcher that is neither ours nor an mpirun tells this process that it is not alone."""
+    """The variable by which a launcher that is neither ours nor an mpirun tells this process that
+    it is not alone."""
     return next((name for name in FOREIGN if os.environ.get(name, "1") not in ("", "1")), None)

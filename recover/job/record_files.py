@@ -1,8 +1,9 @@
 """File operations for what a run leaves behind: records, logs, markers, the placement of ranks.
 
-Agents, launchers and ranks write such files through `FILES` alone. A failure to write costs no rank and raises nothing:
-the content stays in memory, is written as soon as the disk takes it, and the failure is reported once. Whoever reads
-through the same object reads what waits, so a supervisor is never misled by its own full disk.
+Agents, launchers and ranks write such files through `FILES` alone. A failure to write costs no rank
+and raises nothing: the content stays in memory, is written as soon as the disk takes it, and the
+failure is reported once. Whoever reads through the same object reads what waits, so a supervisor is
+never misled by its own full disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ PATIENCE = (
 )
 AGAIN = 0.5  # seconds between two tries
 MOST = 16 << 20  # bytes of appended lines that wait for one file; of more the oldest are dropped, and counted
-# Errors that an administrator or another job may remedy while we wait: room, permissions, a file server, a mount.
+# Errors that an administrator or another job may remedy while we wait: room, permissions, a file
+# server, a mount.
 PASSING = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
@@ -115,7 +117,8 @@ class Disk:
 
 
 class RecordFiles:
-    """Never raises OSError, except through `disk`. `report` is called once, with a sentence for people."""
+    """Never raises OSError, except through `disk`. `report` is called once, with a sentence for
+    people."""
 
     def __init__(self, disk: Disk | None = None, report: Callable[[str], object] | None = None) -> None:
         self.disk = disk or Disk()
@@ -132,7 +135,8 @@ class RecordFiles:
         self.patience = PATIENCE  # what is left of it
 
     def append(self, path: Path, data: bytes) -> bool:
-        """Add `data`, one record, to the end of the file. Returns whether all that was to be added is on disk."""
+        """Add `data`, one record, to the end of the file. Returns whether all that was to be added
+        is on disk."""
         with self._lock:
             waiting = self._lines.setdefault(path, [])
             waiting.append(data)
@@ -149,12 +153,14 @@ class RecordFiles:
             return self._done(self._write(path))
 
     def keep(self, path: Path, data: bytes) -> None:
-        """The same, but nothing is written before the next `flush`: for those who have something urgent to do first."""
+        """The same, but nothing is written before the next `flush`: for those who have something
+        urgent to do first."""
         with self._lock:
             self._whole[path] = data
 
     def read(self, path: Path) -> bytes | None:
-        """The content of the file as it is, or as it will be; None if there is none, or it cannot be read."""
+        """The content of the file as it is, or as it will be; None if there is none, or it cannot
+        be read."""
         with self._lock:
             if path in self._whole:
                 return self._whole[path]
@@ -198,7 +204,8 @@ class RecordFiles:
         return self._done(self._flush())
 
     def settle(self) -> bool:
-        """At the end of a process: wait for the disk, while there is patience, and report what was lost."""
+        """At the end of a process: wait for the disk, while there is patience, and report what was
+        lost."""
         self.retry(self._flush_or_raise, "the last records")
         lost = [
             f"{path} ({count} lines)" if (count := len(self._lines.get(path, ()))) else str(path)
@@ -210,7 +217,8 @@ class RecordFiles:
         return not lost
 
     def retry(self, act: Callable[[], object], what: str) -> bool:
-        """Call `act` until it raises no OSError, while there is patience. Returns whether it was done."""
+        """Call `act` until it raises no OSError, while there is patience. Returns whether it was
+        done."""
         while True:
             try:
                 act()
@@ -220,7 +228,8 @@ class RecordFiles:
                     return False
 
     def wait_for(self, error: Exception, what: str) -> bool:
-        """After a failure to write: a moment, if it may succeed later and there is patience. Says so when it begins."""
+        """After a failure to write: a moment, if it may succeed later and there is patience. Says
+        so when it begins."""
         if not is_passing(error) or self.patience <= 0:
             return False
         if not self._waits:

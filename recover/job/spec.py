@@ -1,7 +1,8 @@
-"""What a job is told: made once by whoever launches it, handed to every rank as one file, and read once.
+"""What a job is told: made once by whoever launches it, handed to every rank as one file, and read
+once.
 
-Under a launcher that is not ours there is no such file. Then a few variables stand in for it, so that a script under a
-site's own mpirun can be told the same:
+Under a launcher that is not ours there is no such file. Then a few variables stand in for it, so
+that a script under a site's own mpirun can be told the same:
 
     RECOVER_RUN_DIR        where logs, markers and results go
     RECOVER_REPLICA_SIZE   ranks per replica
@@ -123,7 +124,8 @@ class JobSpec:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:
-        """For a rank of a launcher that is not ours. Raises ValueError, naming the variable and the mend."""
+        """For a rank of a launcher that is not ours. Raises ValueError, naming the variable and the
+        mend."""
         size = environment.get("RECOVER_REPLICA_SIZE", "1")
         if not size.isdigit() or int(size) < 1:
             raise ValueError(f"RECOVER_REPLICA_SIZE is {size!r}; give a whole number, 1 or more")
@@ -152,7 +154,8 @@ def _read(path: str) -> JobSpec:
 
 
 def read_hang_limit(text: str | None) -> float | None:
-    """The limit that was asked for, in seconds. Raises ValueError if it makes no sense; None: nobody has asked."""
+    """The limit that was asked for, in seconds. Raises ValueError if it makes no sense; None:
+    nobody has asked."""
     if not text:
         return None
     try:
@@ -168,7 +171,8 @@ def read_hang_limit(text: str | None) -> float | None:
 
 
 def read_link_timeout(text: str | None) -> float:
-    """The link timeout that was asked for, in seconds, or the default. Raises ValueError if it makes no sense."""
+    """The link timeout that was asked for, in seconds, or the default. Raises ValueError if it
+    makes no sense."""
     if not text:
         return LINK_TIMEOUT
     try:

@@ -1,4 +1,5 @@
-"""What keeps a loop that watches a job alive: an exception costs one pass of it, and is reported once."""
+"""What keeps a loop that watches a job alive: an exception costs one pass of it, and is reported
+once."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ class SupervisorError(Exception):
 
 
 class Supervised:
-    """The parts of a loop, each on its own: one that raises does not keep the others from being done.
+    """The parts of a loop, each on its own: one that raises does not keep the others from being
+    done.
 
-    `patience`: seconds that a part which is `essential` may fail in every pass before SupervisorError is raised. Its
-    host must then end in a way that others see.
+    `patience`: seconds that a part which is `essential` may fail in every pass before
+    SupervisorError is raised. Its host must then end in a way that others see.
     """
 
     def __init__(self, name: str, patience: float = 20.0) -> None:

@@ -1,4 +1,5 @@
-"""Deaths and repairs, told while the job runs: what the launcher sees at once, and what a survivor writes down."""
+"""Messages about losses and repairs while the job runs: what the supervisor sees, and what a
+survivor records."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from recover.runs.records.sentences import sentence
 from recover.runs.records.tail import Follower
 
 
-class Teller:
-    """For jobs that write down their steps. Each death and each repair is told once."""
+class Announcer:
+    """For jobs that record their steps. Each loss and each repair is announced once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._steps = Follower(run_dir / "steps.jsonl")
         self._incidents = Follower(run_dir / "incidents.jsonl")
         self._earlier = {json.dumps(line) for line in read(run_dir / "incidents.jsonl").whole}
-        self._untold: list[Any] = []
+        self._pending: list[Any] = []  # incidents whose step is not recorded yet
         self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
         self._alive: set[int] = set()
 
@@ -32,16 +33,17 @@ class Teller:
         return [f"lost {name_ranks(ranks)}: {how}" for how, ranks in ways.items()]
 
     def repairs(self, at_end: bool = False) -> list[str]:
-        """What was repaired since the last look, each with the step that it was committed in."""
-        # Incidents are written before their step: read after it, none of a step that is known can be missing.
+        """The repairs since the last call, each with the step that was committed after it."""
+        # An incident is written before its step. Read in the other order, no incident of a known
+        # step can be missing.
         steps = {line["step"]: line for line in self._steps.read()}
         if steps and not self._batch:
             self._batch = steps[min(steps)]["microbatches"]
-        self._untold += [line for line in self._incidents.read() if json.dumps(line) not in self._earlier]
-        told = []
-        for incident in list(self._untold):
+        self._pending += [line for line in self._incidents.read() if json.dumps(line) not in self._earlier]
+        found = []
+        for incident in list(self._pending):
             step = steps.get(incident["step"])
             if step is not None or at_end:
-                self._untold.remove(incident)
-                told.append(sentence(incident, step, self._batch))
-        return told
+                self._pending.remove(incident)
+                found.append(sentence(incident, step, self._batch))
+        return found

@@ -1,4 +1,5 @@
-"""Launches a job on this host: checks what was asked for, starts the ranks under mpirun, and has them supervised.
+"""Launches a job on this host: checks what was asked for, starts the ranks under mpirun, and has
+them supervised.
 
 Nothing of a job stays behind, however it ends: see `guardian`.
 """
@@ -38,8 +39,8 @@ def launch(
 ) -> int:
     """Run a job on `ranks` ranks of this host, or, with a hostfile of Open MPI's, of several.
 
-    Returns 0 (the survivors finished), 1 (it failed), 2 (it could not be started as asked), 4 (a rank raised outside of
-    any step), or 128 + the signal that ended it.
+    Returns 0 (the survivors finished), 1 (it failed), 2 (it could not be started as asked), 4 (a
+    rank raised outside of any step), or 128 + the signal that ended it.
     """
     return exit_code_of(lambda: _launch(ranks, request, mpirun, hostfile))
 
@@ -132,9 +133,11 @@ def held(lock: int) -> Iterator[None]:
 
 @contextmanager
 def catching(end: Callable[[], object], has_terminal: bool = False) -> Iterator[list[int]]:
-    """While inside, a signal that should end this process calls `end`; the list then holds the signal's number.
+    """While inside, a signal that should end this process calls `end`; the list then holds the
+    signal's number.
 
-    A rank that has the terminal gets Ctrl-C from it, and a debugger there may use it: it is ignored here.
+    A rank that has the terminal gets Ctrl-C from it, and a debugger there may use it: it is ignored
+    here.
     """
     caught: list[int] = []
 

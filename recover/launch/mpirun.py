@@ -1,4 +1,5 @@
-"""Ranks that Open MPI's mpirun starts on this host, or on those of a hostfile; one rank alone is started without it."""
+"""Ranks that Open MPI's mpirun starts on this host, or on those of a hostfile; one rank alone is
+started without it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _KILLED = 5.0  # seconds for a killed mpirun to be gone
 
 
 class MpirunStarter(Starter):
-    """`mpirun`: None for one rank alone. `has_terminal`: that rank gets the terminal of this process."""
+    """`mpirun`: None for one rank alone. `has_terminal`: that rank gets the terminal of this
+    process."""
 
     name = "the launcher"
 
@@ -54,7 +56,8 @@ class MpirunStarter(Starter):
         self.duties = {"take over markers that the disk did not take": self._take_words}
         self._heard: set[int] = set()  # ranks whose marker was found in memory
         self._ran = self._joined = 0.0  # when a rank ran last; when all that run were last in MPI
-        # Ranks watch each other while they work. Once one has finished, the launcher looks for those that hang.
+        # Ranks watch each other while they work. Once one has finished, the launcher looks for
+        # those that hang.
         self._hangs = HangWatchdog(Grid.of(spec.ranks, spec.replica_size), spec.hang_limit)
 
     def start(self) -> None:
@@ -131,8 +134,8 @@ class MpirunStarter(Starter):
                 find_marker(self._run_dir, self._session.directory, rank)
 
     def _fence_stopped(self, verdict: Verdict, now: float) -> None:
-        """A rank that has finished has agreed with all others before, so no rank waits for one that stops on its way
-        out; the launcher would wait for it."""
+        """A rank that has finished has agreed with all others before, so no rank waits for one that
+        stops on its way out; the launcher would wait for it."""
         signs = self.board.signs_of_life(min(verdict.done)) if verdict.done else {}
         for rank, why in self._hangs.look(bool(signs), signs, now).items():
             self.board.kill(rank)

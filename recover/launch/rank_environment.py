@@ -1,7 +1,8 @@
-"""Environment variables of a job's processes: one builder, for ranks that mpirun starts and for those started directly.
+"""Environment variables of a job's processes: one builder, for ranks that mpirun starts and for
+those started directly.
 
-Order of precedence, lowest first: the launcher's own environment without what another launcher has put there, the
-variables of the job on this host, the variables of one rank.
+Order of precedence, lowest first: the launcher's own environment without what another launcher has
+put there, the variables of the job on this host, the variables of one rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from recover.launch import preflight
 
 
 def job_environment(spec: JobSpec, job_file: Path, scratch: Path, ranks_on_host: int) -> dict[str, str]:
-    """Variables that all processes of a job on this host share. `scratch`: their temporary directory."""
+    """Variables that all processes of a job on this host share. `scratch`: their temporary
+    directory."""
     environment = preflight.clean_environment()
     # Ranks share the cores; without this each would start a thread per core.
     cores = len(os.sched_getaffinity(0))

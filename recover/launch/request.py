@@ -1,4 +1,5 @@
-"""What a job runs and under which limits: the same for one host under mpirun and for several hosts on etcd."""
+"""What a job runs and under which limits: the same for one host under mpirun and for several hosts
+on etcd."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class LaunchRequest:
     carrier: str = "auto"
     faults: Sequence[str] | None = None
     module: bool = False
-    # A user's script: its output is labelled by rank, its steps are recorded, losses are reported while it runs, and
-    # a single rank gets our terminal.
+    # A user's script: its output is labelled by rank, its steps are recorded, losses are reported
+    # while it runs, and a single rank gets our terminal.
     is_user_script: bool = False
     monitors: Monitors = nullcontext  # entered, with the run directory, while the job runs
 

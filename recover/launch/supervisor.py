@@ -1,10 +1,13 @@
-"""The supervisor of a job on one host: watches its ranks from their start to their end, and judges how the job went.
+"""The supervisor of a job on one host: watches its ranks from their start to their end, and judges
+how the job went.
 
-There is one supervisor, for one host and for several. A `Starter` starts the ranks and knows their processes: under
-mpirun (`recover.launch.mpirun`) or directly (`recover.launch.hosts.host_ranks`). A `Coordination` connects it with the
-other hosts of the job (`recover.launch.hosts.coordination`); a job on one host under mpirun has none.
+There is one supervisor, for one host and for several. A `Starter` starts the ranks and knows their
+processes: under mpirun (`recover.launch.mpirun`) or directly (`recover.launch.hosts.host_ranks`). A
+`Coordination` connects it with the other hosts of the job (`recover.launch.hosts.coordination`); a
+job on one host under mpirun has none.
 
-The verdict comes from the markers that ranks leave, never from exit codes: mpirun returns 0 when every rank was killed.
+The verdict comes from the markers that ranks leave, never from exit codes: mpirun returns 0 when
+every rank was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from recover.job.output import say
 from recover.job.record_files import FILES
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
-from recover.launch.announcements import Teller
+from recover.launch.announcements import Announcer
 from recover.launch.output_relay import Relay
 from recover.launch.verdict import (
     RAISED,
@@ -100,7 +103,8 @@ class Starter(ABC):
 
     @abstractmethod
     def reap(self) -> str | None:
-        """Notice processes that have ended. Returns None while the job goes on; otherwise why it has failed, or ""."""
+        """Notice processes that have ended. Returns None while the job goes on; otherwise why it
+        has failed, or ""."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
@@ -108,7 +112,8 @@ class Starter(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all processes, which were told to end, have ended, and their output was passed on."""
+        """Return when all processes, which were told to end, have ended, and their output was
+        passed on."""
 
     def logged(self) -> int:
         """When ranks that the board does not show have last logged something."""
@@ -130,14 +135,16 @@ class Coordination(Protocol):
         """Before any rank is started."""
 
     def must_end(self) -> bool:
-        """Whether the ranks of this host are to be ended. Called in every pass; starts ranks that are to join."""
+        """Whether the ranks of this host are to be ended. Called in every pass; starts ranks that
+        are to join."""
 
     def ends(self) -> Mapping[int, str]:
         """Markers of ranks of all hosts."""
 
 
 class Supervisor:
-    """`caught`: signals that end the job. `has_reader`: the job ends with the reader of its output (`... | head`)."""
+    """`caught`: signals that end the job. `has_reader`: the job ends with the reader of its output
+    (`... | head`)."""
 
     def __init__(
         self,
@@ -155,7 +162,7 @@ class Supervisor:
         self._caught, self._coordination, self._has_reader = caught, coordination, has_reader
         self._lifecycle = lifecycle or Lifecycle()
         self._run_dir, self._replica_size = Path(spec.run_dir), spec.replica_size
-        self._teller = Teller(self._run_dir) if spec.records else None
+        self._announcer = Announcer(self._run_dir) if spec.records else None
         self._known: dict[int, EndOfRank] = {}  # what settled ranks have left
         self._shown: set[int] = set()  # ranks whose crash was shown
         self._seen: object = None  # what the ranks had done at the last look
@@ -171,8 +178,8 @@ class Supervisor:
     def watch(self, timeout: float) -> str:
         """Return when the job has ended or must be ended: "", or the reason why it has failed.
 
-        `timeout`: seconds without progress after which it has failed; 0: never. Raises SupervisorError if the ranks of
-        this host cannot be looked after any more.
+        `timeout`: seconds without progress after which it has failed; 0: never. Raises
+        SupervisorError if the ranks of this host cannot be looked after any more.
         """
         supervised = Supervised(self._starter.name)
         self._progress = look = time.monotonic()
@@ -196,7 +203,8 @@ class Supervisor:
                 return f"no progress for {timeout:g} s (--timeout)"
 
     def end(self, reason: str, is_told: bool = True) -> None:
-        """End what is left of the job on this host. `is_told`: the records say that ranks end with the job."""
+        """End what is left of the job on this host. `is_told`: the records say that ranks end with
+        the job."""
         self._lifecycle.enter(State.ENDING)
         if is_told:
             self._witness.ending(reason)
@@ -204,7 +212,8 @@ class Supervisor:
         self._starter.wait()
 
     def judge(self, failure: str) -> int:
-        """Say how the job went, and return its exit code. `failure`: what is known to have gone wrong, or ""."""
+        """Say how the job went, and return its exit code. `failure`: what is known to have gone
+        wrong, or ""."""
         self._lifecycle.enter(State.JUDGED)
         unfinished = self._starter.everyone - self._starter.ended if failure else ()
         verdict = Verdict(self._run_dir, self._starter.everyone, unfinished)
@@ -226,7 +235,8 @@ class Supervisor:
         return RAISED if verdict.raised else 0
 
     def take_over(self, ends: Mapping[int, str]) -> None:
-        """Keep the markers of ranks of other hosts here, too, so that the verdict is the same on all hosts."""
+        """Keep the markers of ranks of other hosts here, too, so that the verdict is the same on
+        all hosts."""
         for rank, marker in ends.items():
             self._starter.ended.add(rank)
             self._starter.everyone.add(rank)
@@ -235,7 +245,8 @@ class Supervisor:
                 write_marker(self._run_dir, rank, left)
 
     def verdict(self) -> Verdict:
-        """As things are. Settled ranks are read once: after weeks of restarts there are thousands of them."""
+        """As things are. Settled ranks are read once: after weeks of restarts there are thousands
+        of them."""
         verdict = Verdict(self._run_dir, self._starter.everyone, known=self._known)
         settled = self._starter.settled
         self._known.update((rank, verdict.left[rank]) for rank in settled.difference(self._known))
@@ -243,7 +254,8 @@ class Supervisor:
 
     def _pass_on_output(self, supervised: Supervised) -> None:
         if self._has_reader:
-            # Not supervised: OSError says that the reader has left. What a full disk does not take is kept.
+            # Not supervised: OSError says that the reader has left. What a full disk does not take
+            # is kept.
             said = self._starter.relay.pump(_TICK)
         else:
             said = False
@@ -253,9 +265,11 @@ class Supervisor:
             self._progress = time.monotonic()
 
     def _look(self, supervised: Supervised, now: float, slept: bool) -> str | None:
-        """Twice a second. Returns why the job is to be ended, or "" if it has ended; None if it goes on."""
+        """Twice a second. Returns why the job is to be ended, or "" if it has ended; None if it
+        goes on."""
         starter = self._starter
-        # Before the markers: a rank that ends in between has a marker and a process, and is not taken for killed.
+        # Before the markers: a rank that ends in between has a marker and a process, and is not
+        # taken for killed.
         pids = starter.pids()
         state = (starter.board.accomplished(), FILES.modified(self._run_dir / "ranks"), starter.logged())
         if state != self._seen or not starter.running or slept:
@@ -282,10 +296,12 @@ class Supervisor:
         return None
 
     def _tell(self, verdict: Verdict, pids: Mapping[int, int], at_end: bool = False) -> None:
-        if self._teller is not None:
+        if self._announcer is not None:
             alive = {rank for rank, pid in pids.items() if pid}
-            losses = [] if at_end else self._teller.losses(verdict, alive)  # at the end the verdict names all
-            for text in (*losses, *self._teller.repairs(at_end)):
+            losses = (
+                [] if at_end else self._announcer.losses(verdict, alive)
+            )  # at the end the verdict names all
+            for text in (*losses, *self._announcer.repairs(at_end)):
                 self._starter.relay.end_line()
                 say(text)
         if at_end:

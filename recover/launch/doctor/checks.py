@@ -1,4 +1,5 @@
-"""`recover doctor`: is this machine fit? Each finding says what was seen and, where it is bad, the mend."""
+"""`recover doctor`: is this machine fit? Each finding says what was seen and, where it is bad, the
+mend."""
 
 from __future__ import annotations
 
@@ -182,7 +183,8 @@ def _real_test(mpirun: str) -> Iterator[Finding]:
 
 
 def gpu_test(mpirun: str, device: str = "cuda") -> Finding:
-    """Sums of GPU memory with a rank killed inside of one: over NCCL, or, where ranks must share a GPU, over MPI."""
+    """Sums of GPU memory with a rank killed inside of one: over NCCL, or, where ranks must share a
+    GPU, over MPI."""
     ranks = 3 if not sharing_refused(3) else 2
     refused = sharing_refused(ranks)
     carrier = "mpi" if refused else "nccl"

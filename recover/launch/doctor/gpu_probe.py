@@ -1,4 +1,5 @@
-"""What `recover doctor` runs where there are GPUs: sums of their memory, one rank killed inside of one, and one more.
+"""What `recover doctor` runs where there are GPUs: sums of their memory, one rank killed inside of
+one, and one more.
 
 Argument: the device, `cuda`, or `cpu` to try the program itself. The carrier is the job's.
 """

@@ -1,4 +1,5 @@
-"""`recover doctor --hosts`: are these hosts fit to train together? The same command on each of them."""
+"""`recover doctor --hosts`: are these hosts fit to train together? The same command on each of
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _PROBE = Path(__file__).with_name("hosts_probe.py")
 
 
 def examine_hosts(options: HostOptions) -> int:
-    """Print the table; 0 if jobs will run on these hosts, 1 if not, 2 if they could not even meet."""
+    """Print the table; 0 if jobs will run on these hosts, 1 if not, 2 if they could not even
+    meet."""
     with tempfile.TemporaryDirectory() as directory:
         options = replace(options, nproc_per_node="1")
         code = launch_host(options, LaunchRequest(_PROBE, run_dir=Path(directory), timeout=120, faults=()))

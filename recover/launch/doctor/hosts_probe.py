@@ -1,7 +1,9 @@
-"""Run by one process on each host, for `recover doctor --hosts`: every pair of hosts tries the way between them.
+"""Run by one process on each host, for `recover doctor --hosts`: every pair of hosts tries the way
+between them.
 
-What was found lies in etcd, so that every host can tell of all of them, and at the end in `hosts_probe.json` in the run
-directory. No torch, no world: a host may be found wanting before any of that would work.
+What was found lies in etcd, so that every host can tell of all of them, and at the end in
+`hosts_probe.json` in the run directory. No torch, no world: a host may be found wanting before any
+of that would work.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def main() -> None:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which nobody has two partners: all but one sit in a circle, and move on."""
+    """Every pair once, in rounds in which nobody has two partners: all but one sit in a circle, and
+    move on."""
     players = [*range(size), *([-1] if size % 2 else [])]
     found = []
     for _ in range(len(players) - 1):
@@ -118,7 +121,8 @@ def _try(mine: dict[str, Any], theirs: dict[str, Any], job: JobSpec) -> dict[str
 
 
 def _clocks(line: Connection) -> dict[str, float]:
-    """How far the other clock is ahead, and how sure that is: half of the time that the answer took."""
+    """How far the other clock is ahead, and how sure that is: half of the time that the answer
+    took."""
     best = (float("inf"), 0.0)
     for _ in range(TRIES):
         before = time.time()
@@ -129,7 +133,8 @@ def _clocks(line: Connection) -> dict[str, float]:
 
 
 def _largest(box: tuple[str, int], mtu: int) -> int | None:
-    """The size of the largest packet that comes back whole: that of the interfaces, or of a common one that is less."""
+    """The size of the largest packet that comes back whole: that of the interfaces, or of a common
+    one that is less."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
         probe.settimeout(0.3)

@@ -1,4 +1,5 @@
-"""What `recover doctor` runs on three ranks: one kills itself, the others must notice it and go on."""
+"""What `recover doctor` runs on three ranks: one kills itself, the others must notice it and go
+on."""
 
 from __future__ import annotations
 

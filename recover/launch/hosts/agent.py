@@ -1,8 +1,10 @@
-"""The agent of a host: with the agents of the other hosts it starts a job on all of them, and supervises its own ranks.
+"""The agent of a host: with the agents of the other hosts it starts a job on all of them, and
+supervises its own ranks.
 
-No host is special. Each agent starts its ranks, sees their ends at once and declares them, holds the lease under which
-they may vote, kills those that are stopped for too long, and ends all of them when it ends itself, however that is: see
-`guardian`. The verdict is made of what all agents report of their ranks, so it is the same on all hosts.
+No host is special. Each agent starts its ranks, sees their ends at once and declares them, holds
+the lease under which they may vote, kills those that are stopped for too long, and ends all of them
+when it ends itself, however that is: see `guardian`. The verdict is made of what all agents report
+of their ranks, so it is the same on all hosts.
 """
 
 from __future__ import annotations
@@ -64,16 +66,19 @@ def launch_host(
     facts: Mapping[str, str] | None = None,
     check: Callable[[JobSpec], object] = lambda spec: None,
 ) -> int:
-    """Run this host's part of a job. Returns what `launch` does, the same on all hosts that stay to the end.
+    """Run this host's part of a job. Returns what `launch` does, the same on all hosts that stay to
+    the end.
 
-    `facts`: values by name that must be the same on all hosts, in place of the script's arguments. `check` is called
-    when the placement is decided, and may raise Refusal; the job that it gets is `joining` if it runs already.
+    `facts`: values by name that must be the same on all hosts, in place of the script's arguments.
+    `check` is called when the placement is decided, and may raise Refusal; the job that it gets is
+    `joining` if it runs already.
     """
     return exit_code_of(lambda: _launch_host(options, request, facts, check))
 
 
 def launch_alone(ranks: int, options: HostOptions, request: LaunchRequest) -> int:
-    """Run all of a job on this host, and restart its lost replicas: on etcd, with a member of its own."""
+    """Run all of a job on this host, and restart its lost replicas: on etcd, with a member of its
+    own."""
     try:
         preflight.check_numbers(ranks, request.replica_size, request.timeout)
         alone = one_host(ranks, request.replica_size, options)
@@ -210,7 +215,8 @@ class HostAgent:
             rendezvous.clean()
 
     def _meet(self, rendezvous: Rendezvous) -> tuple[HostPlan, JobSpec]:
-        """State RENDEZVOUS: which hosts take part, and the job as the ranks of this host read it."""
+        """State RENDEZVOUS: which hosts take part, and the job as the ranks of this host read
+        it."""
         stopped = lambda: self._caught  # noqa: E731
         assert self._spec.run_dir is not None
         with SeenDirectories(Path(self._spec.run_dir), rendezvous) as directories:
@@ -290,7 +296,8 @@ class HostAgent:
         return _HostJob(spec, lease, sync, ranks, supervisor)
 
     def _take_lease(self, lease: HostLease, late: bool) -> None:
-        """Before any rank is started: if this host were lost without a lease, nobody would miss its ranks.
+        """Before any rank is started: if this host were lost without a lease, nobody would miss its
+        ranks.
 
         A host of this name that was lost must be given up by the others before it can come back.
         """
@@ -306,7 +313,8 @@ class HostAgent:
             time.sleep(0.2)
 
     def _watch(self, job: _HostJob) -> str:
-        """State RUNNING, until the job has ended or is to be ended. Returns why it has failed, or ""."""
+        """State RUNNING, until the job has ended or is to be ended. Returns why it has failed, or
+        ""."""
         job.supervisor.start()
         ttl, _ = parts_of(self._options.lease)
         if longer := job.lease.granted - ttl:
@@ -326,8 +334,8 @@ class HostAgent:
         given_up = self._given_up.is_set()  # if so, the others go on, and the job does not end
         with Supervised("the agent").part("wait for the end of its ranks"):
             job.supervisor.end(failure or broken, is_told=not given_up)
-        # Unless all hosts end now, the others would wait for ranks that are gone, and that nobody has declared dead.
-        # What etcd does not take now, they learn when the lease has run out.
+        # Unless all hosts end now, the others would wait for ranks that are gone, and that nobody
+        # has declared dead. What etcd does not take now, they learn when the lease has run out.
         view = job.sync.view
         known = given_up or view.order is not None or view.over
         known = known or job.sync.declare_all(broken or f"host {self._part.host} has ended", _ORDER)
@@ -397,7 +405,8 @@ def _pairs(part: HostPart) -> list[tuple[str, int]]:
 
 
 def _end_later(session: Session) -> None:
-    """In a signal handler. The main loop tells the other hosts first; but a reader of our output may block it."""
+    """In a signal handler. The main loop tells the other hosts first; but a reader of our output
+    may block it."""
     timer = threading.Timer(2 * _ORDER, session.end)
     timer.daemon = True
     timer.start()

@@ -18,8 +18,8 @@ _LAST_WORDS = 5.0  # seconds for ranks to end by themselves when etcd was silent
 
 
 class HostCoordination:
-    """`patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when the other hosts go
-    on without this one."""
+    """`patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when
+    the other hosts go on without this one."""
 
     def __init__(
         self,
@@ -56,14 +56,15 @@ class HostCoordination:
         if self._lost_at is None:
             if view.silent_since is None or time.monotonic() - view.silent_since < self._patience:
                 return False
-            # For good, even if etcd answers later: a rank that waits for data from a host that it is cut off from
-            # would wait for ever.
+            # For good, even if etcd answers later: a rank that waits for data from a host that it
+            # is cut off from would wait for ever.
             self._lost_at = time.monotonic()
         return self._have_ended_without_etcd(self._lost_at)
 
     def _have_ended_without_etcd(self, lost_at: float) -> bool:
-        """Tell the ranks that etcd is lost. They end by themselves; a rank that computes first comes to its vote, and
-        then saves its state, so it gets the time for that, unless its replica lies on several hosts."""
+        """Tell the ranks that etcd is lost. They end by themselves; a rank that computes first
+        comes to its vote, and then saves its state, so it gets the time for that, unless its
+        replica lies on several hosts."""
         try:
             Path(str(self._spec.session), LOST).touch()
         except OSError:

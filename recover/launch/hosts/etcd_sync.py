@@ -1,4 +1,5 @@
-"""Exchange between the supervisor of a host and etcd, on a thread of its own: it may wait for etcd, the other may not.
+"""Exchange between the supervisor of a host and etcd, on a thread of its own: it may wait for etcd,
+the other may not.
 
 Keys, under the prefix of the run:
 
@@ -52,7 +53,8 @@ class Order:
 
 @dataclass(frozen=True)
 class JobView:
-    """The job on all hosts, as of one pass. It is never changed: the supervisor's thread reads it without a lock."""
+    """The job on all hosts, as of one pass. It is never changed: the supervisor's thread reads it
+    without a lock."""
 
     hosts: Mapping[str, Any]  # by name: id and address
     seats: Mapping[int, Seat]  # of all ranks that there have been
@@ -72,12 +74,12 @@ class JobView:
 class EtcdSync:
     """`caught`: the signals that this process has got; the first one ends the job on all hosts.
 
-    `fence_hung_ranks` is called in every pass. `place` registers ranks with the lease of this host. `on_loss` is called
-    with ranks that were lost on another host: host, ranks, reason. `restarts` is set before the start, where lost
-    replicas are restarted.
+    `fence_hung_ranks` is called in every pass. `place` registers ranks with the lease of this host.
+    `on_loss` is called with ranks that were lost on another host: host, ranks, reason. `restarts`
+    is set before the start, where lost replicas are restarted.
 
-    All state belongs to the thread, except the outbox and the order to be given, which have the lock. Other threads see
-    the state as `view`.
+    All state belongs to the thread, except the outbox and the order to be given, which have the
+    lock. Other threads see the state as `view`.
     """
 
     def __init__(
@@ -129,15 +131,16 @@ class EtcdSync:
             self._thread.join()
 
     def report_end(self, rank: int, marker: str | None, death: str) -> None:
-        """A process of this host has ended. `marker`: None if it has never joined the job. `death`: why its rank is
-        dead; "" if it has finished."""
+        """A process of this host has ended. `marker`: None if it has never joined the job. `death`:
+        why its rank is dead; "" if it has finished."""
         with self._lock:
             self._outbox[rank] = marker, death
             self._mine.discard(rank)
         self._wake.set()
 
     def next_restarted(self) -> RestartedReplica | None:
-        """The next replica that was placed, on any host; its ranks on this host are to be started. None: no more."""
+        """The next replica that was placed, on any host; its ranks on this host are to be started.
+        None: no more."""
         try:
             return self._restarted.get_nowait()
         except queue.Empty:
@@ -146,8 +149,8 @@ class EtcdSync:
     def add_restarted(self, replica: RestartedReplica) -> None:
         """A replica was placed. Called on the thread of this object; raises EtcdError.
 
-        Its ranks are under the lease of this host before they are started: if the host were lost in between, nobody
-        would miss them.
+        Its ranks are under the lease of this host before they are started: if the host were lost in
+        between, nobody would miss them.
         """
         if mine := replica.on(self._rendezvous.me.host):
             with self._lock:
@@ -160,13 +163,15 @@ class EtcdSync:
         self._placed.append(replica)
 
     def give_order(self, order: Order) -> None:
-        """End the job on all hosts. The first order counts; `view.order` is set once it is committed."""
+        """End the job on all hosts. The first order counts; `view.order` is set once it is
+        committed."""
         with self._lock:
             self._to_order = self._to_order or order
         self._wake.set()
 
     def declare_all(self, why: str, seconds: float) -> bool:
-        """Declare all ranks that are left here dead. Returns whether it was committed within so many seconds."""
+        """Declare all ranks that are left here dead. Returns whether it was committed within so
+        many seconds."""
         with self._lock:
             self._outbox |= dict.fromkeys(self._mine, ("", why))
             self._mine.clear()
@@ -197,7 +202,8 @@ class EtcdSync:
             "place replicas": (self._place_replicas, False),
         }
         for what, (part, essential) in parts.items():
-            # All ranks wait until a death is declared, so it is written before each part, not once per pass.
+            # All ranks wait until a death is declared, so it is written before each part, not once
+            # per pass.
             self._try(supervised, "tell the others what has ended", self._write, True)
             self._try(supervised, what, part, essential)
 
@@ -217,12 +223,14 @@ class EtcdSync:
             frozenset() if restarts is None else frozenset(restarts.asked),
             self._failure,
         )
-        # After the view that knows them: the supervisor ends ranks that wait to join and that the view does not know.
+        # After the view that knows them: the supervisor ends ranks that wait to join and that the
+        # view does not know.
         while self._placed:
             self._restarted.put(self._placed.pop(0))
 
     def _note_silence(self, error: EtcdError) -> None:
-        # A silence needs no words. What etcd answers (an alarm, a missing permission) a person must read.
+        # A silence needs no words. What etcd answers (an alarm, a missing permission) a person must
+        # read.
         answers = not isinstance(error, UnansweredError) or bool(error.remedy)
         if answers and not self._refusal:
             say(f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}")
@@ -232,8 +240,8 @@ class EtcdSync:
 
     @staticmethod
     def _try(supervised: Supervised, what: str, act: Callable[[], object], essential: bool) -> None:
-        """Run one part of the pass. An exception in it does not keep the next one from running, except EtcdError: the
-        next part would wait for the same silent etcd."""
+        """Run one part of the pass. An exception in it does not keep the next one from running,
+        except EtcdError: the next part would wait for the same silent etcd."""
         silent: EtcdError | None = None
         with supervised.part(what, essential):
             try:
@@ -254,7 +262,8 @@ class EtcdSync:
             if death:
                 declare(self._client, rank, death)
             if marker is not None:
-                # All agents read it within a moment; the ends of weeks of restarts would fill the store.
+                # All agents read it within a moment; the ends of weeks of restarts would fill the
+                # store.
                 lease = self._client.grant(KEPT)[0] if death and self.restarts is not None else 0
                 self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
             with self._lock:
@@ -263,7 +272,8 @@ class EtcdSync:
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
         answer = self._client.read(*asked)
-        # A forged order would keep a real one from being given, and a forged death a rank from voting.
+        # A forged order would keep a real one from being given, and a forged death a rank from
+        # voting.
         self._client.remove_forged(found for found in answer.forged if found.key != DECISION)
         ends, dead, order, decision = answer.found
         plan, there = self._rendezvous.present(self._plan)
@@ -275,7 +285,8 @@ class EtcdSync:
         markers = map(as_marker, new.values())
         self._finished |= any(marker is not None and marker["end"] == End.DONE for marker in markers)
         lost = {rank_of(found): found.value.decode() for found in dead}
-        # The keys of deaths that all members know of are removed: the participants of the decision tell of them.
+        # The keys of deaths that all members know of are removed: the participants of the decision
+        # tell of them.
         if decision and (decided := Decision.in_place(decision[0])) is not None:
             lost = dict.fromkeys(self._counted - decided.participants, "") | lost
             self._counted = self._counted.union(decided.participants)

@@ -1,9 +1,11 @@
-"""Detection of ranks that hang while ranks on other hosts wait: agents exchange how far their ranks are.
+"""Detection of ranks that hang while ranks on other hosts wait: agents exchange how far their ranks
+are.
 
-The ranks of a host detect a neighbour that hangs, if they wait for it. But a replica that fills a host waits inside
-itself, and a rank may be alone on its host. So each agent writes the rows of its board to etcd twice a second, reads
-those of the others, and compares its own ranks with the rank that is furthest. A rank that is stopped while its agent
-runs was stopped alone; it is killed only while another replica can go on.
+The ranks of a host detect a neighbour that hangs, if they wait for it. But a replica that fills a
+host waits inside itself, and a rank may be alone on its host. So each agent writes the rows of its
+board to etcd twice a second, reads those of the others, and compares its own ranks with the rank
+that is furthest. A rank that is stopped while its agent runs was stopped alone; it is killed only
+while another replica can go on.
 
 The rows of other hosts are also written to the session, for monitors.
 """
@@ -34,7 +36,8 @@ ASLEEP = 5.0  # seconds between two exchanges after which the agent was stopped 
 
 
 class HangDetector:
-    """The one of a host. `mine`: rows of the board that are exchanged. `limit`: seconds, or None for the default."""
+    """The one of a host. `mine`: rows of the board that are exchanged. `limit`: seconds, or None
+    for the default."""
 
     def __init__(
         self,
@@ -55,7 +58,8 @@ class HangDetector:
         self._accomplished, self._at = 0, 0.0
 
     def look(self, now: float) -> dict[int, tuple[str, Sign]]:
-        """Ranks of this host that hang, each with the reason and its sign of life. Raises EtcdError."""
+        """Ranks of this host that hang, each with the reason and its sign of life. Raises
+        EtcdError."""
         if now - self._looked < EVERY:
             return {}
         self._looked, self._looks = now, self._looks + 1
@@ -90,9 +94,10 @@ def fence(detector: HangDetector, board: Board, run_dir: Path) -> None:
     """Kill the ranks of this host that hang."""
     for rank, (why, sign) in detector.look(time.monotonic()).items():
         where = describe(sign.step, sign.suspects)
-        # Order: the note of what the rank computes goes to etcd before the kill, for the repair that follows reads it.
-        # The marker is kept in memory before the kill, so that it is there when the rank is gone, and goes to the disk,
-        # which may be slow, after it: until then all ranks wait.
+        # Order: the note of what the rank computes goes to etcd before the kill, for the repair
+        # that follows reads it. The marker is kept in memory before the kill, so that it is there
+        # when the rank is gone, and goes to the disk, which may be slow, after it: until then all
+        # ranks wait.
         if not sign.stopped and sign.suspects:  # a stopped rank does not hang because of a sample
             detector.notes.leave(sign.step, sign.suspects, why, rank)
         marker = {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""}

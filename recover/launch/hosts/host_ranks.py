@@ -1,4 +1,5 @@
-"""The ranks of one host that are started directly, without mpirun: the first ones, and those of restarted replicas."""
+"""The ranks of one host that are started directly, without mpirun: the first ones, and those of
+restarted replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from recover.launch import rank_outputs
 from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.job_code import HostCode
-from recover.launch.prewarmed import ReadyProcesses, start
+from recover.launch.prewarmed import PrewarmedProcesses, start
 from recover.launch.rank_environment import job_environment, rank_variables
 from recover.launch.session import Session
 from recover.launch.supervisor import Starter
@@ -29,11 +30,13 @@ _LAST_LOOK = 5.0  # seconds for the witness to read the row of a rank that has e
 
 
 class HostRanks(Starter):
-    """`first`: the ranks that begin here, each with its slot. `slots`: the slots of this host; `here`: how many.
+    """`first`: the ranks that begin here, each with its slot. `slots`: the slots of this host;
+    `here`: how many.
 
-    `report_end` is called with each rank whose process has ended: its marker, and why it is dead, "" if it finished.
-    `prewarmed`: processes that are kept for ranks that are started later. `held` is called with the reason when no
-    replica is started here, and with "" when replicas are started again.
+    `report_end` is called with each rank whose process has ended: its marker, and why it is dead,
+    "" if it finished. `prewarmed`: processes that are kept for ranks that are started later. `held`
+    is called with the reason when no replica is started here, and with "" when replicas are started
+    again.
     """
 
     name = "the agent"
@@ -58,7 +61,7 @@ class HostRanks(Starter):
         self._code = HostCode(session.directory)
         self._environment: dict[str, str] = {}
         self._scratch, self._most_prewarmed = session.scratch, prewarmed
-        self._prewarmed = ReadyProcesses(0, command, {}, session.directory)
+        self._prewarmed = PrewarmedProcesses(0, command, {}, session.directory)
         self.board = Board(session.directory / "board", spec.board_size)
         self.settled = self.ended  # the same set: what a rank leaves, it leaves before its process is reaped
         self.outside: set[int] = set()  # ranks that were started to join, and have not joined yet
@@ -75,14 +78,15 @@ class HostRanks(Starter):
     def start(self) -> None:
         job = self._spec.write()
         self._environment = job_environment(self._spec, job, self._scratch, self._here)
-        self._prewarmed = ReadyProcesses(
+        self._prewarmed = PrewarmedProcesses(
             self._most_prewarmed, self._command, self._environment, self._session
         )
         for rank, slot in self._first.items():
             self._start(rank, slot, job)
 
     def start_to_join(self, replica: RestartedReplica, across: bool) -> None:
-        """Start the ranks of a replica that sit here. `across`: others of its ranks sit on other hosts."""
+        """Start the ranks of a replica that sit here. `across`: others of its ranks sit on other
+        hosts."""
         spec = replace(self._spec, joining=True)
         if across:
             spec = replace(spec, across=(*spec.across, replica.ranks[0] // spec.replica_size))
@@ -106,8 +110,8 @@ class HostRanks(Starter):
                 self._say(f"rank {rank} could not be started on slot {slot}{_of(spec)}: {error}")
 
     def _start(self, rank: int, slot: int, job: Path) -> None:
-        """On the thread of the supervisor, which lives as long as the job: a rank ends with the thread that started
-        it (PR_SET_PDEATHSIG)."""
+        """On the thread of the supervisor, which lives as long as the job: a rank ends with the
+        thread that started it (PR_SET_PDEATHSIG)."""
         outputs = rank_outputs.make(self._session, [rank]) if self._spec.records else {}
         environment = self._environment | {VARIABLE: str(job)} | rank_variables(rank, slot, self._here)
         started = self._prewarmed.take(environment) or start(
@@ -137,7 +141,8 @@ class HostRanks(Starter):
             self._say(f"rank {rank}, which was to join, is ended: {why}")
 
     def end_those_not_ready(self, asked: Collection[int], limit: float) -> None:
-        """End ranks that were started to join and have not `asked` to within `limit` seconds: they hold slots."""
+        """End ranks that were started to join and have not `asked` to within `limit` seconds: they
+        hold slots."""
         for rank in sorted((self.outside & self.running).difference(asked)):
             if time.monotonic() - self._began[rank] > limit and not self.board.votes(rank):
                 why = f"it was not ready to join after {limit:g} s (--warm-up)"
@@ -202,7 +207,8 @@ class HostRanks(Starter):
         self._left.append((time.monotonic() + _LAST_LOOK, rank))
 
     def _compare_code(self) -> None:
-        """While the files of this host are not those of the job, no replica is started here: it would be refused."""
+        """While the files of this host are not those of the job, no replica is started here: it
+        would be refused."""
         if not self._spec.room:
             return
         why = self._code.differs()

@@ -1,4 +1,5 @@
-"""Options of a job on several hosts, named as torchrun's; under Slurm its environment gives the missing ones."""
+"""Options of a job on several hosts, named as torchrun's; under Slurm its environment gives the
+missing ones."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         job,
         host,
         int(order) if order and order.isdecimal() else None,
-        # With one host no other process needs it. With several it would have to be stored in etcd, readable by all.
+        # With one host no other process needs it. With several it would have to be stored in etcd,
+        # readable by all.
         _read_secret("--token-file", options.token_file) or (secrets.token_hex(32) if most == 1 else ""),
         options.restarts,
         options.standby,
@@ -110,7 +112,8 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
 
 
 def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
-    """Options for a job on this host alone, with an etcd of its own; `options`: those of restarts."""
+    """Options for a job on this host alone, with an etcd of its own; `options`: those of
+    restarts."""
     return replace(
         options,
         nnodes="1",

@@ -1,8 +1,10 @@
-"""The etcd of a job: the one that answers at --rdzv-endpoint, or else members that the hosts of the job start.
+"""The etcd of a job: the one that answers at --rdzv-endpoint, or else members that the hosts of the
+job start.
 
-A host whose address is named in --rdzv-endpoint, and on whose port no process listens, starts a member there: the only
-one, or one of three. It listens at that address and port, and, for the other members, on the next port. For a job on
-one host it may listen on a Unix socket in a directory that only this user can enter.
+A host whose address is named in --rdzv-endpoint, and on whose port no process listens, starts a
+member there: the only one, or one of three. It listens at that address and port, and, for the other
+members, on the next port. For a job on one host it may listen on a Unix socket in a directory that
+only this user can enter.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
 MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
-# Errors of etcd for a member whose name is known and whose data are lost: by a peer that it reaches, or later.
+# Errors of etcd for a member whose name is known and whose data are lost: by a peer that it
+# reaches, or later.
 _KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
 
 
 def check_token(access: EtcdAccess, alone: bool) -> None:
-    """Raises Refusal if an etcd without access control, started by this host, would have to store the token."""
+    """Raises Refusal if an etcd without access control, started by this host, would have to store
+    the token."""
     if alone or access.token or _is_protected(access):
         return
     if (endpoint := _missing_here(access, alone)) is not None:
@@ -44,7 +48,8 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
 
 
 class OwnEtcd:
-    """A context manager: a member that was started is ended; only data in a directory that was given stay."""
+    """A context manager: a member that was started is ended; only data in a directory that was
+    given stay."""
 
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
@@ -58,7 +63,8 @@ class OwnEtcd:
             self.server.kill()  # its directory lies in the session, or was given
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
-        """A client of an etcd that answers. Raises Refusal, also if none answers for `patience` seconds."""
+        """A client of an etcd that answers. Raises Refusal, also if none answers for `patience`
+        seconds."""
         client = client_of(replace(self._access, patience=_READ_ONCE))
         mine = self._mine()
         deadline = time.monotonic() + patience
@@ -126,7 +132,8 @@ class OwnEtcd:
         say(f"nobody answered at {endpoint}: started etcd there, {where}")
 
     def _leave_to_others(self) -> None:
-        """Stop the member: the others did not answer for a moment, as when their leader is lost, and know it."""
+        """Stop the member: the others did not answer for a moment, as when their leader is lost,
+        and know it."""
         assert self.server is not None
         self.server.kill()
         self.server = None
@@ -187,8 +194,9 @@ def _is_protected(access: EtcdAccess) -> bool:
 
 
 def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
-    """Whether the cluster expects a member at this address that has never started: a member that has lost its data must
-    not start under its old name. A member has client URLs once it has started."""
+    """Whether the cluster expects a member at this address that has never started: a member that
+    has lost its data must not start under its old name. A member has client URLs once it has
+    started."""
     for _ in range(_TRIES):  # a member that has just answered may be busy; the next one is asked
         try:
             members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
@@ -216,7 +224,8 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _numeric(endpoint: str) -> str:
-    """With the address in place of the name: members must agree about it, however a host resolves the name."""
+    """With the address in place of the name: members must agree about it, however a host resolves
+    the name."""
     host, port = _parts(endpoint)
     address = resolved(host)[0]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

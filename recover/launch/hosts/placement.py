@@ -1,4 +1,5 @@
-"""Placement of ranks on hosts: a replica on as few hosts as possible, so that a lost host costs few replicas."""
+"""Placement of ranks on hosts: a replica on as few hosts as possible, so that a lost host costs few
+replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ class Seat:
 
 
 def place(slots: Mapping[str, int], replica_size: int) -> tuple[Seat, ...]:
-    """The seats of all ranks, in their order, on hosts with these numbers of slots, in the order given.
+    """The seats of all ranks, in their order, on hosts with these numbers of slots, in the order
+    given.
 
-    First each host gets whole replicas. Slots that are left are combined to replicas that lie on several hosts, the
-    hosts with most of them first. Slots that make no whole replica stay empty.
+    First each host gets whole replicas. Slots that are left are combined to replicas that lie on
+    several hosts, the hosts with most of them first. Slots that make no whole replica stay empty.
     """
     free = dict(slots)
     used = dict.fromkeys(slots, 0)

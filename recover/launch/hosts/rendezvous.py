@@ -1,4 +1,5 @@
-"""Rendezvous: each host of a job writes a record of itself to etcd, and one plan is made of the records, once.
+"""Rendezvous: each host of a job writes a record of itself to etcd, and one plan is made of the
+records, once.
 
 Keys, under the prefix of the job's name:
 
@@ -6,9 +7,10 @@ Keys, under the prefix of the job's name:
     refused/<host>   why a host was refused
     plan             the hosts, the seats of all ranks, the token, and the name of the run, which prefixes its keys
 
-A plan whose hosts have all gone is replaced by the next job of that name. A host that comes while a host of the plan is
-there is refused, unless lost replicas are restarted and the plan allows more hosts: then it joins late, without ranks,
-and offers free slots. A host whose facts differ from those of the first one is refused, and the others wait for it.
+A plan whose hosts have all gone is replaced by the next job of that name. A host that comes while a
+host of the plan is there is refused, unless lost replicas are restarted and the plan allows more
+hosts: then it joins late, without ranks, and offers free slots. A host whose facts differ from
+those of the first one is refused, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class Rendezvous:
             if self.me.host not in present and len(present) < plan.most:
                 self.late = True
                 break
-            # The record of a host that comes back is there until the lease of its last agent has run out.
+            # The record of a host that comes back is there until the lease of its last agent has
+            # run out.
             comes_back = self.me.host in present and plan.most
             if time.monotonic() - began > (LEASE if comes_back else 0) + SETTLE:
                 raise Refusal(
@@ -144,8 +147,8 @@ class Rendezvous:
         self._keeper.start()
 
     def wait_for_plan(self, patience: float, stopped: Callable[[], object]) -> HostPlan:
-        """Return once the plan is decided. Raises Refusal if this host is not in it, or if too few hosts come, and
-        InterruptedError if it is stopped."""
+        """Return once the plan is decided. Raises Refusal if this host is not in it, or if too few
+        hosts come, and InterruptedError if it is stopped."""
         part, began, told = self._part, time.monotonic(), ("", "")
         fresh, count = began, 0
         while not stopped():
@@ -180,7 +183,8 @@ class Rendezvous:
         raise InterruptedError
 
     def present(self, plan: HostPlan) -> tuple[HostPlan, set[str]]:
-        """The plan with the hosts that have joined since, and the names of those that are there, with this one."""
+        """The plan with the hosts that have joined since, and the names of those that are there,
+        with this one."""
         there, now, _, _ = self._look()
         if now is not None and now.run == plan.run:
             plan = replace(plan, hosts=now.hosts)
@@ -218,19 +222,22 @@ class Rendezvous:
             there, plan, answer, _ = self._look()
             if plan is None or plan.present(there):
                 return
-            # The guard is the value, which names the run. Versions of the next run's plan count from 1 again: by its
-            # version, a request that is carried out late would delete that plan.
+            # The guard is the value, which names the run. Versions of the next run's plan count
+            # from 1 again: by its version, a request that is carried out late would delete that
+            # plan.
             if self._client.txn([value_is(PLAN, answer.found[1][0].value)], [delete(PLAN)]).succeeded:
                 self._client.delete_all(f"{plan.run}/")
         except EtcdError:
             pass  # the next job of this name finds a plan without hosts, and replaces it
 
     def _look(self) -> tuple[dict[str, HostRecord], HostPlan | None, Answer, int]:
-        """The records in the order in which the hosts came, the plan, the whole answer, and the version of the plan."""
+        """The records in the order in which the hosts came, the plan, the whole answer, and the
+        version of the plan."""
         answer = self._client.read(get_all(MEET), get(PLAN), get_all(REFUSED))
         came = sorted(answer.found[0], key=lambda found: found.modified)
         plan = answer.found[1][0] if answer.found[1] else None
-        # A plan that was sealed with another token is of an earlier job: it is replaced, so its version counts.
+        # A plan that was sealed with another token is of an earlier job: it is replaced, so its
+        # version counts.
         versions = [found.version for found in (*answer.found[1], *answer.forged) if found.key == PLAN]
         return (
             {_host_of(found): HostRecord.of(found) for found in came},
@@ -240,8 +247,8 @@ class Rendezvous:
         )
 
     def _with_another_token(self, answer: Answer) -> list[str]:
-        """Hosts that came before this one, and whose records were sealed with another token. Empty if another host has
-        the token of this one: then the others are strangers."""
+        """Hosts that came before this one, and whose records were sealed with another token. Empty
+        if another host has the token of this one: then the others are strangers."""
         if any(_host_of(found) != self.me.host for found in answer.found[0]):
             return []
         mine = [found.modified for found in answer.found[0] if _host_of(found) == self.me.host]
@@ -268,7 +275,8 @@ class Rendezvous:
         return plan
 
     def _compare(self, there: Mapping[str, HostRecord]) -> None:
-        """With the record of the host that came first. Raises Refusal if a fact of this host differs."""
+        """With the record of the host that came first. Raises Refusal if a fact of this host
+        differs."""
         first = next(iter(there.values()), self.me)
         for name, mine in self.me.facts.items():
             if (theirs := first.facts.get(name)) != mine:
@@ -278,7 +286,8 @@ class Rendezvous:
                 )
 
     def _decide(self, there: Mapping[str, HostRecord], answer: Answer, version: int) -> None:
-        """Write the plan for the hosts that are there, unless another host has, or the set of hosts has changed."""
+        """Write the plan for the hosts that are there, unless another host has, or the set of hosts
+        has changed."""
         if any(attendance.facts != self.me.facts for attendance in there.values()):
             time.sleep(LOOK)  # a host with other facts is about to be refused
             return
@@ -303,8 +312,8 @@ class Rendezvous:
             most=self._part.most if self._part.returns else 0,
         )
         guards = [version_is(PLAN, version), unchanged_since(MEET, answer.revision)]
-        # unchanged_since sees records that were written, not those that were deleted: a host that has left since is
-        # noticed when the hosts compare their run directories.
+        # unchanged_since sees records that were written, not those that were deleted: a host that
+        # has left since is noticed when the hosts compare their run directories.
         self._client.txn(guards, [put(PLAN, plan.to_bytes())])
 
     def _seats(self, slots: Mapping[str, int]) -> tuple[Seat, ...]:
@@ -313,7 +322,8 @@ class Rendezvous:
         return seats[: max(0, len(seats) - self._part.standby * self._replica_size)]
 
     def _come_late(self, plan: HostPlan, value: bytes) -> None:
-        """Add this host to the plan of a running job. Its seats do not change; new replicas may be placed here."""
+        """Add this host to the plan of a running job. Its seats do not change; new replicas may be
+        placed here."""
         me = {self.me.host: {"id": self.me.id, "address": self.me.address}}
         guards = [value_is(PLAN, value), value_is(f"{MEET}{self.me.host}", self.me.to_bytes())]
         self._client.txn(guards, [put(PLAN, replace(plan, hosts=plan.hosts | me).to_bytes())])
@@ -333,8 +343,9 @@ class Rendezvous:
                 )
 
     def _come_again(self) -> None:
-        """Write the record under a new lease, unless another agent has this name now. `HostLease` decides which of the
-        two is the host: this one tries again, and ends when it has been given up."""
+        """Write the record under a new lease, unless another agent has this name now. `HostLease`
+        decides which of the two is the host: this one tries again, and ends when it has been given
+        up."""
         lease, _ = self._client.grant(LEASE)
         key, mine = f"{MEET}{self.me.host}", self.me.to_bytes()
         write, look = put(key, mine, lease), get(key)

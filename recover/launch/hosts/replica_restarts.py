@@ -1,14 +1,15 @@
-"""Replicas that are started while the job runs: on slots that a loss has left free, or that a host brought.
+"""Replicas that are started while the job runs: on slots that a loss has left free, or that a host
+brought.
 
 Keys, under the prefix of the run:
 
     free/<host>     the free slots of a host; its agent adds slots, the agent that places a replica removes them
     anew/<rank>     the seats of a replica that was placed after the start, by the id of its first rank
 
-Any agent places a replica as soon as living hosts have enough free slots. One transaction takes the ids, writes the
-seats and removes the slots from the lists, so two agents never use a slot twice. Each agent starts the ranks that sit
-on its host. When a replica loses a rank, the slots of its other ranks become free, too: a new replica may take slots
-that several broken ones have left.
+Any agent places a replica as soon as living hosts have enough free slots. One transaction takes the
+ids, writes the seats and removes the slots from the lists, so two agents never use a slot twice.
+Each agent starts the ranks that sit on its host. When a replica loses a rank, the slots of its
+other ranks become free, too: a new replica may take slots that several broken ones have left.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ class RestartedReplica:
 
 
 class ReplicaRestarts:
-    """The part of one agent. `most`: number of ids; when they are used up, no replica is started any more.
+    """The part of one agent. `most`: number of ids; when they are used up, no replica is started
+    any more.
 
-    `heard` is called with every replica that was placed, before any of its processes is started. `patience`: seconds
-    that a host may be without a lease.
+    `heard` is called with every replica that was placed, before any of its processes is started.
+    `patience`: seconds that a host may be without a lease.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class ReplicaRestarts:
         self._is_full = False  # too few ids are left
 
     def look(self) -> bool:
-        """Publish the free slots of this host, place a replica if one fits, and read what others have placed. Returns
-        whether anything was written: then it is worth looking again at once."""
+        """Publish the free slots of this host, place a replica if one fits, and read what others
+        have placed. Returns whether anything was written: then it is worth looking again at
+        once."""
         firsts = sorted(self.known)
         claims = [get(key_of(CLAIM, first)) for first in firsts]
         answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), get_all(ASKING), *claims)
@@ -117,13 +120,15 @@ class ReplicaRestarts:
         return self._slots.next_free_in(time.monotonic())
 
     def _publish(self, lists: Sequence[KeyValue]) -> bool:
-        """Write the list of free slots if it has changed. Then nothing is placed before the next look."""
+        """Write the list of free slots if it has changed. Then nothing is placed before the next
+        look."""
         key = f"{FREE}{self._host}"
         mine = next((found for found in lists if found.key == key), None)
         free = self._slots.free(time.monotonic())
         if free == (json.loads(mine.value) if mine else []):
             return False
-        # Not if an agent has taken a slot from it since: the slot is taken here, too, once we have read that.
+        # Not if an agent has taken a slot from it since: the slot is taken here, too, once we have
+        # read that.
         writes = [put(key, json.dumps(free).encode())]
         self._client.txn([version_is(key, mine.version if mine else 0)], writes)
         return True
@@ -160,7 +165,8 @@ class ReplicaRestarts:
         return True
 
     def _forget(self, firsts: list[int]) -> None:
-        """The members have removed the claims of these replicas: no rank will join under these ids any more."""
+        """The members have removed the claims of these replicas: no rank will join under these ids
+        any more."""
         for first in firsts:
             self.asked -= set(self.known.pop(first).ranks)
             # Ids are never used twice, so doing it again, or late, does no harm.
@@ -168,13 +174,14 @@ class ReplicaRestarts:
             self._client.txn([absent(key_of(CLAIM, first))], writes)
 
     def _miss(self, there: set[str], revision: int) -> None:
-        """Declare ranks dead that were to be started on a host that has gone: the rest of their replica waits for
-        them."""
+        """Declare ranks dead that were to be started on a host that has gone: the rest of their
+        replica waits for them."""
         hosts = {seat.host for replica in self.known.values() for seat in replica.seats}
         now = time.monotonic()
         self._missed = {host: self._missed.get(host, now) for host in hosts - there}
         for host in (host for host, since in self._missed.items() if now - since > self._patience):
             for rank in (rank for replica in self.known.values() for rank in replica.on(host)):
-                # Not if a host of this name has come since: it may be without a lease for a moment, too.
+                # Not if a host of this name has come since: it may be without a lease for a moment,
+                # too.
                 guards = absent(f"{HOST}{host}"), unchanged_since(f"{PLACED}{host}", revision)
                 declare(self._client, rank, f"host {host} has gone", *guards)

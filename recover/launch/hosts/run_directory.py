@@ -1,7 +1,8 @@
-"""The run directory of a job on several hosts, which may share it or not: each directory has one writer.
+"""The run directory of a job on several hosts, which may share it or not: each directory has one
+writer.
 
-Every agent leaves a file of its own in its run directory before the rendezvous, and afterwards lists the files of other
-hosts that it can see there.
+Every agent leaves a file of its own in its run directory before the rendezvous, and afterwards
+lists the files of other hosts that it can see there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class SeenDirectories:
     def compare(
         self, client: EtcdClient, plan: HostPlan, stopped: Callable[[], object]
     ) -> tuple[tuple[int, ...], ...]:
-        """The ranks, grouped by the directory that they see. Returns when all hosts have looked: all are ready."""
+        """The ranks, grouped by the directory that they see. Returns when all hosts have looked:
+        all are ready."""
         me, first_ones = self._meeting.me.host, {seat.host for seat in plan.seats}
         if not self._meeting.late:  # the writers of a running job are decided
             first_ones = set(plan.hosts)
@@ -79,8 +81,9 @@ class SeenDirectories:
 
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
-    """As `preflight.open_run_dir`, but agents of the same job may share it. Old markers are removed later, when it is
-    known that a job begins: a host that comes back to a running job finds the markers of that job."""
+    """As `preflight.open_run_dir`, but agents of the same job may share it. Old markers are removed
+    later, when it is known that a job begins: a host that comes back to a running job finds the
+    markers of that job."""
     run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
@@ -102,8 +105,8 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
 
 
 def may_be_at_work(run_dir: Path, job: str) -> bool:
-    """Whether a job of this name has used the directory. The rendezvous decides whether it still runs: after a power
-    cut a host finds its own files there, and no lock."""
+    """Whether a job of this name has used the directory. The rendezvous decides whether it still
+    runs: after a power cut a host finds its own files there, and no lock."""
     return _job_of(run_dir) == job
 
 

@@ -1,11 +1,12 @@
-"""The slots of one host, each a place for one rank: which are free, which rest, and which are not used again.
+"""The slots of one host, each a place for one rank: which are free, which rest, and which are not
+used again.
 
 The end of a rank says something about its slot:
 
-    lost because of another rank (of its replica; or evicted)   the slot is good
-    refused for its code                                        the slot is good, and rests for `REFUSED` seconds
-    lost by itself, or no carrier could be built with it        a strike; the second one sets the slot aside
-    died as of broken hardware                                  the slot is set aside at once
+    lost because of another rank, or evicted    the slot is good
+    refused for its code                        the slot is good, and rests for `REFUSED` seconds
+    lost by itself, or unfit for a carrier      a strike; the second one sets the slot aside
+    died as of broken hardware                  the slot is set aside at once
 
 A rank that has worked for long enough clears the strikes of its slot.
 """
@@ -23,13 +24,8 @@ SETTLE = 0.1  # seconds that any slot rests: the ranks of a replica end one afte
 REFUSED = 600.0  # seconds that a slot rests whose rank was refused for its code
 NOT_STARTED = 10.0  # seconds that a slot rests on which no process could be started
 STRIKES = 2  # after which a slot is set aside
-BROKEN = (
-    "CUDA error",
-    "uncorrectable",
-    "ECC error",
-    "Bus error",
-    "Input/output error",
-)  # in the marker of the rank
+# In the marker of a rank: the hardware under its slot is broken.
+BROKEN = ("CUDA error", "uncorrectable", "ECC error", "Bus error", "Input/output error")
 
 
 @dataclass
@@ -43,7 +39,8 @@ class Slot:
 
 
 class HostSlots:
-    """`delay`: seconds that a slot rests, from its second loss on. `forgive`: seconds of work that clear strikes."""
+    """`delay`: seconds that a slot rests, from its second loss on. `forgive`: seconds of work that
+    clear strikes."""
 
     def __init__(self, slots: int, delay: float, forgive: float) -> None:
         self._delay, self._forgive = delay, forgive
@@ -55,7 +52,8 @@ class HostSlots:
         place.rests_until, place.began, place.refused = None, now, False
 
     def hold(self, why: str) -> None:
-        """No slot is free while there is a reason `why`. With "", slots whose ranks were refused are free at once."""
+        """No slot is free while there is a reason `why`. With "", slots whose ranks were refused
+        are free at once."""
         self.held = why
         for place in self._slots.values():
             if place.refused and place.rests_until is not None and not why:
