@@ -1,4 +1,4 @@
-"""Who sits where: ranks as a named grid of replicas and shards."""
+"""The grid of ranks: replicas and shards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Grid:
         return frozenset(range(first, first + self.replica_size)) - {rank}
 
     def whole(self, alive: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of those replicas that lost nobody. The rest are orphans."""
+        """The ranks of complete replicas. The other ranks are orphans."""
         alive = frozenset(alive)
         return tuple(sorted(rank for rank in alive if self.mates(rank) <= alive))
 

@@ -1,5 +1,5 @@
-"""How soon a lost connection is noticed: without this, TCP waits for a quarter of an hour, and a
-reader for ever."""
+"""Detection of lost connections: by default TCP waits for a quarter of an hour, and a reader for
+ever."""
 
 from __future__ import annotations
 
