@@ -71,7 +71,7 @@ def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.envi
     if gpus == 0:
         asked = environment.get(VISIBLE)
         hidden = f" ({VISIBLE}={asked})" if asked is not None else ""
-        return f"NCCL needs GPUs, and none is to be seen here{hidden}; use a machine with some"
+        return f"NCCL needs GPUs, and no GPU is visible here{hidden}; use a machine with some"
     if ranks_on_host <= gpus:
         return ""
     return (

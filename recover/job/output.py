@@ -61,7 +61,7 @@ class Outlet:
                     return False
                 try:
                     if self._left_out:
-                        put(f"[{self._left_out} bytes that nobody has read are left out]\n".encode())
+                        put(f"[{self._left_out} unread bytes were dropped]\n".encode())
                         self._left_out = 0
                         continue
                     size = put(data[:_AT_ONCE])

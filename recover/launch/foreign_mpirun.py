@@ -33,7 +33,7 @@ def make_meeting_place() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
             f"{path} is not a directory that only this user can enter ({stat.filemode(found.st_mode)}, owner "
-            f"{found.st_uid}): somebody else has put it there; remove it, and start again"
+            f"{found.st_uid}): another user made it; remove it, and start again"
         )
     return path
 

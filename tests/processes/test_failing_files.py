@@ -246,7 +246,7 @@ def test_host_that_wakes_beside_its_successor_ends(hosts: Path) -> None:
         for pid in paused:
             os.kill(pid, signal.SIGCONT)
         assert job.codes("h3") == {"h3": 1}
-        assert "the others have given up host h3, and go on without it" in job.said("h3")
+        assert "host h3 was declared lost, and the other hosts go on without it" in job.said("h3")
         goes_on(job, 3)
         assert successor.agents["h3"].poll() is None
         members = {line["replicas"] for line in read(job.run_dir("h1") / "steps.jsonl").whole[-10:]}

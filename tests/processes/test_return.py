@@ -116,11 +116,8 @@ def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> N
     job = Job(tmp_path, WARMING_UP, "-n", "3", "--return", "--return-delay", "0", "--forgive", "0")
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
-    assert (
-        "rank 3, which was to join, has ended before it did: raised: ValueError: not the right GPU"
-        in job.stderr
-    )
-    assert "rank 4, which was to join, is ended: the job has come to its end" in job.stderr
+    assert "rank 3 ended before it had joined: raised: ValueError: not the right GPU" in job.stderr
+    assert "rank 4 is ended before it has joined: the job has come to its end" in job.stderr
     assert "done on ranks 0, 2; lost: rank 1 killed (logs" in job.stderr
     assert 4 not in ranks_of_run(job.run_dir)
 
@@ -254,7 +251,7 @@ def test_nobody_joins_a_script_with_two_steps_whose_states_nobody_could_pass_on_
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["[rank 0] of (0, 2)", "[rank 2] of (0, 2)"]
-    assert "rank 3, which was to join, is ended: the job has come to its end" in job.stderr
+    assert "rank 3 is ended before it has joined: the job has come to its end" in job.stderr
 
 
 @pytest.mark.soak
@@ -290,7 +287,7 @@ def test_what_is_left_of_two_replicas_becomes_one_and_a_host_that_comes_later_on
         job.agents["h1"].send_signal(signal.SIGTERM)
         assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
         assert job.leftovers() == {}
-    assert "slot 0 of h2 is not tried again: its rank died as of broken hardware" in job.said("h2")
+    assert "slot 0 of h2 is set aside: its rank died as of broken hardware" in job.said("h2")
     run = Trained(0, job.picture(), run_dir)
     assert [line["joined_ranks"] for line in run.incidents if line.get("kind") == "joined"] == [
         [6, 7],

@@ -356,7 +356,7 @@ class HostAgent:
             return self._judged(1)
         if self._given_up.is_set():
             logs = Path(str(job.spec.run_dir)) / "ranks"
-            say(f"the others have given up host {host}, and go on without it (logs in {logs})")
+            say(f"host {host} was declared lost, and the other hosts go on without it (logs in {logs})")
             return self._judged(1)
         if order is not None and order.signal:
             return self._ended_by(order)

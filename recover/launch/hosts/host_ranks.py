@@ -138,7 +138,7 @@ class HostRanks(Starter):
         for rank in sorted(self.outside.intersection(ranks) & self.running):
             write_marker(self._run_dir, rank, {"end": str(End.UNNEEDED), "detail": why, "time": ""})
             self._processes[rank].kill()
-            self._say(f"rank {rank}, which was to join, is ended: {why}")
+            self._say(f"rank {rank} is ended before it has joined: {why}")
 
     def end_those_not_ready(self, asked: Collection[int], limit: float) -> None:
         """End ranks that were started to join and have not `asked` to within `limit` seconds: they
@@ -192,9 +192,9 @@ class HostRanks(Starter):
             self.ended.add(rank)
         elif finished or left is None or left["end"] != End.UNNEEDED:
             how = f"{left['end']}: {left['detail']}" if left else _death(code)
-            self._say(f"rank {rank}, which was to join, has ended before it did: {how}")
+            self._say(f"rank {rank} ended before it had joined: {how}")
         if aside := self._slots.leave(slot, marker, code, time.monotonic()):
-            self._say(f"slot {slot}{_of(self._spec)} is not tried again: {aside}")
+            self._say(f"slot {slot}{_of(self._spec)} is set aside: {aside}")
         if rank >= self._spec.ranks:
             self._forget(rank)
 

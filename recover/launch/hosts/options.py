@@ -59,13 +59,13 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
     nnodes = options.nnodes or slurm.get("SLURM_NNODES") or slurm.get("SLURM_JOB_NUM_NODES")
     if nnodes is None:
-        raise Refusal("how many hosts? give --nnodes, as --nnodes 4, or 3:4 to begin with three of four")
+        raise Refusal(
+            "--nnodes is missing; give the number of hosts, as --nnodes 4, or 3:4 to begin with three of four"
+        )
     least, most = _read_nnodes(nnodes)
     endpoint = options.rdzv_endpoint or _slurm_endpoints(slurm)
     if not endpoint:
-        raise Refusal(
-            "where do the hosts meet? give --rdzv-endpoint HOST:PORT, one or three of them, with commas"
-        )
+        raise Refusal("--rdzv-endpoint is missing; give HOST:PORT of etcd, one or three of them, with commas")
     endpoints = tuple(map(_read_endpoint, endpoint.split(",")))
     if UNIX in endpoints and (most > 1 or len(endpoints) > 1):
         raise Refusal(
@@ -74,7 +74,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
     job = options.rdzv_id or slurm.get("SLURM_JOB_ID")
     if not job:
         raise Refusal(
-            "what is the job called? give --rdzv-id NAME, the same on every host, and one of its own"
+            "--rdzv-id is missing; give a name for the job, the same on every host, that no other job has"
         )
     if not re.fullmatch(r"[\w.:-]{1,200}", job):
         raise Refusal(f"--rdzv-id is {job!r}; give letters, digits, and . : _ - only")
@@ -167,7 +167,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
     if text in ("gpu", "auto"):
         slots = gpus_on_host() or (1 if text == "auto" else 0)
         if not slots:
-            raise Refusal("--nproc-per-node is gpu, and there is no GPU to be seen here; give a number")
+            raise Refusal("--nproc-per-node is gpu, and no GPU is visible here; give a number")
     elif text.isdecimal():
         slots = int(text)
     else:

@@ -41,9 +41,9 @@ def check_token(access: EtcdAccess, alone: bool) -> None:
         return
     if (endpoint := _missing_here(access, alone)) is not None:
         raise Refusal(
-            f"--token-file is not given, and nobody listens at {endpoint}: whoever reaches the etcd that is started "
-            f"there could read the job's token in it, and take part; make a token, {MAKE_TOKEN}, copy it to all hosts, "
-            "and give each of them --token-file token"
+            f"--token-file is not given, and no process listens at {endpoint}: any process that reaches the etcd that "
+            f"is started there could read the job's token, and take part; make a token, {MAKE_TOKEN}, copy it to all "
+            "hosts, and give each of them --token-file token"
         )
 
 
@@ -97,7 +97,7 @@ class OwnEtcd:
         found = _missing_here(self._access, self._alone)
         if found is not None and _is_protected(self._access):
             say(
-                f"nobody listens at {found}; an etcd with users or TLS is not started here, so it is waited for"
+                f"no process listens at {found}; an etcd with users or TLS is not started here: waiting for it"
             )
             return None
         return found
@@ -106,11 +106,11 @@ class OwnEtcd:
         """Start the member of this endpoint, unless the cluster that answers has it, or had it."""
         endpoints = self._access.endpoints
         if cluster is not None and not _is_awaited(cluster, f"http://{peer_of(_numeric(endpoint))}"):
-            say(f"nobody listens at {endpoint}, and etcd answers without it: no member is started there")
+            say(f"no process listens at {endpoint}, and etcd answers without it: no member is started there")
             return
         if len(endpoints) % 2 == 0:
             raise Refusal(
-                f"--rdzv-endpoint names {len(endpoints)} hosts, and nobody answers: an etcd of {len(endpoints)} "
+                f"--rdzv-endpoint names {len(endpoints)} hosts, and no etcd answers: an etcd of {len(endpoints)} "
                 "members is lost with half of them; give one, or three"
             )
         try:
@@ -127,9 +127,9 @@ class OwnEtcd:
                 say(str(warning.message))
             self.server.begin()
         except NoEtcdError as error:
-            raise Refusal(f"nobody answers at {endpoint}, and {error}") from None
+            raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
         where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
-        say(f"nobody answered at {endpoint}: started etcd there, {where}")
+        say(f"no etcd answered at {endpoint}: started one there, {where}")
 
     def _leave_to_others(self) -> None:
         """Stop the member: the others did not answer for a moment, as when their leader is lost,
@@ -138,8 +138,8 @@ class OwnEtcd:
         self.server.kill()
         self.server = None
         say(
-            "the other members of etcd know that of this host from before, and its data are lost: it stays away, and "
-            "they are waited for"
+            "the other members of etcd know the member of this host, whose data are lost: it is not started; waiting "
+            "for the others"
         )
 
     def _answers(self, client: EtcdClient) -> bool:
@@ -156,7 +156,7 @@ class OwnEtcd:
         pairs = [_parts(endpoint) for endpoint in self._access.endpoints if not endpoint.startswith(UNIX)]
         if there := [f"{host}:{port}" for host, port in pairs if _listens(host, port)]:
             return (
-                f"somebody listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
+                f"a process listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
                 "majority of its members run, and, if it wants TLS, was --etcd-ca given?"
             )
         return (
@@ -166,7 +166,7 @@ class OwnEtcd:
 
 
 def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
-    """The endpoint that is one of this host's, and at which nobody listens. Raises Refusal."""
+    """The endpoint of this host at which no process listens, if any. Raises Refusal."""
     found = None
     for endpoint in access.endpoints:
         if endpoint.startswith(UNIX):

@@ -172,7 +172,7 @@ class Rendezvous:
             sent_away = "; ".join(f"{_host_of(found)}: {found.value.decode()}" for found in answer.found[2])
             if (told_now := (", ".join(sorted(there)), sent_away)) != told:
                 told = told_now
-                away = f"; sent away: {sent_away}" if sent_away else ""
+                away = f"; refused: {sent_away}" if sent_away else ""
                 say(f"job {part.job}: {count} of {part.nnodes} hosts are here ({told[0]}){away}")
             if time.monotonic() - began > patience:
                 raise Refusal(
@@ -296,7 +296,7 @@ class Rendezvous:
         size, total = self._replica_size, sum(slots.values())
         problem = ""
         if total >= size and not self._seats(slots):
-            problem = f"--standby is {self._part.standby}, which leaves no replica at work; give fewer, or more hosts"
+            problem = f"--standby is {self._part.standby}, which leaves no replica to begin with; lower it, or add hosts"
         elif total < size or (self._part.least == self._part.most and total % size):
             each = ", ".join(f"{host} {count}" for host, count in slots.items())
             problem = (
