@@ -69,9 +69,9 @@ def rank_on_host() -> int:
 def set_local_rank() -> None:
     """Set LOCAL_RANK for the script, in a rank of a job.
 
-    Device meshes that a script makes take their GPU from it, and so do NCCL groups from torch 2.15 on, even if another
-    device is the current one. A value from the environment of the launcher is replaced: it is the same in all ranks,
-    and can be right in one of them at most.
+    Device meshes that a script makes take their GPU from it, and so do NCCL groups from torch 2.15
+    on, even if another device is the current one. A value from the environment of the launcher is
+    replaced: it is the same in all ranks, and can be right in one of them at most.
     """
     if rank() is not None:
         os.environ[LOCAL_RANK] = str(rank_on_host())

@@ -296,7 +296,9 @@ class Rendezvous:
         size, total = self._replica_size, sum(slots.values())
         problem = ""
         if total >= size and not self._seats(slots):
-            problem = f"--standby is {self._part.standby}, which leaves no replica to start; lower it, or add hosts"
+            problem = (
+                f"--standby is {self._part.standby}, which leaves no replica to start; lower it, or add hosts"
+            )
         elif total < size or (self._part.least == self._part.most and total % size):
             each = ", ".join(f"{host} {count}" for host, count in slots.items())
             problem = (
