@@ -17,6 +17,7 @@ from recover.job.host_options import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised, SupervisorError
 from recover.launch import supervisor as supervisor_module
+from recover.launch.announcements import Announcer
 from recover.launch.hosts import agent as agents
 from recover.launch.hosts import host_ranks as host_ranks_module
 from recover.launch.hosts.agent import HostAgent
@@ -250,6 +251,30 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
     assert host_ranks.supervisor.watch(0.0) == ""
     assert host_ranks.ends == [(1, "", "its process was ended by SIGKILL")]
     assert host_ranks.ranks.running == {0}
+
+
+def test_rank_that_finishes_during_a_look_is_not_announced_as_lost(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank leaves its marker, then its process ends: between the two reads of a look, say."""
+    marker, reads = host_ranks.dir / "run" / "ranks" / "0.end", []
+    verdict, supervisor = Supervisor.verdict, host_ranks.supervisor
+    supervisor._announcer = Announcer(host_ranks.dir / "run")
+
+    def read(what: str) -> bool:
+        """Whether the process of rank 0 lives; it ends after the first read of the second look."""
+        reads.append(what)
+        if len(reads) == 4:
+            marker.write_text('{"end": "done", "detail": ""}')
+        return len(reads) < 4
+
+    monkeypatch.setattr(Supervisor, "verdict", lambda self: (read("markers"), verdict(self))[1])
+    monkeypatch.setattr(HostRanks, "pids", lambda self: {0: int(read("pids"))})
+    supervised = Supervised("the agent")
+    for _ in range(3):
+        assert supervisor._look(supervised, time.monotonic(), False) is None
+    assert reads == ["pids", "markers"] * 3
+    assert "lost" not in capsys.readouterr().err
 
 
 def test_an_agent_that_cannot_look_after_its_ranks_says_so(
