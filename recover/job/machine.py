@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def processor(told: Path = Path("/proc/cpuinfo")) -> str:
+def processor(path: Path = Path("/proc/cpuinfo")) -> str:
     """The name of the processor, or (on aarch64) its numbers, or else the architecture."""
     try:
-        lines = [line.partition(":") for line in told.read_text().splitlines()]
+        lines = [line.partition(":") for line in path.read_text().splitlines()]
     except OSError:
         lines = []
     facts = {name.strip(): value.strip() for name, _, value in lines}

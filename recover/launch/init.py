@@ -46,8 +46,7 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     fault-tolerant mpirun).
 
     On several hosts, started by `recover run --nnodes`, the world stands on etcd; otherwise on Open
-    MPI. In a process that nobody has launched, as by `python train.py`, the world is this process
-    alone.
+    MPI. Without a launcher, as in `python train.py`, the world is this process alone.
 
     `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
     `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what
@@ -151,7 +150,9 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         try:
             leave_changes(Path(job.session), process.given_environment)
         except OSError as error:  # no memory: no process is prewarmed
-            rank_exit.log(f"the environment could not be left for those who join: {error}")
+            rank_exit.log(
+                f"the changes of the environment could not be written for prewarmed processes: {error}"
+            )
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()

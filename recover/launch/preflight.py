@@ -170,7 +170,7 @@ def check_faults(
 
 
 def warn_of_untested_torch() -> None:
-    """Once per host, by whoever starts the ranks."""
+    """Called once per host, before ranks are started."""
     if found := untested():
         say("warning: " + "; ".join(found))
 

@@ -112,8 +112,8 @@ class Starter(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all processes, which were told to end, have ended, and their output was
-        passed on."""
+        """Return when all processes, which are being ended, have ended, and their output was passed
+        on."""
 
     def logged(self) -> int:
         """When ranks that the board does not show have last logged something."""

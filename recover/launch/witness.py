@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOOK = 0.1  # seconds between looks for ranks that have come up
 _POLL = 2.0  # seconds between looks at the GPUs
-_SOON = 0.005  # and between looks for the status of one that has ended
+_SOON = 0.005  # and between looks for the status of a rank that has ended
 _REAPED = 0.5  # seconds: the kernel reports the status only after the parent, mpirun, has reaped the process
 _CRASH = "Fatal Python error: "
 _SHOWN = 12  # lines of a crash's stack

@@ -296,8 +296,8 @@ class HostAgent:
         return _HostJob(spec, lease, sync, ranks, supervisor)
 
     def _take_lease(self, lease: HostLease, late: bool) -> None:
-        """Before any rank is started: if this host were lost without a lease, nobody would miss its
-        ranks.
+        """Before any rank is started: if this host were lost without a lease, no other host would
+        declare its ranks dead.
 
         A host of this name that was lost must be given up by the others before it can come back.
         """
@@ -334,13 +334,13 @@ class HostAgent:
         given_up = self._given_up.is_set()  # if so, the others go on, and the job does not end
         with Supervised("the agent").part("wait for the end of its ranks"):
             job.supervisor.end(failure or broken, is_told=not given_up)
-        # Unless all hosts end now, the others would wait for ranks that are gone, and that nobody
-        # has declared dead. What etcd does not take now, they learn when the lease has run out.
+        # Unless all hosts end now, the others would wait for ranks that have ended and were never
+        # declared dead. What etcd does not take now, they learn when the lease has run out.
         view = job.sync.view
         known = given_up or view.order is not None or view.over
         known = known or job.sync.declare_all(broken or f"host {self._part.host} has ended", _ORDER)
         job.sync.stop()
-        # A lease that is given back says that nobody need miss the ranks of this host.
+        # A lease that is given back says that no rank of this host is missing.
         if known and not given_up:
             _quietly(job.lease.leave)
         else:

@@ -150,7 +150,7 @@ class EtcdSync:
         """A replica was placed. Called on the thread of this object; raises EtcdError.
 
         Its ranks are under the lease of this host before they are started: if the host were lost in
-        between, nobody would miss them.
+        between, no other host would declare them dead.
         """
         if mine := replica.on(self._rendezvous.me.host):
             with self._lock:

@@ -66,10 +66,10 @@ class HangDetector:
         living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
         tell_pulse(self._client, self._host, other_hosts.told(living))
         heard = {
-            rank: told
+            rank: shown
             for host, rows in pulses(self._client).items()
             if host != self._host
-            for rank, told in rows.items()
+            for rank, shown in rows.items()
         }
         if self._session is not None and heard:
             other_hosts.leave(self._session, heard)

@@ -114,7 +114,7 @@ class OwnEtcd:
                 "members is lost with half of them; give one, or three"
             )
         try:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if endpoint.startswith(UNIX):
                     sockets = Path(endpoint.removeprefix(UNIX)).parent
@@ -123,7 +123,7 @@ class OwnEtcd:
                     host, port = _parts(_numeric(endpoint))
                     members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
                     self.server = EtcdServer(self._directory, host, port, members=members)
-            for warning in told:
+            for warning in caught:
                 say(str(warning.message))
             self.server.begin()
         except NoEtcdError as error:

@@ -149,7 +149,7 @@ class Rendezvous:
     def wait_for_plan(self, patience: float, stopped: Callable[[], object]) -> HostPlan:
         """Return once the plan is decided. Raises Refusal if this host is not in it, or if too few
         hosts come, and InterruptedError if it is stopped."""
-        part, began, told = self._part, time.monotonic(), ("", "")
+        part, began, seen = self._part, time.monotonic(), ("", "")
         fresh, count = began, 0
         while not stopped():
             there, plan, answer, version = self._look()
@@ -170,13 +170,13 @@ class Rendezvous:
                 self._decide(there, answer, version)
                 continue
             sent_away = "; ".join(f"{_host_of(found)}: {found.value.decode()}" for found in answer.found[2])
-            if (told_now := (", ".join(sorted(there)), sent_away)) != told:
-                told = told_now
+            if (seen_now := (", ".join(sorted(there)), sent_away)) != seen:
+                seen = seen_now
                 away = f"; refused: {sent_away}" if sent_away else ""
-                say(f"job {part.job}: {count} of {part.nnodes} hosts are here ({told[0]}){away}")
+                say(f"job {part.job}: {count} of {part.nnodes} hosts are here ({seen[0]}){away}")
             if time.monotonic() - began > patience:
                 raise Refusal(
-                    f"job {part.job}: after {patience:g} s {count} of {part.nnodes} hosts have come ({told[0]}); start "
+                    f"job {part.job}: after {patience:g} s {count} of {part.nnodes} hosts have come ({seen[0]}); start "
                     "the same command on the others, or ask for fewer by --nnodes"
                 )
             time.sleep(LOOK)
