@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn
 
 from recover.job import process
 from recover.job.record_files import FILES
-from recover.job.spec import told
+from recover.job.spec import current_job
 
 
 class End(StrEnum):
@@ -69,7 +69,7 @@ _leave = os._exit
 
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
     """`<run dir>/ranks/<rank>.<kind>`, or None if there is no run directory or no rank. By default this one's."""
-    job, rank = told(), process.rank() if rank is None else rank
+    job, rank = current_job(), process.rank() if rank is None else rank
     if job is None or not job.run_dir or rank is None:
         return None
     return _in_place(job.run_dir, f"{rank}.{kind}")
@@ -117,7 +117,7 @@ def record(
     if FILES.replace(path, data):
         return True
     # In memory the launcher finds it, and writes it down when there is room.
-    job = told()
+    job = current_job()
     if job is None or not job.session:
         return False
     try:

@@ -119,7 +119,7 @@ def test_one_that_is_stopped_on_its_way_out_does_not_keep_the_job(tmp_path: Path
     """After the closing agreement nobody waits for it any more, but the launcher does."""
     script = """
         import os, signal, recover
-        from recover.world import ending
+        from recover.world import rank_exit as ending
         ending.on_success(lambda: world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))  # after the world's own
         world = recover.init()
     """

@@ -181,7 +181,7 @@ def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
     else:
         place.mkdir()
         place.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"somebody else has put it there; remove it"):
+    with pytest.raises(PermissionError, match=r"another user made it; remove it"):
         make_meeting_place()
 
 

@@ -417,7 +417,7 @@ def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
     with pytest.raises(Refusal) as refusal:
         own_etcd.check_token(open_etcd, alone=False)
     assert "(umask 077; head -c 32 /dev/urandom | base64 > token)" in str(refusal.value)
-    assert "--token-file is not given, and nobody listens at h1:2379" in str(refusal.value)
+    assert "--token-file is not given, and no process listens at h1:2379" in str(refusal.value)
     own_etcd.check_token(open_etcd, alone=True)
     own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", "token"), alone=False)
     own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", user="us"), alone=False)
