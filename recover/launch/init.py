@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from recover.job import process
 from recover.job.environment import leave_changes
@@ -28,7 +28,7 @@ from recover.world.carriers import choose
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.base import Fabric
 from recover.world.hooks import Hooks, NoHooks
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import Parts
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import Notes, RunNotes
@@ -197,7 +197,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         else choose(
             job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout, job.token
         ),
-        own=cast(Own, rank_exit),  # a module, whose functions are what is asked for
+        own=rank_exit.RANK_EXIT,
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),
         drop=_drop_beside,

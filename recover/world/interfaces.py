@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Own(Protocol):
-    """This rank's own process: what it says, and how it ends. The real one is the module `recover.world.rank_exit`."""
+    """This rank's process: its log, its marker and its end. Implemented by `recover.world.rank_exit.RankExit`."""
 
     def log(self, text: str) -> None: ...
 
@@ -30,7 +30,7 @@ class Own(Protocol):
         self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
     ) -> NoReturn: ...
 
-    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
+    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> object: ...
 
     def on_success(self, callback: Callable[[], object]) -> None: ...
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
     from recover.world.carriers.gloo import GlooCarriers
     from recover.world.carriers.worker import Worker
     from recover.world.hooks import NoHooks
-    from recover.world.interfaces import Own, Parts
+    from recover.world.interfaces import Parts
     from recover.world.slot_notes import RunNotes
     from recover.world.world import World
 
@@ -94,7 +94,7 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
         hooks=NoHooks(),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, rank_exit),
+        own=rank_exit.RANK_EXIT,
         notes=RunNotes(str(DIRECTORY), fabric.rank),
         watch=lambda watcher: watcher.start(),
     )

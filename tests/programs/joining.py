@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -40,7 +40,7 @@ from recover.world.carriers.worker import Worker
 from recover.world.fabrics.etcd.agreement import declare
 from recover.world.fabrics.etcd.client import EtcdClient
 from recover.world.fabrics.etcd.fabric import EtcdFabric
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import Parts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import RunNotes
 from recover.world.world import World
@@ -81,7 +81,7 @@ def enter_world(rank: int) -> World:
         hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, rank_exit),
+        own=rank_exit.RANK_EXIT,
         notes=RunNotes(str(DIRECTORY), rank),
         watch=lambda watcher: watcher.start(),
     )
