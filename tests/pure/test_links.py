@@ -24,10 +24,11 @@ from recover.world.carriers.gloo import _travelled, _unreached
 from recover.world.carriers.worker import Work, Worker
 from recover.world.census import Row, broken_links
 from recover.world.fabrics.base import WorldLostError
+from recover.world.failing_members import FAILURES
 from recover.world.links import IDLE, Links, LinkWatchdog, Shown
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import WAITS, Board
-from recover.world.membership import FAILURES, Membership, NoCarrierError
+from recover.world.membership import Membership, NoCarrierError
 
 LOOK = 0.25
 LIMIT = 10.0
@@ -265,17 +266,17 @@ def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Ro
 
 @pytest.mark.parametrize("both", [True, False])
 def test_one_replica_that_is_an_end_of_all_broken_links_is_left_out(both: bool) -> None:
-    assert membership(3)._sick(rows(3, (0, 1), both=both)) == {1}
-    assert membership(9)._sick(rows(9, (0, 1), both=both)) == {1}
-    assert membership(4)._sick(rows(4, (0, 2), (0, 3), both=both)) == {0}
-    assert membership(2)._sick(rows(2, (0, 1), both=both)) == {1}
+    assert membership(3)._failing_members(rows(3, (0, 1), both=both)) == {1}
+    assert membership(9)._failing_members(rows(9, (0, 1), both=both)) == {1}
+    assert membership(4)._failing_members(rows(4, (0, 2), (0, 3), both=both)) == {0}
+    assert membership(2)._failing_members(rows(2, (0, 1), both=both)) == {1}
     # By replicas: the ranks of one go together.
-    assert membership(6, replica_size=2)._sick(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
+    assert membership(6, replica_size=2)._failing_members(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
 
 
 def test_a_world_with_links_broken_between_many_ends_with_their_names() -> None:
     with pytest.raises(NoCarrierError, match="ranks 0 and 2 do not reach each other") as told:
-        membership(4)._sick(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
+        membership(4)._failing_members(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
     assert "ranks 1 and 3 do not reach each other" in str(told.value)
     assert isinstance(told.value, WorldLostError), "so its state is saved"
 
