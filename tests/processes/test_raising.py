@@ -134,7 +134,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_marker_says_whether_the_job_has_to_answer_for_it(tmp_path: Path, way: str) -> None:
     text = "import os, sys, threading, time\nfrom recover.world import rank_exit\n"
-    text += "from recover.faults.probe import ScheduledFault\nending.install_hooks(standalone=True)\n"
+    text += "from recover.faults.probe import ScheduledFault\nrank_exit.install_hooks(standalone=True)\n"
     (tmp_path / "script.py").write_text(text + way)
     environment = os.environ | {"OMPI_COMM_WORLD_RANK": "0", "RECOVER_RUN_DIR": str(tmp_path)}
     subprocess.run(
