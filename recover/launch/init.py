@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from recover.job import process
 from recover.job.environment import leave_changes
@@ -136,7 +136,6 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         job.token,
         job.host,
         grace=parts_of(job.lease)[1],
-        end=_leave_etcd,
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
         limit=job.limit,
@@ -162,13 +161,6 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
     client.give_up()
     if _current is not None:
         _current.let_go("etcd is lost")
-
-
-def _leave_etcd(why: str) -> NoReturn:
-    """The others go on without this rank: it was given up, or a mate of its was."""
-    from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA
-
-    rank_exit.die(rank_exit.End.ORPHAN if why.startswith(WITH_REPLICA) else rank_exit.End.FENCED, why)
 
 
 def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from recover.job.grid import Grid
-from recover.world.interfaces import Parts
+from recover.world.fabrics.base import DeclaredDeadError
+from recover.world.interfaces import Own, Parts
 from recover.world.liveness.signs import Sign
 from recover.world.rank_exit import End
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
@@ -82,12 +84,17 @@ class Watcher:
         if self._fabric.lock.acquire(blocking=False):
             try:
                 self._look_for_deaths()
+            except DeclaredDeadError as error:
+                # The main thread computes, or is in the script: it would learn of it at its next agreement only.
+                end_declared_dead(self._own, error)
             finally:
                 self._fabric.lock.release()
 
     def _look_for_deaths(self) -> None:
+        if self._at_rest:
+            return
         failed = self._fabric.failed()
-        if failed == self._known or self._at_rest:
+        if failed == self._known:
             return
         self._known = failed
         if lost := self._mates & failed:
@@ -130,3 +137,7 @@ class Watcher:
             self._own.record(End.FENCED, f"{why}{where}, so rank {self._fabric.rank} killed it", rank)
         except Exception as error:  # of whatever keeps the note: all wait for a rank that hangs
             self._own.log(f"rank {rank} is killed without a note: {type(error).__name__}: {error}")
+
+
+def end_declared_dead(own: Own, error: DeclaredDeadError) -> NoReturn:
+    own.die(End.ORPHAN if error.orphan else End.FENCED, str(error))

@@ -17,7 +17,7 @@ from recover.world.carriers.base import DataCarrier
 from recover.world.carriers.worker import Work
 from recover.world.census import Census, left_behind
 from recover.world.cross_group import CrossGroup
-from recover.world.fabrics.base import NotAdmittedError
+from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError
 from recover.world.interfaces import Parts
 from recover.world.links import Links
 from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
@@ -25,7 +25,7 @@ from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.rank_exit import End
 from recover.world.slot_notes import blamed
 from recover.world.watchdog import HangWatchdog
-from recover.world.watcher import Watcher
+from recover.world.watcher import Watcher, end_declared_dead
 
 LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
 TOLD_AGAIN = (
@@ -197,6 +197,8 @@ class World:
             self._fabric.ask()
         except NotAdmittedError as error:
             self._own.die(End.UNNEEDED, str(error))
+        except DeclaredDeadError as error:
+            end_declared_dead(self._own, error)
         return self.repair(record)
 
     def repair(
@@ -386,9 +388,15 @@ class World:
 
     @contextmanager
     def _waits_here(self) -> Iterator[None]:
+        """Around calls of the fabric, in which this rank waits for others.
+
+        A rank that was declared dead ends here. It must not return into the script, which might write files.
+        """
         self._waiting += 1
         try:
             yield
+        except DeclaredDeadError as error:
+            end_declared_dead(self._own, error)
         finally:
             self._waiting -= 1
 

@@ -27,7 +27,7 @@ from recover.world import rank_exit
 from recover.world.census import Census
 from recover.world.fabrics.etcd.agreement import declare
 from recover.world.fabrics.etcd.client import EtcdClient, UnansweredError
-from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.fabric import DeclaredDeadError, EtcdFabric
 from recover.world.fabrics.etcd.host_lease import HostLease
 from recover.world.liveness.board import Board
 from recover.world.membership import ExcludedError, Membership
@@ -47,10 +47,6 @@ def client() -> EtcdClient:
     return EtcdClient(
         scenario["endpoint"], prefix=scenario["prefix"], patience=scenario["patience"], token="secret"
     )
-
-
-def die(why: str) -> NoReturn:
-    rank_exit.die(rank_exit.End.FENCED, why)
 
 
 class NoCarrier:
@@ -134,7 +130,6 @@ def run_rank(rank: int) -> NoReturn:
         "secret",
         scenario["name"],
         grace=scenario["grace"],
-        end=die,
         replica_size=scenario["replica_size"],
         address=scenario["address"],
     )
@@ -154,6 +149,8 @@ def run_rank(rank: int) -> NoReturn:
                 break
     except ExcludedError as excluded:
         rank_exit.die(rank_exit.End.EXCLUDED, str(excluded))
+    except DeclaredDeadError as declared:  # a `World` ends by itself
+        rank_exit.die(rank_exit.End.FENCED, str(declared))
     except BaseException as error:
         rank_exit.die_of(error)
     rank_exit.succeed()

@@ -31,7 +31,6 @@ from recover.faults.probe import Probe
 from recover.gradients.parts import local_part
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.launch.init import _leave_etcd
 from recover.parallel import rows
 from recover.train.models import Llama
 from recover.world import rank_exit
@@ -71,7 +70,6 @@ def enter_world(rank: int) -> World:
         SIZE,
         board,
         "secret",
-        end=_leave_etcd,
         replica_size=grid.replica_size,
         admits=True,
     )

@@ -23,6 +23,17 @@ class WorldLostError(Exception):
     """What the world stands on is gone: nobody can commit any more. Each replica holds the state of its last commit."""
 
 
+class DeclaredDeadError(Exception):
+    """The others continue without this rank, which must not act any more: the world ends it.
+
+    `orphan`: it was lost with another rank of its replica.
+    """
+
+    def __init__(self, why: str, orphan: bool = False) -> None:
+        super().__init__(why)
+        self.orphan = orphan
+
+
 class Transfer(Protocol):
     """A message under way."""
 

@@ -27,7 +27,7 @@ from recover.job.authentication import Authenticator
 from recover.job.output import say
 from recover.world.fabrics.base import WorldLostError
 from recover.world.fabrics.etcd.errors import PERMISSION_DENIED, Kind, classify, read_error
-from recover.world.fabrics.etcd.http_connection import Line
+from recover.world.fabrics.etcd.http_connection import HttpConnection
 
 TIMEOUT = 0.5  # seconds for one request at one endpoint ...
 SLOWEST = 8  # ... and up to so many times as long where the network is slow
@@ -348,7 +348,7 @@ class EtcdClient:
         self._mine.connection = None
         self._mine.at = getattr(self._mine, "at", 0) + 1
 
-    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> Line:
+    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> HttpConnection:
         """The answer to a request as lines that come in their own time; on a connection of its own."""
         line = self._open(self._limit)
         try:
@@ -360,18 +360,18 @@ class EtcdClient:
             line.close()
             raise
 
-    def _connection(self) -> Line:
+    def _connection(self) -> HttpConnection:
         """This thread's own; a forked child has none yet."""
         if getattr(self._mine, "pid", None) != os.getpid():
             self._mine.pid, self._mine.connection = os.getpid(), None
         if self._mine.connection is None:
             self._mine.connection = self._open(self._limit)
-        connection: Line = self._mine.connection
+        connection: HttpConnection = self._mine.connection
         connection.limit(self._limit)
         return connection
 
-    def _open(self, timeout: float) -> Line:
-        return Line(*self.endpoint(), timeout, self._tls)
+    def _open(self, timeout: float) -> HttpConnection:
+        return HttpConnection(*self.endpoint(), timeout, self._tls)
 
     def _headers(self, path: str) -> dict[str, str]:
         if self._user is None or path == LOGIN:

@@ -227,8 +227,8 @@ class HostsSeen:
         self._stopped.set()
         self._alarm.set()
 
-    def heard(self, news: Iterable[KeyValue]) -> None:
-        about_hosts = [found for found in news if found.key.startswith((PLACED, HOST))]
+    def apply(self, changes: Iterable[KeyValue]) -> None:
+        about_hosts = [found for found in changes if found.key.startswith((PLACED, HOST))]
         if not about_hosts:
             return  # nearly always: a decision
         with self._lock:
