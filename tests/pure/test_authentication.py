@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
+import hmac
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -471,3 +473,18 @@ def test_nothing_that_comes_over_a_wire_is_unpickled() -> None:
             ):
                 found.add(path.relative_to(ROOT).as_posix())
     assert found <= OWN_PIPES
+
+
+def test_seals_are_stable_across_messages_and_versions() -> None:
+    """Ranks compare each other's sealed values, and a newer agent reads what an older one has sealed."""
+    key, hiding = (
+        hmac.digest(b"secret", f"recover etcd {use}".encode(), "sha256")
+        for use in ("authentication", "encryption")
+    )
+    authenticator = Authenticator("secret", "etcd")
+    for place, data in [("/a", b"value"), ("/b", b""), ("/a", b"value")]:
+        mac = hmac.digest(key, len(place).to_bytes(8, "little") + place.encode() + data, "sha256")
+        stream = hashlib.shake_256(hiding + mac).digest(len(data))
+        sealed = mac + bytes(a ^ b for a, b in zip(data, stream, strict=True))
+        assert authenticator.seal(place, data) == sealed
+        assert authenticator.unsealed(place, sealed) == data

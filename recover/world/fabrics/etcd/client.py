@@ -13,6 +13,7 @@ values still work, since the same value under the same key is sealed to the same
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import os
@@ -284,7 +285,7 @@ class EtcdClient:
         where, limit, started = _name(self.endpoint()), self._limit, time.monotonic()
         headers = self._headers(path)
         try:
-            status, data = self._connection().ask(path, json.dumps(body).encode(), headers)
+            status, data = self._connection().ask(path, _to_json(body), headers)
         except ssl.SSLCertVerificationError as error:
             raise EtcdError(
                 f"the certificate of etcd at {where} is not trusted: {error}; give a context that knows who signed it"
@@ -353,7 +354,7 @@ class EtcdClient:
         line = self._open(self._limit)
         try:
             line.limit(timeout)
-            line.post(path, json.dumps(body).encode(), self._headers(path))
+            line.post(path, _to_json(body), self._headers(path))
             line.begin_stream()
             return line
         except BaseException:
@@ -393,19 +394,19 @@ class EtcdClient:
             raise
 
     def _encoded(self, part: Any) -> Any:
-        """As the gateway wants it: keys under the prefix, values sealed for their keys, both in base64."""
+        """A request as the gateway takes it: keys under the prefix, values sealed for their keys, both in base64."""
         if isinstance(part, list):
             return [self._encoded(one) for one in part]
-        if not isinstance(part, Mapping):
-            return part
-        return {
-            name: to_base64(self.prefix + value)
-            if name in ("key", "range_end")
-            else to_base64(self._sealed(part["key"], value))
-            if name == "value"
-            else self._encoded(value)
-            for name, value in part.items()
-        }
+        encoded = {}
+        for name, value in part.items():
+            if name in ("key", "range_end"):
+                value = _key_to_base64(self.prefix, value)
+            elif name == "value":
+                value = to_base64(self._sealed(part["key"], value))
+            elif isinstance(value, (dict, list)):
+                value = self._encoded(value)
+            encoded[name] = value
+        return encoded
 
     def _sealed(self, key: str, value: bytes) -> bytes:
         return self._authenticator.seal(self.prefix + key, value) if self._authenticator else value
@@ -416,9 +417,10 @@ class EtcdClient:
         """The values that carry the job's MAC, opened, and deletions, which have no value. Others go into `forged`."""
         kept = []
         for one in map(self._decoded, found):
-            value: bytes | None = one.value
-            if self._authenticator is not None and one.version:
-                value = self._authenticator.unsealed(self.prefix + one.key, one.value)
+            if self._authenticator is None or not one.version:
+                kept.append(one)
+                continue
+            value = self._authenticator.unsealed(self.prefix + one.key, one.value)
             if value is not None:
                 kept.append(replace(one, value=value))
                 continue
@@ -449,6 +451,16 @@ def _refused_by_tls(error: ssl.SSLError) -> str:
 
 def to_base64(data: str | bytes) -> str:
     return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+# Every agreement names the same keys: those of the votes, the deaths and the decision.
+@functools.lru_cache(4096)
+def _key_to_base64(prefix: str, key: str) -> str:
+    return to_base64(prefix + key)
+
+
+def _to_json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _name(endpoint: tuple[str, int]) -> str:
