@@ -20,7 +20,7 @@ from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
 from recover.world import cross_group as cross_group
 from recover.world.carriers.base import Ready
-from recover.world.carriers.gloo import _travelled, _unreached
+from recover.world.carriers.gloo_sockets import bytes_carried, unreached
 from recover.world.carriers.worker import Work, Worker
 from recover.world.census import Row, broken_links
 from recover.world.fabrics.base import WorldLostError
@@ -212,14 +212,14 @@ TCP = {"TCP_USER_TIMEOUT": 8000, "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEE
 
 def test_bytes_that_travel_are_seen_at_both_ends_and_silence_is_not() -> None:
     with connection() as (near, far):
-        before = _travelled(near), _travelled(far)
-        assert (_travelled(near), _travelled(far)) == before
+        before = bytes_carried(near), bytes_carried(far)
+        assert (bytes_carried(near), bytes_carried(far)) == before
         near.sendall(b"x" * 1000)
         assert far.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
-        assert _travelled(far) == before[1] + 1000
+        assert bytes_carried(far) == before[1] + 1000
         far.sendall(b"y")
         assert near.recv(1) == b"y"
-        assert _travelled(near) == before[0] + 1001
+        assert bytes_carried(near) == before[0] + 1001
 
 
 def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not() -> None:
@@ -234,7 +234,7 @@ def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not()
             caller.setblocking(False)
             caller.connect_ex(deaf.getsockname())
         doors = {1: open_door.getsockname(), 2: closed.getsockname(), 3: deaf.getsockname()}
-        found = _unreached(doors, 0.2)
+        found = unreached(doors, 0.2)
     assert found == {3: f"127.0.0.1:{doors[3][1]} (timed out)"}
 
 
