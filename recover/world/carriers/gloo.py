@@ -32,7 +32,7 @@ from recover.job.spec import LINK_TIMEOUT
 from recover.world.carriers.base import Array, DataCarriers
 from recover.world.carriers.contract import CarrierError, TookTooLongError, UnreachedError
 from recover.world.carriers.gloo_sockets import GroupSockets, keep_until_ended, release_ended, unreached
-from recover.world.carriers.host_memory import AllLanes, HostCarrier, Wait
+from recover.world.carriers.host_memory import HostCarrier, StagingByDevice, Wait
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.base import Fabric
 
@@ -91,7 +91,7 @@ class GlooCarriers(DataCarriers):
     ) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
         self._address, self._link_timeout, self._token = address, link_timeout, token
-        self._lanes = AllLanes()
+        self._staging = StagingByDevice()
 
     def make(self, members: tuple[int, ...]) -> GlooCarrier:
         release_ended()
@@ -100,7 +100,7 @@ class GlooCarriers(DataCarriers):
             self._grid,
             self._worker,
             members,
-            self._lanes,
+            self._staging,
             self._address,
             self._link_timeout,
             self._token,
@@ -114,12 +114,12 @@ class GlooCarrier(HostCarrier):
         grid: Grid,
         worker: Worker,
         members: tuple[int, ...],
-        lanes: AllLanes,
+        staging: StagingByDevice,
         address: str | None = None,
         link_timeout: float = LINK_TIMEOUT,
         token: str = "",
     ) -> None:
-        super().__init__(worker, grid.peers(rank, members), rank, lanes)
+        super().__init__(worker, grid.peers(rank, members), rank, staging)
         self._address = address or _own_address()
         self._sockets = GroupSockets(link_timeout)
         self._device = dist.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
