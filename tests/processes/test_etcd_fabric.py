@@ -308,7 +308,7 @@ def test_wait_for_a_vote_counts_only_while_etcd_answers(
             self.unanswered += kind == "silent"
             return answer
 
-    monkeypatch.setattr("recover.world.fabrics.etcd.fabric.time", clock)
+    monkeypatch.setattr("recover.world.fabrics.etcd.voting.time", clock)
     monkeypatch.setattr("recover.world.fabrics.etcd.voting.READ_AGAIN", look_again)
     ranks, clients = fabrics.make(2, Delayed, hang_limit=hang_limit)
     results: list[Any] = []
@@ -411,7 +411,7 @@ def test_messages_are_there_until_the_next_agreement_and_then_gone(fabrics: Fabr
     assert not never.done()
     ranks[0].declare(1, "by decree")
     assert wait_until(lambda: 1 in ranks[0].failed())
-    with pytest.raises(FabricError, match="rank 1 is dead"):
+    with pytest.raises(FabricError, match="rank 1 died before it sent"):
         never.done()
     with pytest.raises(ValueError, match=f"takes {MESSAGE_LIMIT} at most"):
         ranks[2].send(bytes(MESSAGE_LIMIT + 1), 0, 9)
@@ -486,7 +486,7 @@ def test_news_come_through_compactions_and_lost_connections(server: EtcdServer, 
         for turn in range(3):
             etcd.put("seen/1", b"%d" % turn)
             assert wait_until(lambda turn=turn: told.get("seen/1") == b"%d" % turn)  # type: ignore[misc]
-            watch._line.cut()
+            watch._connection.shut_down()
             etcd.put("seen/2", b"%d" % turn)
             etcd.put("seen/3", b"short")
             etcd.txn([], [delete("seen/3"), delete("seen/0")])
