@@ -57,9 +57,13 @@ def make(
 def check(
     path: Path, replicas: int | None, replica_size: int | None, steps: int | None
 ) -> tuple[tuple[Fault, ...], list[str]]:
-    """The faults of a file, and all problems with them. Raises ScheduleError if it cannot be read."""
+    """The faults of a file, and all problems with them.
+
+    Raises ScheduleError if it cannot be read.
+    """
     faults = read_schedule(path)
-    # A fault that names a joining replica is for a job with --return: assume as many joining replicas as it needs.
+    # A fault that names a joining replica is for a job with --return: assume as many joining
+    # replicas as it needs.
     named = [(fault.newcomer, fault.replica) for fault in faults if fault.newcomer is not None]
     later = max((max(pair) + 1 for pair in named), default=0)
     problems = list(impossible(faults, replicas, replica_size, steps, later=later))

@@ -28,10 +28,11 @@ def draw_schedule(
     locations: Mapping[str, float] = EVEN,
     actions: Mapping[str, float] = KILLS,
 ) -> tuple[Fault, ...]:
-    """Draw `count` faults in these steps, or as many as a mean of `mtbf` steps between failures gives.
+    """Draw `count` faults in these steps, or as many as a mean of `mtbf` steps between failures
+    gives.
 
-    At least one replica survives. Faults at locations that only a recovery reaches (`repair`, `extra`) are put into the
-    step of the fault before.
+    At least one replica survives. Faults at locations that only a recovery reaches (`repair`,
+    `extra`) are put into the step of the fault before.
     """
     low, high = steps
     if not 1 <= low <= high:
@@ -57,7 +58,8 @@ def draw_by_clock(
     count: int | None = None,
     actions: Mapping[str, float] = KILLS,
 ) -> tuple[Fault, ...]:
-    """Draw faults with a mean of `mtbf` seconds between them, until `count` are drawn or one replica is left."""
+    """Draw faults with a mean of `mtbf` seconds between them, until `count` are drawn or one
+    replica is left."""
     _check_grid(replicas, replica_size)
     for action in actions:
         if action.partition(":")[0] not in BY_CLOCK:

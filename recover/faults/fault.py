@@ -1,8 +1,9 @@
 """One scheduled fault: when it strikes, which rank, at which location, and with which action.
 
 As text: `STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]`; or, for a fault by the clock,
-`SECONDSs:REPLICA[.LOCAL][=ACTION]`. The step in which a replica joins is not known in advance. So in place of STEP
-`4asks` stands for the time in which replica 4 asks and is admitted, `4joined` for its first step.
+`SECONDSs:REPLICA[.LOCAL][=ACTION]`. The step in which a replica joins is not known in advance. So
+in place of STEP `4asks` stands for the time in which replica 4 asks and is admitted, `4joined` for
+its first step.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ _SHAPE = re.compile(
 class Fault:
     """`local` is the rank's position inside its replica, `detail` narrows the location.
 
-    `after` is set instead of `step` (then 0) for a fault by the clock: seconds from the rank's first step. `asks` or
-    `joined` for a fault while the replica of this number asks and is admitted, or in its first step.
+    `after` is set instead of `step` (then 0) for a fault by the clock: seconds from the rank's
+    first step. `asks` or `joined` for a fault while the replica of this number asks and is
+    admitted, or in its first step.
     """
 
     step: int
@@ -126,7 +128,8 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or `30s:1=stop`."""
+    """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or
+    `30s:1=stop`."""
     match = _SHAPE.fullmatch(text.strip())
     by_clock = match is not None and re.fullmatch(r"[\d.]+s", match["when"]) is not None
     if match is None or (match["location"] is None) != by_clock:

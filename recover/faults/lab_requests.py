@@ -1,6 +1,8 @@
-"""Faults that a process cannot execute itself, such as the loss of its host's power: the lab executes them.
+"""Faults that a process cannot execute itself, such as the loss of its host's power: the lab
+executes them.
 
-The rank that reaches the location requests it by a file in a directory that all hosts see, and waits until it is done.
+The rank that reaches the location requests it by a file in a directory that all hosts see, and
+waits until it is done.
 """
 
 from __future__ import annotations

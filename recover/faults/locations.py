@@ -1,4 +1,7 @@
-"""The locations at which a fault can strike a rank. The names are the same in code, logs and docs."""
+"""The locations at which a fault can strike a rank.
+
+The names are the same in code, logs and docs.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ class Probe:
             self._handlers = damages(model, gradients)
 
     def __call__(self, location: str, detail: object = None) -> None:
-        """Execute the faults of this location. A fault without detail fires at the first arrival."""
+        """Execute the faults of this location.
+
+        A fault without detail fires at the first arrival.
+        """
         if not self._mine:
             return
         for fault in [fault for fault in self._mine if self._matches(fault, location, detail)]:
@@ -77,7 +80,8 @@ class Probe:
             self._suffer(fault, detail)
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
-        """Execute the faults a moment after an operation has begun: after `work` has, if it is given."""
+        """Execute the faults a moment after an operation has begun: after `work` has, if it is
+        given."""
         if any(self._matches(fault, location, detail) for fault in self._mine):
             if work is not None:
                 work.started.wait()
@@ -85,14 +89,18 @@ class Probe:
             self(location, detail)
 
     def beside(self, location: str) -> None:
-        """Execute the faults a moment later, on another thread: this rank is about to wait here without a limit."""
+        """Execute the faults a moment later, on another thread: this rank is about to wait here
+        without a limit."""
         if any(self._matches(fault, location, None) for fault in self._mine):
             clock = threading.Timer(IN_FLIGHT, self, (location,))
             clock.daemon = True
             clock.start()
 
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
-        """A step begins, with these slots for each replica. A slow sample is the first one of its replica."""
+        """A step begins, with these slots for each replica.
+
+        A slow sample is the first one of its replica.
+        """
         self._slow = {
             slot: fault.amount
             for fault in self._samples

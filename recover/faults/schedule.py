@@ -27,9 +27,13 @@ class ScheduleError(ValueError):
 
 
 def read_schedule(path: str | Path) -> tuple[Fault, ...]:
-    """The faults of a YAML file, in its order. Raises ScheduleError with the entry that is wrong."""
+    """The faults of a YAML file, in its order.
+
+    Raises ScheduleError with the entry that is wrong.
+    """
     try:
-        # All values as text: YAML would turn some names into numbers, and some numbers into strings.
+        # All values as text: YAML would turn some names into numbers, and some numbers into
+        # strings.
         entries = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ScheduleError(
@@ -106,7 +110,10 @@ def impossible(
     checkpoint_every: int | None = None,
     later: int = 0,
 ) -> Iterator[str]:
-    """An error with its remedy for every fault that can never strike. `later`: how many more replicas may join."""
+    """An error with its remedy for every fault that can never strike.
+
+    `later`: how many more replicas may join.
+    """
     for fault in faults:
         if replicas is not None and (came := fault.newcomer) is not None and not later:
             yield f"fault {fault}: replica {came} can join only a job whose replicas come back; give --return"
@@ -156,12 +163,16 @@ def _divides(every: int, fault: Fault) -> bool:
 
 
 def _needs_a_repair(fault: Fault) -> bool:
-    """A fault while a replica asks needs no other loss: the repair that admits the replica reaches these locations."""
+    """A fault while a replica asks needs no other loss: the repair that admits the replica reaches
+    these locations."""
     return fault.location in IN_RECOVERY and fault.asks is None
 
 
 def _causes_repair(other: Fault, fault: Fault) -> bool:
-    """Whether the loss of `other` is repaired in the step of `fault`. A loss by the clock may be."""
+    """Whether the loss of `other` is repaired in the step of `fault`.
+
+    A loss by the clock may be.
+    """
     if other.replica == fault.replica or not other.lethal or other.location in IN_RECOVERY:
         return False
     late = other.location in AFTER_VERDICT or other.action == "corrupt:weights"

@@ -1,10 +1,11 @@
 """Collective calls of the public API: every replica makes the same ones, in the same order.
 
-A rank announces each call on the board of its host before it sends anything: which call, and its position in the order
-of calls. Two ranks in different calls at the same position prove a mistake in the script, however fast either of
-them is; a rank that has not reached that position proves nothing. A step sends data at once; every other call begins
-with an agreement, so the data of two different calls never mix. The census of a repair has every rank's call, so that
-all replicas raise the same error.
+A rank announces each call on the board of its host before it sends anything: which call, and its
+position in the order of calls. Two ranks in different calls at the same position prove a mistake in
+the script, however fast either of them is; a rank that has not reached that position proves
+nothing. A step sends data at once; every other call begins with an agreement, so the data of two
+different calls never mix. The census of a repair has every rank's call, so that all replicas raise
+the same error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Call(IntEnum):
 
     @property
     def word(self) -> int:
-        """The word of a rank in the agreement of this call. The AND of two different words is neither of them."""
+        """The word of a rank in the agreement of this call.
+
+        The AND of two different words is neither of them.
+        """
         ones = (1 << _CODE_BITS) - 1
         return self << _CODE_BITS | (ones ^ self)
 
@@ -61,11 +65,15 @@ _REMEDY = (
 
 
 class CollectiveCallError(RuntimeError):
-    """Replicas made different collective calls. All of them raise it; the state is that of the last committed step."""
+    """Replicas made different collective calls.
+
+    All of them raise it; the state is that of the last committed step.
+    """
 
 
 def position(agreements: int, sequence: int) -> int:
-    """A position in the order of calls: the number of agreements, then of calls since that ended without one."""
+    """A position in the order of calls: the number of agreements, then of calls since that ended
+    without one."""
     return agreements << _SEQUENCE_BITS | sequence
 
 
@@ -76,7 +84,8 @@ def agreements_at(position: int) -> int:
 def conflict(calls: Collection[int]) -> bool:
     """Whether calls at the same position contradict each other.
 
-    A script that ends while others are in a step is no conflict: the closing agreement decides that.
+    A script that ends while others are in a step is no conflict: the closing agreement decides
+    that.
     """
     kinds = {_kind(call) for call in calls}
     return (len(kinds) > 1 and kinds != {Call.STEP, Call.END}) or (

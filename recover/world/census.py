@@ -73,10 +73,12 @@ def broken_links(rows: Mapping[int, Row]) -> frozenset[tuple[int, int]]:
 
 
 def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
-    """The ranks to exclude where some scripts have ended (they send empty records) and others are in a step.
+    """The ranks to exclude where some scripts have ended (they send empty records) and others are
+    in a step.
 
-    These are the ended ranks. But if only joined ranks (from number `began` on) are in a step, they are excluded: they
-    count their steps by themselves, and the original ranks have done all the work.
+    These are the ended ranks. But if only joined ranks (from number `began` on) are in a step, they
+    are excluded: they count their steps by themselves, and the original ranks have done all the
+    work.
     """
     ended = frozenset(rank for rank, record in records.items() if not record)
     inside = frozenset(records) - ended

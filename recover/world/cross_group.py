@@ -1,4 +1,5 @@
-"""The cross-replica group: posts operations on arrays and tensors, and keeps the first error until the vote."""
+"""The cross-replica group: posts operations on arrays and tensors, and keeps the first error until
+the vote."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ T = TypeVar("T")
 class CrossGroup:
     """One rank's group of same-shard peers, for one epoch.
 
-    Every operation returns a `Work` at once and runs on the communication thread; `work.wait()` blocks. After the
-    first error the group is broken: later operations fail at once, nothing is retried, and the caller goes to the vote.
+    Every operation returns a `Work` at once and runs on the communication thread; `work.wait()`
+    blocks. After the first error the group is broken: later operations fail at once, nothing is
+    retried, and the caller goes to the vote.
     """
 
     def __init__(
@@ -32,8 +34,8 @@ class CrossGroup:
     def all_reduce(self, source: Any, out: Any = None) -> Work:
         """Sum over the group: in place, or into `out` with the source unchanged.
 
-        Takes NumPy arrays and torch tensors; on a GPU the sum is ordered behind the current stream. float32, float64,
-        int32 and int64 travel unchanged, other types as float32.
+        Takes NumPy arrays and torch tensors; on a GPU the sum is ordered behind the current stream.
+        float32, float64, int32 and int64 travel unchanged, other types as float32.
         """
         out = source if out is None else out
         return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
@@ -55,7 +57,8 @@ class CrossGroup:
         return self._post(lambda: self._carrier.all_gather(source, out), source, out)
 
     def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
-        """Send `out` to members of the group, by their number in it, and receive `into` from members; int64 only."""
+        """Send `out` to members of the group, by their number in it, and receive `into` from
+        members; int64 only."""
         return self._post(lambda: self._carrier.exchange(out, into), *out.values(), *into.values())
 
     def barrier(self) -> Work:
@@ -67,11 +70,17 @@ class CrossGroup:
         return self._carrier.carried
 
     def drain(self) -> None:
-        """Wait until all posted operations have ended. The communication thread must be idle at the vote."""
+        """Wait until all posted operations have ended.
+
+        The communication thread must be idle at the vote.
+        """
         self._worker.drain()
 
     def break_off(self, why: str = "a member of the world has died") -> None:
-        """Wake all threads that are blocked in an operation, on this rank and its peers. From any thread."""
+        """Wake all threads that are blocked in an operation, on this rank and its peers.
+
+        From any thread.
+        """
         if self.error is None:
             self.error = CarrierError(why)
         self._carrier.free()
@@ -80,8 +89,8 @@ class CrossGroup:
         """`data`: every buffer that the operation reads or writes."""
         for each in data:
             wire_type(each)  # raises in the caller's thread
-        # Recorded now, in the caller's thread: the operation is ordered behind the caller's work so far, not behind
-        # later work.
+        # Recorded now, in the caller's thread: the operation is ordered behind the caller's work so
+        # far, not behind later work.
         ready = Ready(*data)
         if self.error is not None:
             return Work.failed(self.error)

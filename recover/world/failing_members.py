@@ -1,6 +1,7 @@
 """Which members a repair excludes where nobody dies, and still no carrier can be built.
 
-A pure function of the census, which is the same on all members: so all of them exclude the same ranks.
+A pure function of the census, which is the same on all members: so all of them exclude the same
+ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def failing_members(rows: Mapping[int, Row], grid: Grid) -> Failing:
 
 
 def _joining(rows: Mapping[int, Row]) -> frozenset[int]:
-    """Ranks that were no members before. At the start of a job all are new, and none of them joins."""
+    """Ranks that were no members before.
+
+    At the start of a job all are new, and none of them joins.
+    """
     new = frozenset(rank for rank, row in rows.items() if not row.epoch)
     return frozenset() if new == rows.keys() else new
 

@@ -1,4 +1,5 @@
-"""The interface for injected faults: the code announces where it is, and nothing happens unless a job asks for faults.
+"""The interface for injected faults: the code announces where it is, and nothing happens unless a
+job asks for faults.
 
 `recover.faults.probe` implements it. World and step use this interface only.
 """
@@ -18,7 +19,8 @@ class Hooks(Protocol):
         """The rank is at this location."""
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
-        """An operation (`work`, of the communication thread) was started here and is not awaited yet."""
+        """An operation (`work`, of the communication thread) was started here and is not awaited
+        yet."""
 
     def beside(self, location: str) -> None:
         """The rank is about to wait here without a limit."""

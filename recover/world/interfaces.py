@@ -1,7 +1,7 @@
 """The interfaces that a world is built on: the same world runs on real hosts and in a simulation.
 
-The fabric, the carriers and injected faults have interfaces of their own (`recover.world.fabrics.base`,
-`recover.world.carriers.contract`, `recover.world.hooks`).
+The fabric, the carriers and injected faults have interfaces of their own
+(`recover.world.fabrics.base`, `recover.world.carriers.contract`, `recover.world.hooks`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Own(Protocol):
-    """This rank's process: its log, its marker and its end. Implemented by `recover.world.rank_exit.RankExit`."""
+    """This rank's process: its log, its marker and its end.
+
+    Implemented by `recover.world.rank_exit.RankExit`.
+    """
 
     def log(self, text: str) -> None: ...
 
@@ -46,7 +49,10 @@ class Code(Protocol):
         """For a rank that is about to join: what differs from the code of the job, or ""."""
 
     def publish(self, first: bool) -> None:
-        """For members: publish modules loaded since the last call. `first`: this rank publishes to other hosts, too."""
+        """For members: publish modules loaded since the last call.
+
+        `first`: this rank publishes to other hosts, too.
+        """
 
 
 class Looks(Protocol):

@@ -1,13 +1,15 @@
 """Broken links: when a reduction must be aborted although nobody has died.
 
-Every rank shows on its board whether it waits for others (in a reduction whose data are complete, or in an agreement),
-in which epoch, and how much it has carried so far. The ranks of a host read each other's rows; rows of other hosts come
-by way of their agents. A rank that computes is not waiting, so however slow it is, no time counts. Only if all members
-of a group wait, and none of them has carried anything for `link_timeout`, the network between them is at fault: the
-rank that finds this frees the group, all members come to the vote, and a repair follows.
+Every rank shows on its board whether it waits for others (in a reduction whose data are complete,
+or in an agreement), in which epoch, and how much it has carried so far. The ranks of a host read
+each other's rows; rows of other hosts come by way of their agents. A rank that computes is not
+waiting, so however slow it is, no time counts. Only if all members of a group wait, and none of
+them has carried anything for `link_timeout`, the network between them is at fault: the rank that
+finds this frees the group, all members come to the vote, and a repair follows.
 
-Why this never hits a slow rank: operations have the same order on all members, so the lowest operation that is open
-anywhere was posted by every member that waits. If all of them wait, it can only wait for the network.
+Why this never hits a slow rank: operations have the same order on all members, so the lowest
+operation that is open anywhere was posted by every member that waits. If all of them wait, it can
+only wait for the network.
 """
 
 from __future__ import annotations
@@ -83,12 +85,16 @@ class Links:
         self._told_at = float("-inf")
 
     def look(self, cross: CrossGroup | None, epoch: int, waits: bool, now: float) -> str:
-        """Why the group must be given up; "" if it need not be. `waits`: in an agreement, or in a repair."""
+        """Why the group must be given up; "" if it need not be.
+
+        `waits`: in an agreement, or in a repair.
+        """
         ended = self._worker.ended
         if ended != self._ended:
             self._ended, self._ended_at = ended, now
         idle = now - self._ended_at > IDLE
-        # Data on a device are complete once the device has reached them. Asking the device costs time, so only when idle.
+        # Data on a device are complete once the device has reached them. Asking the device costs
+        # time, so only when idle.
         at_wire = idle and cross is not None and cross.error is None and self._worker.is_at_wire
         carried = ended + (cross.carried if at_wire and cross is not None else 0)
         self._board.wait(self._rank, epoch if at_wire or waits else 0, carried)

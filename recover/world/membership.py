@@ -1,16 +1,19 @@
 """Membership: one agreement over the whole world, and the repair that follows when it fails.
 
-No communicator is made here. Membership is agreed on the original one. A repair is a sequence of rounds, and a round
-has these phases: acknowledge the known deaths and agree on the bitmap of living ranks (members), exchange one row
-each by messages among those (census), build the carrier of the new epoch (carrier), and agree that all of it worked
-(closing). If a phase fails, the next round begins. Start-up is the first round of a repair. A member whose carrier
-cannot be made or built says so in the census; a member that fails in several rounds while nobody dies is excluded.
+No communicator is made here. Membership is agreed on the original one. A repair is a sequence of
+rounds, and a round has these phases: acknowledge the known deaths and agree on the bitmap of living
+ranks (members), exchange one row each by messages among those (census), build the carrier of the
+new epoch (carrier), and agree that all of it worked (closing). If a phase fails, the next round
+begins. Start-up is the first round of a repair. A member whose carrier cannot be made or built says
+so in the census; a member that fails in several rounds while nobody dies is excluded.
 
-A rank that asks to join is admitted by the agreement on the bitmap, in a repair that is entered for that. It takes part
-from the next agreement on, so the round that admits it is followed by a round with it.
+A rank that asks to join is admitted by the agreement on the bitmap, in a repair that is entered for
+that. It takes part from the next agreement on, so the round that admits it is followed by a round
+with it.
 
-Every decision that leads a rank into or out of a collective phase comes from an agreement, never from the local
-knowledge of the rank: two survivors may know different deaths, but they are never in different phases.
+Every decision that leads a rank into or out of a collective phase comes from an agreement, never
+from the local knowledge of the rank: two survivors may know different deaths, but they are never in
+different phases.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ POLL = 0.0002  # seconds between two polls of a message
 CENSUS_LIMIT = 30.0  # seconds for messages of a few bytes, between ranks that are all in the census
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0  # seconds between two rounds over the same members
 FRUITLESS = 8  # rounds over the same members, whatever they failed by
-# Why a rank was excluded that nobody wanted to evict: its lease ran out, or its connection was lost.
+# Why a rank was excluded that nobody wanted to evict: its lease ran out, or its connection was
+# lost.
 UNSEEN = "the others have counted it as dead"
 FENCE_AFTER = 3.0  # seconds after which an excluded rank that still lives is killed
 
@@ -45,9 +49,9 @@ C = TypeVar("C", bound=Carrier)
 class Phase(IntEnum):
     """The purpose of an agreement, as a tag in its word. The AND of any two tags is no tag.
 
-    If all ranks that held the result of an agreement die, the survivors decide it again. A rank that died after it
-    contributed to the next agreement may then be counted in this one. The AND of different tags shows that, and the
-    agreement fails.
+    If all ranks that held the result of an agreement die, the survivors decide it again. A rank
+    that died after it contributed to the next agreement may then be counted in this one. The AND of
+    different tags shows that, and the agreement fails.
     """
 
     VOTE = 0b00011
@@ -77,7 +81,10 @@ class NoCarrierError(WorldLostError, RuntimeError):
 
 @dataclass(frozen=True)
 class Retry:
-    """Outcome of a round: it failed, and the next one begins. Without `rows`: the members change, nobody failed."""
+    """Outcome of a round: it failed, and the next one begins.
+
+    Without `rows`: the members change, nobody failed.
+    """
 
     why: str = ""
     rows: Mapping[int, Row] | None = None
@@ -114,7 +121,10 @@ class _Repair(Generic[C]):
 
 
 class Membership(Generic[C]):
-    """One rank's view of the membership. It changes by agreement only, so it is equal on all members."""
+    """One rank's view of the membership.
+
+    It changes by agreement only, so it is equal on all members.
+    """
 
     def __init__(
         self,
@@ -138,9 +148,11 @@ class Membership(Generic[C]):
         self._reason = ""  # why this rank would be excluded, in the repair under way
 
     def agree(self, word: int, phase: Phase = Phase.VOTE) -> int | None:
-        """Return the AND of the members' words, or None after a death: then all members must call `repair`.
+        """Return the AND of the members' words, or None after a death: then all members must call
+        `repair`.
 
-        None as well if some members vote while others are in another call, or at the end of their scripts.
+        None as well if some members vote while others are in another call, or at the end of their
+        scripts.
         """
         if not 0 <= word < 1 << WORD_BITS:
             raise ValueError(
@@ -150,7 +162,10 @@ class Membership(Generic[C]):
         return self._agree(phase, word)
 
     def _agree(self, phase: Phase, word: int, admit: frozenset[int] = frozenset()) -> int | None:
-        """Run one agreement on `word`. None if it failed, or counted a rank that was in another phase."""
+        """Run one agreement on `word`.
+
+        None if it failed, or counted a rank that was in another phase.
+        """
         agreed = self.fabric.agree(int(word) << TAG_BITS | phase, admit)
         if agreed is None or agreed & (1 << TAG_BITS) - 1 != phase:
             return None
@@ -164,12 +179,14 @@ class Membership(Generic[C]):
         reason: str = "",
         call: int = 0,
     ) -> Census:
-        """Agree on the surviving members, exchange one record each, build the carrier of the next epoch.
+        """Agree on the surviving members, exchange one record each, build the carrier of the next
+        epoch.
 
-        All survivors enter after the same failed agreement; a rank that was admitted enters, too. Ranks in `evict` are
-        excluded even if they live. They, ranks whose replica lost a rank, and ranks whose carriers fail in several
-        rounds, get `ExcludedError`. `admit`: admit ranks that all members see asking. `reason`: why this rank is in
-        `evict`. `call`: the collective call that this rank is in.
+        All survivors enter after the same failed agreement; a rank that was admitted enters, too.
+        Ranks in `evict` are excluded even if they live. They, ranks whose replica lost a rank, and
+        ranks whose carriers fail in several rounds, get `ExcludedError`. `admit`: admit ranks that
+        all members see asking. `reason`: why this rank is in `evict`. `call`: the collective call
+        that this rank is in.
         """
         started = self.fabric.now()
         repair = _Repair[C](record, evict, admit, reason, call, Row(b"", record))
@@ -198,7 +215,10 @@ class Membership(Generic[C]):
         return self._carrier_phase(repair, rows)
 
     def _members_phase(self, repair: _Repair[C]) -> bool:
-        """Agree on the members of this round. False after a death, and after others were admitted."""
+        """Agree on the members of this round.
+
+        False after a death, and after others were admitted.
+        """
         mine = repair.mine
         if mine.own + mine.built + mine.waited >= FAILURES:
             repair.reason = f"{UNFIT} {FAILURES} rounds of a repair ({mine.trouble})"
@@ -209,7 +229,8 @@ class Membership(Generic[C]):
         if members is None:
             return False
         if repair.admit and self.fabric.participants - participants:
-            # Admitted ranks take part from the next agreement on, and begin with the first phase of a round.
+            # Admitted ranks take part from the next agreement on, and begin with the first phase of
+            # a round.
             repair.admit = False
             return False
         if members != repair.members:
@@ -220,7 +241,10 @@ class Membership(Generic[C]):
         return True
 
     def _census_phase(self, repair: _Repair[C]) -> Mapping[int, Row] | Retry | Exclude:
-        """Make a carrier, and exchange the rows. A rank without a carrier takes part, or the others would wait."""
+        """Make a carrier, and exchange the rows.
+
+        A rank without a carrier takes part, or the others would wait.
+        """
         repair.carrier, repair.mine = self._prepare(repair.members, repair.mine)
         self._probe("repair", "census")
         rows = self._take_census(repair.members, repair.mine)
@@ -262,12 +286,14 @@ class Membership(Generic[C]):
         )
 
     def _forget_late_notices(self) -> None:
-        """Acknowledge late notices of ranks that are excluded already: they must not fail the next agreement."""
+        """Acknowledge late notices of ranks that are excluded already: they must not fail the next
+        agreement."""
         if gone := self.fabric.failed() - frozenset(self.members):
             self.fabric.acknowledge(only=gone)
 
     def _agree_on_members(self, evict: frozenset[int], admit: bool) -> tuple[int, ...] | None:
-        """The agreed bitmap, reduced to whole replicas; None if the agreement failed because of a further death."""
+        """The agreed bitmap, reduced to whole replicas; None if the agreement failed because of a
+        further death."""
         self._settle()
         dead = self.fabric.acknowledge()
         everyone = sorted(self.fabric.participants)
@@ -275,9 +301,11 @@ class Membership(Generic[C]):
         for first in range(0, len(everyone), WORD_BITS):
             chunk = everyone[first : first + WORD_BITS]
             word = sum(1 << i for i, rank in enumerate(chunk) if rank not in dead and rank not in evict)
-            # An admitted rank begins with the first part of a bitmap, so it is admitted by the last part of this one.
+            # An admitted rank begins with the first part of a bitmap, so it is admitted by the last
+            # part of this one.
             asking = self.fabric.asking() if admit and chunk[-1] == everyone[-1] else frozenset()
-            # The list of a rank may lag; the AND is the same for all, and has no rank that any member misses.
+            # The list of a rank may lag; the AND is the same for all, and has no rank that any
+            # member misses.
             agreed = self._agree(Phase.MEMBERS, word, asking)
             if agreed is None:
                 return None
@@ -300,7 +328,8 @@ class Membership(Generic[C]):
         return failing.ranks
 
     def _back_off(self, members: tuple[int, ...], fruitless: int, rows: Mapping[int, Row]) -> None:
-        """Pause before another round over the same members: a failure without a death may pass by itself."""
+        """Pause before another round over the same members: a failure without a death may pass by
+        itself."""
         if not self._alarmed(members):
             self.fabric.pause(min(LONGEST_PAUSE, FIRST_PAUSE * 5 ** (fruitless - 1)))
         if fruitless >= FRUITLESS:
@@ -310,7 +339,8 @@ class Membership(Generic[C]):
         """Raise NoCarrierError. All members come here after the same agreement."""
         said = [f"ranks {low} and {high} do not reach each other" for low, high in sorted(broken_links(rows))]
         said += [f"rank {rank}: {row.trouble}" for rank, row in sorted(rows.items()) if row.trouble]
-        # If this rank left before the others hold the result of that agreement, they would decide it again without it.
+        # If this rank left before the others hold the result of that agreement, they would decide
+        # it again without it.
         self.fabric.linger(FENCE_AFTER)
         raise NoCarrierError(
             f"the world cannot be repaired: nobody died, and {what}; fix what the ranks report: "
@@ -318,7 +348,8 @@ class Membership(Generic[C]):
         )
 
     def _settle(self) -> None:
-        """Wait until no new death is noticed for a while, where the carrier cannot stand one while it is built."""
+        """Wait until no new death is noticed for a while, where the carrier cannot stand one while
+        it is built."""
         since, known = self.fabric.now(), self.fabric.failed()
         while self.epoch and self.fabric.now() - since < self._carriers.settle:
             self.fabric.pause(0.001)
@@ -331,10 +362,14 @@ class Membership(Generic[C]):
         return Row(b"", record, epoch=self.epoch, before=self.members if tells else (), call=call)
 
     def _take_census(self, members: tuple[int, ...], mine: Row) -> dict[int, Row] | None:
-        """Send all rows to the lowest member, and the table back. None if a member died meanwhile."""
+        """Send all rows to the lowest member, and the table back.
+
+        None if a member died meanwhile.
+        """
         if not self._await_excluded_dead(members):
             return None
-        # The number of agreements is the same on all members, so as a tag it tells old messages from new ones.
+        # The number of agreements is the same on all members, so as a tag it tells old messages
+        # from new ones.
         me, root, tag = self.fabric.rank, members[0], 2 * self.fabric.agreements
         row = mine.to_bytes(me)
         try:
@@ -351,10 +386,12 @@ class Membership(Generic[C]):
         return dict(map(Row.from_bytes, unpack(table)))
 
     def _await_excluded_dead(self, members: tuple[int, ...]) -> bool:
-        """Wait until all excluded ranks are dead, and acknowledge their deaths. False if a member has died.
+        """Wait until all excluded ranks are dead, and acknowledge their deaths.
 
-        A dead rank cannot act any more. The wait goes on even after a member has died: the next agreement would
-        otherwise wait for an excluded rank that lives.
+        False if a member has died.
+
+        A dead rank cannot act any more. The wait goes on even after a member has died: the next
+        agreement would otherwise wait for an excluded rank that lives.
         """
         gone = self.fabric.participants - frozenset(members)
         deadline = self.fabric.now() + FENCE_AFTER
@@ -368,7 +405,10 @@ class Membership(Generic[C]):
         return not self._alarmed(members)
 
     def _complete(self, transfers: Sequence[Transfer], members: tuple[int, ...]) -> list[bytes]:
-        """Wait until all messages have arrived. Raises FabricError as soon as a member is known to be dead."""
+        """Wait until all messages have arrived.
+
+        Raises FabricError as soon as a member is known to be dead.
+        """
         pending = list(transfers)
         deadline = self.fabric.now() + CENSUS_LIMIT
         while pending := [transfer for transfer in pending if not transfer.done()]:
@@ -380,12 +420,16 @@ class Membership(Generic[C]):
         return [transfer.data for transfer in transfers]
 
     def _prepare(self, members: tuple[int, ...], mine: Row) -> tuple[C | None, Row]:
-        """Make a carrier for these members, not connected yet. None if that failed; the row says so."""
+        """Make a carrier for these members, not connected yet.
+
+        None if that failed; the row says so.
+        """
         carrier = None
         try:
             carrier = self._carriers.make(members)
             return carrier, replace(mine, offer=carrier.offer(), can_build=True)
-        # Of any kind: this rank takes part in the census all the same, or the others would wait for it.
+        # Of any kind: this rank takes part in the census all the same, or the others would wait for
+        # it.
         except Exception as error:
             trouble = f"no carrier could be made: {type(error).__name__}: {error}"
             self._report(trouble)
@@ -394,7 +438,8 @@ class Membership(Generic[C]):
             return None, replace(mine, offer=b"", can_build=False, own=mine.own + 1, trouble=trouble)
 
     def _fail_round(self, repair: _Repair[C], why: str) -> None:
-        """Free the carrier of a failed round and log the reason, since a lasting cause fails round after round."""
+        """Free the carrier of a failed round and log the reason, since a lasting cause fails round
+        after round."""
         self._report(f"repair, after agreement {self.fabric.agreements}: {why}; once more")
         if repair.carrier is not None:
             repair.carrier.free()
@@ -405,8 +450,8 @@ class Membership(Generic[C]):
     ) -> tuple[bool, Row]:
         """Build the carrier: whether that worked, and this rank's row.
 
-        A carrier that failed is not freed here. Peers may have built theirs already; freeing would break those, and
-        the census could not tell which rank failed.
+        A carrier that failed is not freed here. Peers may have built theirs already; freeing would
+        break those, and the census could not tell which rank failed.
         """
         try:
             carrier.build(
@@ -422,7 +467,10 @@ class Membership(Generic[C]):
         return True, mine
 
     def _close(self, built: bool) -> bool:
-        """Agree that the carrier was built everywhere. Otherwise one member may continue where another retries."""
+        """Agree that the carrier was built everywhere.
+
+        Otherwise one member may continue where another retries.
+        """
         return bool(self._agree(Phase.CLOSING, built))
 
     def _alarmed(self, members: tuple[int, ...]) -> bool:

@@ -1,15 +1,16 @@
 """How a rank ends: it leaves a marker that says how, and ends in a way that the other ranks notice.
 
-The other ranks notice SIGKILL within milliseconds and never notice `exit(1)`. So a rank either succeeds (closing
-callbacks, marker, exit 0 without MPI_Finalize, which can hang after a failure) or writes down why it failed and kills
-itself. The launcher's verdict is read from the markers:
+The other ranks notice SIGKILL within milliseconds and never notice `exit(1)`. So a rank either
+succeeds (closing callbacks, marker, exit 0 without MPI_Finalize, which can hang after a failure) or
+writes down why it failed and kills itself. The launcher's verdict is read from the markers:
 
     <run dir>/ranks/<rank>.log     time-stamped lines, tracebacks included
     <run dir>/ranks/<rank>.end     JSON: end, detail, time, and of an exception kind, place and whether it is ordinary;
                                    absent if the rank was killed from outside
     <run dir>/ranks/<rank>.stack   stacks of all threads, on SIGUSR2 and on a crash in native code
 
-A process is one rank, so there is one instance, `RANK_EXIT`. Its methods are also functions of this module.
+A process is one rank, so there is one instance, `RANK_EXIT`. Its methods are also functions of this
+module.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RankExit:
 
     def __init__(self) -> None:
         self._installed = False
-        # A forked child (a DataLoader worker) is not the rank and must not write or end in its name.
+        # A forked child (a DataLoader worker) is not the rank and must not write or end in its
+        # name.
         self._owner = os.getpid()
         # Acquired, and never released, by the thread that ends the process.
         self._ending = threading.Lock()
@@ -79,7 +81,10 @@ class RankExit:
         self._in_step = False
 
     def log(self, text: str) -> None:
-        """Append a time-stamped line to this rank's log; without a run directory, do nothing. Never raises."""
+        """Append a time-stamped line to this rank's log; without a run directory, do nothing.
+
+        Never raises.
+        """
         path = rank_file("log")
         if path is not None:
             FILES.append(path, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
@@ -96,7 +101,10 @@ class RankExit:
         rank: int | None = None,
         more: Mapping[str, object] | None = None,
     ) -> bool:
-        """Write the marker of this rank, or of `rank`, which was killed. Returns whether the launcher will find it."""
+        """Write the marker of this rank, or of `rank`, which was killed.
+
+        Returns whether the launcher will find it.
+        """
         path = rank_file("end", rank)
         if path is None:
             return True
@@ -104,7 +112,8 @@ class RankExit:
         data = json.dumps(marker).encode() + b"\n"
         if FILES.replace(path, data):
             return True
-        # The session is in memory: the launcher finds the marker there, and writes it to disk when there is room.
+        # The session is in memory: the launcher finds the marker there, and writes it to disk when
+        # there is room.
         job = told()
         if job is None or not job.session:
             return False
@@ -115,36 +124,52 @@ class RankExit:
         return True
 
     def speak_alone(self) -> None:
-        """Write to standard error without the prefix `[rank N]`: the reader of this rank's output knows its rank."""
+        """Write to standard error without the prefix `[rank N]`: the reader of this rank's output
+        knows its rank."""
         self._names_itself = False
 
     def in_step(self, inside: bool) -> None:
-        """Note that this rank enters a step, or has completed it. An exception does not complete a step."""
+        """Note that this rank enters a step, or has completed it.
+
+        An exception does not complete a step.
+        """
         self._in_step = inside
 
     def on_success(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the script has succeeded, before the marker is written. The last one goes first."""
+        """Call `callback` when the script has succeeded, before the marker is written.
+
+        The last one goes first.
+        """
         self._on_success.append(callback)
 
     def on_raise(self, callback: Callable[[BaseException], object]) -> None:
-        """Call `callback` before this rank dies of an exception. It may end the rank with a deeper cause."""
+        """Call `callback` before this rank dies of an exception.
+
+        It may end the rank with a deeper cause.
+        """
         self._on_raise.append(callback)
 
     def close(self) -> None:
-        """Run the remaining success callbacks. An exception in one of them ends this rank as any exception does."""
+        """Run the remaining success callbacks.
+
+        An exception in one of them ends this rank as any exception does.
+        """
         while self._on_success and self.is_rank():
             self._on_success.pop()()
 
     def die(
         self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
     ) -> NoReturn:
-        """Write the reason to the log, the marker and standard error, then SIGKILL this process. From any thread.
+        """Write the reason to the log, the marker and standard error, then SIGKILL this process.
 
-        The marker holds `detail`, one line for the launcher's verdict (the last line of `text` if not given), and
-        `more`.
+        From any thread.
+
+        The marker holds `detail`, one line for the launcher's verdict (the last line of `text` if
+        not given), and `more`.
         """
         self._enter_end()
-        # Reporting would wait for a reader of standard output, or for a lock that another thread holds.
+        # Reporting would wait for a reader of standard output, or for a lock that another thread
+        # holds.
         FILES.report = lambda text: None
         for write in (
             lambda: self.log(f"{how}: {text}"),
@@ -177,7 +202,8 @@ class RankExit:
         self.die(End.RAISED, where + text, detail, more)
 
     def succeed(self) -> NoReturn:
-        """End a rank whose script has succeeded: callbacks, flush, marker, exit 0 without MPI_Finalize."""
+        """End a rank whose script has succeeded: callbacks, flush, marker, exit 0 without
+        MPI_Finalize."""
         try:
             self.close()
             sys.stdout.flush()
@@ -191,11 +217,14 @@ class RankExit:
         _exit_process(0)
 
     def install(self, standalone: bool = False) -> None:
-        """Make every way out of this process end in `die` or `succeed`. A second call changes nothing.
+        """Make every way out of this process end in `die` or `succeed`.
 
-        At interpreter exit (threads joined, later atexit functions done) the rank succeeds. `standalone` is for a
-        script that `recover run` did not start: its uncaught exceptions and its `sys.exit(code)` are noted here. (A
-        bare `raise SystemExit(code)` cannot be seen from inside.) `recover run` installs before the script starts.
+        A second call changes nothing.
+
+        At interpreter exit (threads joined, later atexit functions done) the rank succeeds.
+        `standalone` is for a script that `recover run` did not start: its uncaught exceptions and
+        its `sys.exit(code)` are noted here. (A bare `raise SystemExit(code)` cannot be seen from
+        inside.) `recover run` installs before the script starts.
         """
         if self._installed:
             return
@@ -215,10 +244,11 @@ class RankExit:
             sys.exit = self._noting_code(sys.exit)  # type: ignore[assignment]
 
     def close_at_exit(self) -> None:
-        """For a process that is a world by itself: run the success callbacks when it ends, unless an exception ends it.
+        """For a process that is a world by itself: run the success callbacks when it ends, unless
+        an exception ends it.
 
-        Everything else is left to the script: it raises, exits and is debugged as any other. After `install` this
-        changes nothing.
+        Everything else is left to the script: it raises, exits and is debugged as any other. After
+        `install` this changes nothing.
         """
         if self._installed:
             return
@@ -237,7 +267,8 @@ class RankExit:
         return os.getpid() == self._owner
 
     def _is_ordinary(self, error: BaseException) -> bool:
-        """Whether the job can still succeed: a loss inside a step is repaired, and a scheduled fault was asked for.
+        """Whether the job can still succeed: a loss inside a step is repaired, and a scheduled
+        fault was asked for.
 
         Only the main thread is ever inside a step.
         """
@@ -282,13 +313,15 @@ class RankExit:
         return exit
 
     def _enter_end(self) -> None:
-        """Return in one thread only: two threads that end the process at once would mix their reasons."""
+        """Return in one thread only: two threads that end the process at once would mix their
+        reasons."""
         if self._ending.acquire(timeout=2 * _STDERR_PATIENCE):
             return
         _kill_self()  # the other thread is stuck
 
     def _write_stderr(self, text: str) -> None:
-        """Bypass sys.stderr, whose lock another thread may hold, and do not wait for a stuck reader."""
+        """Bypass sys.stderr, whose lock another thread may hold, and do not wait for a stuck
+        reader."""
         rank = process.rank()
         prefix = f"[rank {'?' if rank is None else rank}] " if self._names_itself else ""
         data = "".join(prefix + line + "\n" for line in text.rstrip().splitlines()).encode(errors="replace")
@@ -298,7 +331,8 @@ class RankExit:
 
 
 def rank_file(kind: str, rank: int | None = None) -> Path | None:
-    """`<run dir>/ranks/<rank>.<kind>`, by default of this rank; None if there is no run directory or no rank."""
+    """`<run dir>/ranks/<rank>.<kind>`, by default of this rank; None if there is no run directory
+    or no rank."""
     job, rank = told(), process.rank() if rank is None else rank
     if job is None or not job.run_dir or rank is None:
         return None
@@ -317,7 +351,8 @@ def words_file(session: Path, rank: int) -> Path:
 
 
 def place_of(trace: TracebackType | None) -> str:
-    """The innermost frame of the user's code; if there is none, of this package; otherwise of a library."""
+    """The innermost frame of the user's code; if there is none, of this package; otherwise of a
+    library."""
     import sysconfig  # here, because every rank would pay for it when it starts
 
     paths = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -16,8 +16,9 @@ def do_despite_losses(
 ) -> None:
     """Return once `act` has been completed by ranks that survived it.
 
-    Every survivor calls `act`, which decides whether this rank has something to do; after a death, all call it again.
-    `lost` is called with the ranks that died meanwhile and the seconds of the repair. `call`: the collective call.
+    Every survivor calls `act`, which decides whether this rank has something to do; after a death,
+    all call it again. `lost` is called with the ranks that died meanwhile and the seconds of the
+    repair. `call`: the collective call.
     """
     with world.call(call, lost):
         while True:

@@ -1,7 +1,8 @@
-"""Notes on slots: the microbatches that a rank computed when it raised, or when its peers killed it because it hung.
+"""Notes on slots: the microbatches that a rank computed when it raised, or when its peers killed it
+because it hung.
 
-Notes are files in the run directory (`ranks/<rank>.slot`), so all survivors read the same. They are written before the
-rank dies: so the repair that follows finds them.
+Notes are files in the run directory (`ranks/<rank>.slot`), so all survivors read the same. They are
+written before the rank dies: so the repair that follows finds them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class RunNotes:
     def read(self, step: int) -> Iterator[Note]:
         for path in sorted(self._directory.glob("*.slot")) if self._directory else ():
             try:
-                # From the disk only: other ranks cannot read a note that waits in this process for room on the disk.
+                # From the disk only: other ranks cannot read a note that waits in this process for
+                # room on the disk.
                 note = json.loads(FILES.disk.read(path))
             except (OSError, ValueError):
                 continue

@@ -1,15 +1,16 @@
 """Watchdogs: when a rank that is not known to be dead must be treated as dead.
 
-**Forgotten.** Open MPI's agreement was seen to lose its result on one survivor: the others hold it and are in the
-next agreement already, which then waits for the forgotten rank for ever. Once a rank holds the result of an agreement,
-all others get it within milliseconds; a rank that still waits seconds later has been forgotten. It ends itself, which
-makes it an ordinary death.
+**Forgotten.** Open MPI's agreement was seen to lose its result on one survivor: the others hold it
+and are in the next agreement already, which then waits for the forgotten rank for ever. Once a rank
+holds the result of an agreement, all others get it within milliseconds; a rank that still waits
+seconds later has been forgotten. It ends itself, which makes it an ordinary death.
 
-**Hung.** A process that is stopped, or stuck in the kernel, is not dead to Open MPI, and all wait for it. Two cases
-differ. *Stopped*: its heartbeat stands still, and the kernel says that it was stopped. That is proof, and a short limit
-is enough. *Stuck*: it is inside the step that others have come to vote on, and neither finishes a microbatch nor votes.
-That is no proof: a sample may be large, a file system may stall, a call may hold Python's lock (and with it the
-heartbeat). So the limit is long, and half of the replicas or more are never killed. A rank that hangs is killed by
+**Hung.** A process that is stopped, or stuck in the kernel, is not dead to Open MPI, and all wait
+for it. Two cases differ. *Stopped*: its heartbeat stands still, and the kernel says that it was
+stopped. That is proof, and a short limit is enough. *Stuck*: it is inside the step that others have
+come to vote on, and neither finishes a microbatch nor votes. That is no proof: a sample may be
+large, a file system may stall, a call may hold Python's lock (and with it the heartbeat). So the
+limit is long, and half of the replicas or more are never killed. A rank that hangs is killed by
 ranks of its host, so it can never wake up and write, and it becomes an ordinary death, too.
 """
 
@@ -43,7 +44,8 @@ class AgreementWatchdog:
         self._looked = float("-inf")
 
     def forgotten(self, waiting_in: int | None, held: bool, now: float) -> bool:
-        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its result already."""
+        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its
+        result already."""
         asleep, self._looked = now - self._looked > ASLEEP, now
         if waiting_in is None or not held:
             self._since = None
@@ -54,7 +56,9 @@ class AgreementWatchdog:
 
 
 class HangWatchdog:
-    """Judges from the signs of life of all ranks of this host which of them hang. Time counts only while this rank waits.
+    """Judges from the signs of life of all ranks of this host which of them hang.
+
+    Time counts only while this rank waits.
 
     `blamed(step)`: the slots of this step over which a replica was lost already.
     """
@@ -90,7 +94,10 @@ class HangWatchdog:
         self._warm = True
 
     def look(self, waiting: bool, signs: Mapping[int, Sign], now: float) -> dict[int, str]:
-        """The ranks that hang, and why. `waiting`: this rank is in a reduction, an agreement or a repair."""
+        """The ranks that hang, and why.
+
+        `waiting`: this rank is in a reduction, an agreement or a repair.
+        """
         if not waiting or now - self._looked > self._asleep:
             self._signs = {}  # count from zero
         self._looked = now
@@ -101,7 +108,8 @@ class HangWatchdog:
                 self._heard[rank] = now
             if beats or not sign.stopped:
                 self._ran[rank] = now
-        # A rank that waits for a silent one, inside an agreement or a reduction, is not stuck itself.
+        # A rank that waits for a silent one, inside an agreement or a reduction, is not stuck
+        # itself.
         self.hushed = [rank for rank in signs if now - self._heard[rank] > HUSHED]
         for rank, sign in signs.items():
             before = self._signs.get(rank)
@@ -126,8 +134,8 @@ class HangWatchdog:
         if not idle:
             self._tell_after = self.stuck_limit
             return {}
-        # By replicas: the other ranks of a stuck rank's replica look stuck, too. A cause that holds up half of the
-        # replicas is outside of them.
+        # By replicas: the other ranks of a stuck rank's replica look stuck, too. A cause that holds
+        # up half of the replicas is outside of them.
         if 2 * len(self._grid.replicas_of(idle)) >= len(self._grid.replicas_of(signs)):
             self._many = now
             self._tell(idle, signs)

@@ -7,8 +7,9 @@
 - If another rank of this host hangs while this one waits, it kills that rank.
 - If the link between members of the group is broken, it frees the group (`recover.world.links`).
 
-While the main thread is inside the protocol itself (an agreement, a repair) it holds the fabric's lock, and the watcher
-keeps out of the fabric: a rank that has voted ends only as the repair decides.
+While the main thread is inside the protocol itself (an agreement, a repair) it holds the fabric's
+lock, and the watcher keeps out of the fabric: a rank that has voted ends only as the repair
+decides.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ LOOK = 0.05  # seconds between two reads of the other ranks' signs of life
 class Watcher:
     """One per rank. `on_death` gets the set of all known deaths each time it has grown.
 
-    `waits`: whether this rank waits for others; only then may it find that one of them hangs. `look_at_links` and
-    `look_at_calls` (others may be in another collective call) are called with every read of the signs of life.
+    `waits`: whether this rank waits for others; only then may it find that one of them hangs.
+    `look_at_links` and `look_at_calls` (others may be in another collective call) are called with
+    every read of the signs of life.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Watcher:
             try:
                 self._look_for_deaths()
             except DeclaredDeadError as error:
-                # The main thread computes, or is in the script: it would learn of it at its next agreement only.
+                # The main thread computes, or is in the script: it would learn of it at its next
+                # agreement only.
                 end_declared_dead(self._own, error)
             finally:
                 self._fabric.lock.release()
@@ -129,7 +132,8 @@ class Watcher:
             self._board.kill(rank)
 
     def _write_down(self, rank: int, why: str, sign: Sign) -> None:
-        """Write the note before the rank dies: the repair that follows must find what it was computing."""
+        """Write the note before the rank dies: the repair that follows must find what it was
+        computing."""
         where = describe(sign.step, sign.suspects) if sign.step else ""
         self._own.log(f"fenced rank {rank}{where}: {why}")
         try:

@@ -1,4 +1,5 @@
-"""The world as a training step sees it: the living ranks, agreements, repair, and the cross-replica group."""
+"""The world as a training step sees it: the living ranks, agreements, repair, and the cross-replica
+group."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from recover.world.watchdog import HangWatchdog
 from recover.world.watcher import Watcher, end_declared_dead
 
 LINGER = 5.0  # seconds; longer than a rank that an agreement has forgotten takes to end itself
-# Seconds between two reads of the rows of other hosts, which are older than the interval at which agents write them.
+# Seconds between two reads of the rows of other hosts, which are older than the interval at which
+# agents write them.
 TOLD_AGAIN = 1.0
 CALLS_ELSEWHERE = 2.0  # seconds in one call after which this rank reads the calls of other hosts
 CALL_PATIENCE = 5.0  # seconds for a rank in a wrong call to come to its next agreement
@@ -64,11 +66,13 @@ class World:
         self._cross: CrossGroup | None = None
         self.evicted: dict[int, str] = {}  # evicted replicas, and why
         self.arrivals: tuple[int, ...] = ()  # admitted replicas that do not hold the state yet
-        # How many `recover.Step` the script has made: only the state of a single one can be handed to a joining rank.
+        # How many `recover.Step` the script has made: only the state of a single one can be handed
+        # to a joining rank.
         self.steps_made = 0
         self.hooks.coming = self._coming
-        # Failed operations of past epochs, with their buffers. After the closing agreement of a repair no rank is inside
-        # them any more; data that were in transit then have arrived once all ranks have been through the next agreement.
+        # Failed operations of past epochs, with their buffers. After the closing agreement of a
+        # repair no rank is inside them any more; data that were in transit then have arrived once
+        # all ranks have been through the next agreement.
         self._given_up: list[Work] = []
         self._drop = parts.drop
         self._stepped = 0  # the last step that this rank has completed
@@ -118,7 +122,10 @@ class World:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The living ranks, as last agreed. Before it has joined, a rank sees those of its own replica."""
+        """The living ranks, as last agreed.
+
+        Before it has joined, a rank sees those of its own replica.
+        """
         return self._membership.members
 
     @property
@@ -143,10 +150,13 @@ class World:
         return self._cross
 
     def agree(self, word: int = 1, phase: Phase | None = None) -> int | None:
-        """The bitwise AND of all members' words, the same on all survivors. This is the only commit point.
+        """The bitwise AND of all members' words, the same on all survivors.
 
-        None after a death: then every survivor gets None, and must call `repair`. Outside of a step and of other
-        collective calls, this is a collective call: `repair` raises CollectiveCallError if not all replicas made it.
+        This is the only commit point.
+
+        None after a death: then every survivor gets None, and must call `repair`. Outside of a step
+        and of other collective calls, this is a collective call: `repair` raises
+        CollectiveCallError if not all replicas made it.
         """
         if phase is None and not self._in_call:
             with self._announced(Call.AGREE):
@@ -168,7 +178,10 @@ class World:
 
     @property
     def asking(self) -> tuple[int, ...]:
-        """The replicas that this rank sees asking to join. Other ranks may see them earlier or later."""
+        """The replicas that this rank sees asking to join.
+
+        Other ranks may see them earlier or later.
+        """
         return self.grid.replicas_of(self._fabric.asking()) if self.steps_made < 2 else ()
 
     @contextmanager
@@ -177,8 +190,9 @@ class World:
     ) -> Iterator[None]:
         """A collective call of the API. The body runs once all replicas have come to the same call.
 
-        Raises CollectiveCallError on all replicas if some are in another call. `lost` is called with the ranks that
-        died meanwhile, and the seconds of the repair. Inside another collective call this does nothing.
+        Raises CollectiveCallError on all replicas if some are in another call. `lost` is called
+        with the ranks that died meanwhile, and the seconds of the repair. Inside another collective
+        call this does nothing.
         """
         if self._in_call or self.outside:
             yield
@@ -192,8 +206,8 @@ class World:
     def join(self, record: bytes) -> Census:
         """Ask the members to admit this rank, and wait for it without a limit.
 
-        Members admit whole replicas, in a repair that this rank then completes with them. `record`: this rank's record
-        in its census.
+        Members admit whole replicas, in a repair that this rank then completes with them. `record`:
+        this rank's record in its census.
         """
         self.hooks.beside("ask")
         if self._code is not None and (why := self._code.differs()):
@@ -213,11 +227,14 @@ class World:
         admit: bool = False,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> Census:
-        """Agree on the surviving members and exchange one record each. Afterwards `cross` is a new group.
+        """Agree on the surviving members and exchange one record each.
 
-        A rank that is excluded (its replica lost a rank, or it is in `evict`) does not return: it ends in a way that
-        the others notice. `admit`: admit ranks that all members see asking. `reasons`: why replicas in `evict` are
-        evicted, for all logs. Raises CollectiveCallError on all members if they come from different collective calls.
+        Afterwards `cross` is a new group.
+
+        A rank that is excluded (its replica lost a rank, or it is in `evict`) does not return: it
+        ends in a way that the others notice. `admit`: admit ranks that all members see asking.
+        `reasons`: why replicas in `evict` are evicted, for all logs. Raises CollectiveCallError on
+        all members if they come from different collective calls.
         """
         self.evicted |= reasons
         for replica, why in reasons.items():
@@ -253,20 +270,27 @@ class World:
         return f"rank {first}" if size == 1 else f"replica {replica} (ranks {first}-{last})"
 
     def let_go(self, why: str) -> None:
-        """Abort the collectives under way, so that this rank comes to its next agreement. From any thread."""
+        """Abort the collectives under way, so that this rank comes to its next agreement.
+
+        From any thread.
+        """
         if self._cross is not None:
             self._cross.break_off(why)
 
     def stop_watching(self) -> None:
-        """Stop reacting to deaths. The world is lost and all ranks end: a rank that saves its state must not end early."""
+        """Stop reacting to deaths.
+
+        The world is lost and all ranks end: a rank that saves its state must not end early.
+        """
         self._watcher.rest()
 
     def linger(self) -> None:
-        """Wait until the others hold the result of the last agreement, before this rank ends because of it.
+        """Wait until the others hold the result of the last agreement, before this rank ends
+        because of it.
 
-        Otherwise it could die while others have not received that result; they would decide the agreement again,
-        without it. A rank that was forgotten ends itself only when no rank is silent, since a stopped rank is fenced
-        first: hence the stopped limit is added.
+        Otherwise it could die while others have not received that result; they would decide the
+        agreement again, without it. A rank that was forgotten ends itself only when no rank is
+        silent, since a stopped rank is fenced first: hence the stopped limit is added.
         """
         with self._waits_here():
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
@@ -303,7 +327,10 @@ class World:
             self._leave_call()
 
     def _enter_call(self, call: int) -> None:
-        """Announce a call and its position. Calls that end without an agreement are numbered between two agreements."""
+        """Announce a call and its position.
+
+        Calls that end without an agreement are numbered between two agreements.
+        """
         before, agreements = self._last_position, self._fabric.agreements
         here = before + 1 if before and agreements_at(before) == agreements else position(agreements, 0)
         self._call, self._last_position, self._in_call = call, here, True
@@ -311,7 +338,10 @@ class World:
         self.board.announce(self.rank, call, here)
 
     def _leave_call(self) -> None:
-        """End the announcement. `_call` stays: if its agreement failed, the census of the repair reports it."""
+        """End the announcement.
+
+        `_call` stays: if its agreement failed, the census of the repair reports it.
+        """
         self._in_call = False
         self.board.announce(self.rank, 0, 0)
 
@@ -328,7 +358,8 @@ class World:
             raise CollectiveCallError(told)
 
     def _told_by_the_lost(self) -> str:
-        """The note of a rank that ended because it could not come to an agreement: not all replicas made its call."""
+        """The note of a rank that ended because it could not come to an agreement: not all replicas
+        made its call."""
         return next((note.why for note in self.notes.read(LEFT)), "")
 
     def _die_of_a_call(self, why: str) -> NoReturn:
@@ -343,11 +374,14 @@ class World:
         )
 
     def _look_at_calls(self, now: float) -> None:
-        """Called by the watcher. Find ranks that are in another call at the position of this rank's call.
+        """Called by the watcher.
 
-        All members must learn of that mistake: ranks that wait for data are woken, come to their next agreement, and
-        the census of the repair has all calls. A rank that cannot come there, because it waits inside its replica for a
-        rank in another call, ends and leaves a note with the reason.
+        Find ranks that are in another call at the position of this rank's call.
+
+        All members must learn of that mistake: ranks that wait for data are woken, come to their
+        next agreement, and the census of the repair has all calls. A rank that cannot come there,
+        because it waits inside its replica for a rank in another call, ends and leaves a note with
+        the reason.
         """
         calls = {rank: call for rank, call in self._calls_beside(now).items() if rank in self.members}
         if calls != self._seen_calls:
@@ -369,7 +403,8 @@ class World:
             self._die_of_a_call(why)
 
     def _calls_beside(self, now: float) -> dict[int, int]:
-        """The calls at this rank's position, by rank: of this host at once, of other hosts after a while."""
+        """The calls at this rank's position, by rank: of this host at once, of other hosts after a
+        while."""
         beside = self.board.calls_beside(self.rank)
         if beside and self._rows_told is not None and now - self._called_at > CALLS_ELSEWHERE:
             if now - self._read_rows_at > TOLD_AGAIN:
@@ -384,7 +419,10 @@ class World:
         return {*self.asking, *self.grid.replicas_of(let_in), *self.arrivals, *[self.replica] * self.outside}
 
     def _reduced(self) -> None:
-        """An operation of the cross group has succeeded. In a loop that never agrees, only this shows progress."""
+        """An operation of the cross group has succeeded.
+
+        In a loop that never agrees, only this shows progress.
+        """
         if not self._has_agreed:
             self.board.accomplish(self.rank)
 
@@ -392,7 +430,8 @@ class World:
     def _waits_here(self) -> Iterator[None]:
         """Around calls of the fabric, in which this rank waits for others.
 
-        A rank that was declared dead ends here. It must not return into the script, which might write files.
+        A rank that was declared dead ends here. It must not return into the script, which might
+        write files.
         """
         self._waiting += 1
         try:
@@ -407,13 +446,19 @@ class World:
         return bool(self._waiting) or self.worker.busy
 
     def _on_death(self, failed: frozenset[int]) -> None:
-        """Called by the watcher. It holds the fabric's lock, so this never runs in the middle of a repair."""
+        """Called by the watcher.
+
+        It holds the fabric's lock, so this never runs in the middle of a repair.
+        """
         if self._cross is not None and not failed.isdisjoint(self.members):
             self.noticed_at = self.noticed_at or time.time()
             self._cross.break_off()
 
     def _look_at_links(self, now: float) -> None:
-        """Called by the watcher. Ranks that are woken come to the vote, which fails, and a repair follows."""
+        """Called by the watcher.
+
+        Ranks that are woken come to the vote, which fails, and a repair follows.
+        """
         cross = self._cross
         if why := self._links.look(cross, self.epoch, bool(self._waiting), now):
             self._own.log(f"gave up a reduction: {why}")
@@ -421,7 +466,10 @@ class World:
             cross.break_off(why)
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
-        """Gloo and NCCL raise when a rank of this replica dies. Wait for the watcher to end this rank as an orphan."""
+        """Gloo and NCCL raise when a rank of this replica dies.
+
+        Wait for the watcher to end this rank as an orphan.
+        """
         deadline = self._fabric.now() + MATE_PATIENCE
         while self.grid.replica_size > 1 and self._fabric.now() < deadline:
             self._fabric.pause(0.01)
@@ -429,7 +477,8 @@ class World:
                 self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank meanwhile
 
     def _close(self) -> None:
-        """The closing agreement: no rank leaves before all survivors have ended their scripts, whoever dies meanwhile."""
+        """The closing agreement: no rank leaves before all survivors have ended their scripts,
+        whoever dies meanwhile."""
         if self.outside:
             return  # this rank was never a member, and nobody waits for it
         while self._finish() is None:
@@ -449,13 +498,17 @@ class World:
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
     def _finish(self) -> int | None:
-        """Run the closing actions, which after a death fall to another rank, then the closing agreement."""
+        """Run the closing actions, which after a death fall to another rank, then the closing
+        agreement."""
         for act in self.closing:
             act()
         return self._end()
 
     def _end(self) -> int | None:
-        """One closing agreement. Ranks that wait for this one inside a step are woken, and come to it by their vote."""
+        """One closing agreement.
+
+        Ranks that wait for this one inside a step are woken, and come to it by their vote.
+        """
         with self._announced(Call.END), self._waits_here():
             self.board.in_step(self.rank, ENDED)
             peers, mine = set(self.members) - {self.rank}, self.board.entered(self.rank)
@@ -469,7 +522,10 @@ class World:
 
     @contextmanager
     def _freeing_those_elsewhere(self) -> Iterator[None]:
-        """The same for ranks of other hosts. Their rows lag, so a rank must be seen in the same step twice."""
+        """The same for ranks of other hosts.
+
+        Their rows lag, so a rank must be seen in the same step twice.
+        """
         told, cross, through = self._rows_told, self.cross, threading.Event()
 
         def look() -> None:

@@ -35,10 +35,12 @@ def choose(
     link_timeout: float = LINK_TIMEOUT,
     token: str = "",
 ) -> DataCarriers:
-    """Return the factory of the named carrier. Some carriers need torch, so each is imported only on demand.
+    """Return the factory of the named carrier.
 
-    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `link_timeout`: seconds
-    after which a silent connection counts as lost. `token`: the job's.
+    Some carriers need torch, so each is imported only on demand.
+
+    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it.
+    `link_timeout`: seconds after which a silent connection counts as lost. `token`: the job's.
     """
     if name == "auto":
         on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())

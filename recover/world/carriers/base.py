@@ -21,7 +21,10 @@ TRIAL_LIMIT = 30.0  # seconds; a member whose own carrier failed does not take p
 
 
 class Ready:
-    """The moment at which data are complete, in the order of the device that makes them. On the host that is now."""
+    """The moment at which data are complete, in the order of the device that makes them.
+
+    On the host that is now.
+    """
 
     def __init__(self, *data: Data) -> None:
         """Record the caller's current stream on every device of `data`."""
@@ -47,12 +50,13 @@ class Ready:
 class DataCarrier(ABC):
     """The cross-replica group of one epoch: the ranks of all replicas that hold the same shard.
 
-    Operations run on the communication thread, take arrays and tensors of any real type on any device, and raise
-    CarrierError. They block, or return a completion that a device has yet to reach. `follow` is called before each of
-    them. A group of one sends nothing.
+    Operations run on the communication thread, take arrays and tensors of any real type on any
+    device, and raise CarrierError. They block, or return a completion that a device has yet to
+    reach. `follow` is called before each of them. A group of one sends nothing.
     """
 
-    # Whether a sum that has succeeded on this rank is right even if a peer has aborted it, or died since.
+    # Whether a sum that has succeeded on this rank is right even if a peer has aborted it, or died
+    # since.
     ends_cleanly = True
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int) -> None:
@@ -84,9 +88,9 @@ class DataCarrier(ABC):
     def follow(self, ready: Ready) -> None:
         """Order the next operation behind the caller's work on its buffers.
 
-        That holds for buffers that the operation reads, and for those that it writes to, which the caller's stream may
-        still be reading: without it a receive would overwrite them. The host waits; a carrier with a stream of its own
-        makes the stream wait.
+        That holds for buffers that the operation reads, and for those that it writes to, which the
+        caller's stream may still be reading: without it a receive would overwrite them. The host
+        waits; a carrier with a stream of its own makes the stream wait.
         """
         ready.wait()
 
@@ -107,7 +111,8 @@ class DataCarrier(ABC):
 
     @abstractmethod
     def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
-        """Send `out` to members of the group, by their number, and receive `into` from members at once; int64 only.
+        """Send `out` to members of the group, by their number, and receive `into` from members at
+        once; int64 only.
 
         Only the named members take part. Messages from one member to another arrive in order.
         """
@@ -132,10 +137,12 @@ class DataCarrier(ABC):
             )
 
     def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> bool:
-        """Wait for `work`, and free the carrier if a member dies meanwhile. Whether it took too long.
+        """Wait for `work`, and free the carrier if a member dies meanwhile.
 
-        The first member that reaches the limit frees the group, which ends the wait of others a moment before their
-        limit. They have only waited, too: hence 80% of it.
+        Whether it took too long.
+
+        The first member that reaches the limit frees the group, which ends the wait of others a
+        moment before their limit. They have only waited, too: hence 80% of it.
         """
         began = time.monotonic()
         while not work.wait(0.001) and not work.done:

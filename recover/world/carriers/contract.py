@@ -34,19 +34,25 @@ class Carrier(Protocol):
     ) -> None:
         """Build the carrier and try it once. Raises CarrierError.
 
-        `confirm(ok)` is an agreement: True if all members passed True. All members must call it equally often.
-        `alarmed()` says that a member has died: then a wait for it must end.
+        `confirm(ok)` is an agreement: True if all members passed True. All members must call it
+        equally often. `alarmed()` says that a member has died: then a wait for it must end.
         """
 
     def free(self) -> None:
-        """Wake all threads that are blocked in an operation. From any thread. The carrier cannot be used afterwards."""
+        """Wake all threads that are blocked in an operation.
+
+        From any thread. The carrier cannot be used afterwards.
+        """
 
 
 C_made = TypeVar("C_made", bound=Carrier, covariant=True)
 
 
 class Carriers(Protocol[C_made]):
-    """Makes the carrier of an epoch. `settle`: seconds without a new death before it may be built."""
+    """Makes the carrier of an epoch.
+
+    `settle`: seconds without a new death before it may be built.
+    """
 
     settle: float
 

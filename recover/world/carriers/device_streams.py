@@ -1,4 +1,6 @@
-"""The order of work on a device: streams, and events in them. Copies are enqueued here and run later, in stream order.
+"""The order of work on a device: streams, and events in them.
+
+Copies are enqueued here and run later, in stream order.
 
 An interface, so that the order of operations can be tested without a device.
 """
@@ -33,7 +35,8 @@ class Stream(Protocol):
 
 
 def hold_back(data: Any, event: Any) -> None:
-    """Order all later work of this thread on the device of `data` behind `event`, whatever its current device is."""
+    """Order all later work of this thread on the device of `data` behind `event`, whatever its
+    current device is."""
     if not getattr(data, "is_cuda", False):
         event.wait()
         return
@@ -43,7 +46,8 @@ def hold_back(data: Any, event: Any) -> None:
 
 
 def own_device() -> Any:
-    """This rank's GPU: the current device if one was chosen, otherwise by the rank's number on its host."""
+    """This rank's GPU: the current device if one was chosen, otherwise by the rank's number on its
+    host."""
     import torch
 
     if not torch.cuda.is_initialized():

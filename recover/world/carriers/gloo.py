@@ -1,11 +1,12 @@
 """The `gloo` carrier: torch's gloo over sockets that belong to the epoch.
 
-It makes no MPI communicator, so nothing can crash in one. Its weakness is that a waiter whose own peers live never
-hears of a death elsewhere; `gloo_sockets.py` wakes it.
+It makes no MPI communicator, so nothing can crash in one. Its weakness is that a waiter whose own
+peers live never hears of a death elsewhere; `gloo_sockets.py` wakes it.
 
-Peers find each other by the census, in which members alone take part: there is no store that listens. Gloo's listener
-accepts any connection that names a small number as a peer, so every connection must carry a proof before it is used:
-that its other end knows the job's token, which is never sent, in this epoch.
+Peers find each other by the census, in which members alone take part: there is no store that
+listens. Gloo's listener accepts any connection that names a small number as a peer, so every
+connection must carry a proof before it is used: that its other end knows the job's token, which is
+never sent, in this epoch.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PATIENCE = 10.0  # seconds; all members make the group at the same moment, and i
 # A slow replica is not a dead one: a waiter is woken by the watcher, not by gloo's clock.
 OPERATION_TIMEOUT = timedelta(hours=12)
 LOOK = 0.05  # seconds between two checks of the connections of a group in which this rank waits
-# Checks of a broken group without an error of gloo's, after which the wait is given up. They are counted, not timed: a
-# process that was stopped for a while has not waited.
+# Checks of a broken group without an error of gloo's, after which the wait is given up. They are
+# counted, not timed: a process that was stopped for a while has not waited.
 LOOKS = 10
 CALL = 2.0  # seconds that a member's listener may take to accept a connection, when a group could not be made
 
@@ -57,7 +58,10 @@ class _State(Enum):
 
 
 class _Task:
-    """A function on a thread of its own. If a peer dies meanwhile, it is left behind to run into its error."""
+    """A function on a thread of its own.
+
+    If a peer dies meanwhile, it is left behind to run into its error.
+    """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.error: Exception | None = None
@@ -153,13 +157,14 @@ class GlooCarrier(HostCarrier):
         self._meeting.open(words)
         self._await(alarmed, listeners)
         found = self._sockets.find_connections(self._listener, set(ports))
-        # There may be more connections than peers: strangers connect, too, and gloo gives them no peer to talk to.
+        # There may be more connections than peers: strangers connect, too, and gloo gives them no
+        # peer to talk to.
         if found < self.size - 1:
             self.free()
             raise CarrierError(f"gloo has {found} connections, {self.size - 1} were expected")
         self._enter(_State.PROVING)
-        # A process that reads the census sees the nonces; the proof needs the token, too. (Without a launcher of ours
-        # there is no token, and members alone take part in the census.)
+        # A process that reads the census sees the nonces; the proof needs the token, too. (Without
+        # a launcher of ours there is no token, and members alone take part in the census.)
         epoch = json.dumps([self.peers, nonces])
         self._task = _Task("recover-gloo-introduce", lambda: self._introduce(epoch))
         self._await(alarmed, listeners)
@@ -171,9 +176,12 @@ class GlooCarrier(HostCarrier):
                 self._state = state
 
     def _await(self, alarmed: Callable[[], bool], listeners: Mapping[int, tuple[str, int]]) -> None:
-        """Wait for the task under way. Raises CarrierError if it failed, took too long, or a member died.
+        """Wait for the task under way.
 
-        `listeners`: of all members. If it takes too long, the members that do not answer there are named.
+        Raises CarrierError if it failed, took too long, or a member died.
+
+        `listeners`: of all members. If it takes too long, the members that do not answer there are
+        named.
         """
         others = {rank: where for rank, where in listeners.items() if rank != self.peers[self.index]}
         deadline = time.monotonic() + PATIENCE
@@ -189,7 +197,8 @@ class GlooCarrier(HostCarrier):
 
     def _give_up(self, late: bool, others: Mapping[int, tuple[str, int]], ports: set[int]) -> NoReturn:
         self._sockets.find_connections(self._listener, ports)
-        # Before the group is freed: freeing breaks it for peers that only wait, and they would report a failure.
+        # Before the group is freed: freeing breaks it for peers that only wait, and they would
+        # report a failure.
         silent = unreached(others, CALL) if late else {}
         self.free()
         if not late:
@@ -224,7 +233,10 @@ class GlooCarrier(HostCarrier):
                 )
 
     def _proof(self, epoch: str, sender: int, receiver: int) -> bytearray:
-        """The proof that `sender` sends to `receiver`. It is valid for this pair and this epoch only."""
+        """The proof that `sender` sends to `receiver`.
+
+        It is valid for this pair and this epoch only.
+        """
         return bytearray(self._authenticator.mac(epoch, f"{sender} to {receiver}".encode()))
 
     def free(self) -> None:
@@ -266,7 +278,8 @@ class GlooCarrier(HostCarrier):
         ended: list[str] = []
 
         def wait() -> None:
-            # A wait with a limit would break the group for these; so they are waited for on another thread.
+            # A wait with a limit would break the group for these; so they are waited for on another
+            # thread.
             try:
                 works = [self._group.send([torch.from_numpy(data)], to, 1) for to, data in out.items()]
                 works += [self._group.recv([torch.from_numpy(data)], to, 1) for to, data in into.items()]
@@ -315,7 +328,10 @@ class GlooCarrier(HostCarrier):
             self._fail(str(error))
 
     def _see(self, through: Callable[[], bool]) -> None:
-        """Wait until `through()`, which takes LOOK seconds. Raises CarrierError if that will never happen."""
+        """Wait until `through()`, which takes LOOK seconds.
+
+        Raises CarrierError if that will never happen.
+        """
         looks = 0
         while not through():
             looks = looks + 1 if self._broken() else 0
@@ -336,7 +352,8 @@ class GlooCarrier(HostCarrier):
 
 
 class _Meeting(dist.Store):
-    """The store that gloo asks: it takes gloo's own address, and the census brings those of the others."""
+    """The store that gloo asks: it takes gloo's own address, and the census brings those of the
+    others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +362,8 @@ class _Meeting(dist.Store):
         self._asked = self._open = self._cancelled = False
 
     def own_words(self, task: _Task) -> dict[str, str] | None:
-        """What gloo has stored when it first asks for the others' words; None if `task` ends before that."""
+        """What gloo has stored when it first asks for the others' words; None if `task` ends before
+        that."""
         with self._changed:
             while not self._asked:
                 if task.wait():

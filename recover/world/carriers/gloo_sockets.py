@@ -1,8 +1,10 @@
-"""The sockets under a gloo group, which gloo itself does not show: found in /proc, duplicated, watched, shut down.
+"""The sockets under a gloo group, which gloo itself does not show: found in /proc, duplicated,
+watched, shut down.
 
-Gloo's own abort does not wake a thread that waits for a peer. A waiter is woken by shutting down duplicates of the
-group's sockets; closing gloo's own descriptors would crash it. Even then gloo forgets a waiter whose message was
-halfway through when its connection closed. Its group must never be destroyed, because destroying it waits for it.
+Gloo's own abort does not wake a thread that waits for a peer. A waiter is woken by shutting down
+duplicates of the group's sockets; closing gloo's own descriptors would crash it. Even then gloo
+forgets a waiter whose message was halfway through when its connection closed. Its group must never
+be destroyed, because destroying it waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _CARRIED = struct.Struct("=120x2Q")  # of the kernel's TCP_INFO: bytes that were
 
 
 class GroupSockets:
-    """Duplicates of the sockets of one group. Made before gloo's device, whose sockets are the ones that appear after.
+    """Duplicates of the sockets of one group.
+
+    Made before gloo's device, whose sockets are the ones that appear after.
 
     `link_timeout`: seconds after which the kernel closes a connection whose peer does not answer.
     """
@@ -43,7 +47,10 @@ class GroupSockets:
         raise CarrierError("gloo opened no listening socket")
 
     def find_connections(self, listener: int, ports: set[int]) -> int:
-        """Duplicate the sockets that connect this rank to its peers' listeners, at `ports`. How many there are."""
+        """Duplicate the sockets that connect this rank to its peers' listeners, at `ports`.
+
+        How many there are.
+        """
         found = []
         for candidate in self._new_sockets():
             try:
@@ -114,13 +121,16 @@ def is_connected(connection: socket.socket) -> bool:
 
 
 def bytes_carried(connection: socket.socket) -> int:
-    """Bytes that the peer has acknowledged, and bytes received from it; 0 on an old kernel, which does not count."""
+    """Bytes that the peer has acknowledged, and bytes received from it; 0 on an old kernel, which
+    does not count."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CARRIED.size)
     return sum(_CARRIED.unpack(info)) if len(info) == _CARRIED.size else 0
 
 
 def unreached(listeners: Mapping[int, tuple[str, int]], seconds: float) -> dict[int, str]:
-    """The ranks whose listener accepts no connection, with address and reason. All are tried at once.
+    """The ranks whose listener accepts no connection, with address and reason.
+
+    All are tried at once.
 
     A refused connection counts as reached: the kernel of that host has answered.
     """
@@ -144,8 +154,8 @@ def unreached(listeners: Mapping[int, tuple[str, int]], seconds: float) -> dict[
     return dict(found)
 
 
-# Groups with works that gloo may have forgotten. Not even the end of the process may destroy them: hence the reference
-# that Python does not count when it clears modules.
+# Groups with works that gloo may have forgotten. Not even the end of the process may destroy them:
+# hence the reference that Python does not count when it clears modules.
 _kept: list[tuple[Any, deque[Any]]] = []
 
 

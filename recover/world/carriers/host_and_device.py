@@ -1,7 +1,9 @@
-"""Two carriers as one: data on a GPU travel by the carrier of the device, data on the host by the carrier of the host.
+"""Two carriers as one: data on a GPU travel by the carrier of the device, data on the host by the
+carrier of the host.
 
-The small sums of a vote are made and read on the host. By way of the GPU they would queue behind all gradients, once
-for each copy and once for the sum; this way they travel while gradients are still summed.
+The small sums of a vote are made and read on the host. By way of the GPU they would queue behind
+all gradients, once for each copy and once for the sum; this way they travel while gradients are
+still summed.
 """
 
 from __future__ import annotations
@@ -63,13 +65,13 @@ class HostAndDevice(DataCarrier):
     ) -> None:
         """Build and try the host's carrier, then the device's.
 
-        NCCL cannot see that a member does not come, and waits for long. So it is tried only after all members have
-        confirmed the host's carrier.
+        NCCL cannot see that a member does not come, and waits for long. So it is tried only after
+        all members have confirmed the host's carrier.
         """
         try:
             parts = {rank: _parts(rank, offer) for rank, offer in offers.items()}
-            # The carrier whose build contains agreements goes first: a member that fails in the other one would
-            # otherwise be missing in those agreements.
+            # The carrier whose build contains agreements goes first: a member that fails in the
+            # other one would otherwise be missing in those agreements.
             self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
         except Exception:
             confirm(False)

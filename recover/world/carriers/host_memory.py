@@ -1,4 +1,7 @@
-"""Carriers that send from and receive into the memory of the host. Data on a device are copied there and back."""
+"""Carriers that send from and receive into the memory of the host.
+
+Data on a device are copied there and back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ Wait = Callable[[], object]
 
 
 class StagingByDevice:
-    """The pinned staging of each device of this process, made on first use. It outlives the epochs."""
+    """The pinned staging of each device of this process, made on first use.
+
+    It outlives the epochs.
+    """
 
     def __init__(self) -> None:
         self._staging: dict[Any, PinnedStaging] = {}
@@ -33,7 +39,10 @@ class StagingByDevice:
 
 
 class HostCarrier(DataCarrier):
-    """Subclasses move contiguous arrays of `WIRE_TYPES`. Such arrays on the host travel without a copy."""
+    """Subclasses move contiguous arrays of `WIRE_TYPES`.
+
+    Such arrays on the host travel without a copy.
+    """
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, staging: StagingByDevice) -> None:
         super().__init__(worker, peers, rank)
@@ -46,8 +55,9 @@ class HostCarrier(DataCarrier):
     def _kept_on_failure(self, *views: _HostView) -> Iterator[None]:
         """Keep the host copies of an operation that fails: the library may still write to them.
 
-        The failed work keeps this carrier, and the world keeps that work until the ranks have agreed again. Without
-        this the copies, which only the frames of the operation hold, would be freed as soon as the error is caught.
+        The failed work keeps this carrier, and the world keeps that work until the ranks have
+        agreed again. Without this the copies, which only the frames of the operation hold, would be
+        freed as soon as the error is caught.
         """
         try:
             yield
@@ -56,14 +66,18 @@ class HostCarrier(DataCarrier):
             raise
 
     def arrive(self) -> None:
-        """Wait for the peers at the beginning of an operation, where that is cheaper than in the library."""
+        """Wait for the peers at the beginning of an operation, where that is cheaper than in the
+        library."""
         return
 
     @abstractmethod
     def sum(self, source: Array, out: Array) -> None: ...
 
     def begin_sum(self, piece: Array) -> Wait | None:
-        """Begin a sum in place; None if it has ended already. Several may be under way, and are awaited in order."""
+        """Begin a sum in place; None if it has ended already.
+
+        Several may be under way, and are awaited in order.
+        """
         self.sum(piece, piece)
         return None
 
@@ -154,7 +168,8 @@ def _can_be_staged(data: Data) -> bool:
 
 
 class _HostView:
-    """A view of the caller's memory that the carrier can send, or a copy on the host where there is none."""
+    """A view of the caller's memory that the carrier can send, or a copy on the host where there is
+    none."""
 
     def __init__(self, data: Data) -> None:
         self._data = data

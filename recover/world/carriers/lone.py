@@ -1,4 +1,7 @@
-"""The carrier of a world of one: the sum over one replica is its own value. Data stay where they are."""
+"""The carrier of a world of one: the sum over one replica is its own value.
+
+Data stay where they are.
+"""
 
 from __future__ import annotations
 

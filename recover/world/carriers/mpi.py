@@ -1,9 +1,10 @@
 """The `mpi` carrier: Open MPI's collectives on a communicator that is made for the epoch.
 
-Open MPI crashes healthy ranks when a death is noticed inside a communicator constructor, or when a rank revokes
-a communicator that is half built on another rank. Two rules prevent both: constructors run only after no new death was
-noticed for a while (`settle`), and no rank revokes a communicator before an agreement has confirmed that all members
-have it. Communicators are never freed: freeing is a collective, and some members are dead.
+Open MPI crashes healthy ranks when a death is noticed inside a communicator constructor, or when a
+rank revokes a communicator that is half built on another rank. Two rules prevent both: constructors
+run only after no new death was noticed for a while (`settle`), and no rank revokes a communicator
+before an agreement has confirmed that all members have it. Communicators are never freed: freeing
+is a collective, and some members are dead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from recover.world.carriers.host_memory import HostCarrier, StagingByDevice
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.openmpi import OpenMPIFabric
 
-# A piece fits the cache, so that summing does not wait for memory. A large buffer at once was slower.
+# A piece fits the cache, so that summing does not wait for memory. A large buffer at once was
+# slower.
 PIECE = 4 << 20
 
 
@@ -132,7 +134,10 @@ class MpiCarrier(HostCarrier):
         self._call(self._comm.Barrier)
 
     def arrive(self) -> None:
-        """Wait for the peers without spinning. In a group that is freed meanwhile the operation then fails at once."""
+        """Wait for the peers without spinning.
+
+        In a group that is freed meanwhile the operation then fails at once.
+        """
         self._operation += 1
         operation, board = self._operation, self._fabric.board
         board.arrive(self._fabric.rank, operation)

@@ -1,12 +1,15 @@
-"""The `nccl` carrier: gradients stay on the GPUs. Its group is made for the epoch, and aborted, never repaired.
+"""The `nccl` carrier: gradients stay on the GPUs.
 
-The address of a group travels in the census, in which members alone take part: nothing listens for it. NCCL is called
-directly (`recover.world.carriers.nccl_library`), not through torch's process group, whose own watchdog may end the
-process, and which needs a store.
+Its group is made for the epoch, and aborted, never repaired.
 
-A kernel of NCCL that waits for a dead peer spins for ever. So the thread that learns of the death starts a thread that
-aborts the group, which may take a while. The abort ends the kernel, and with it the wait of every thread for the stream
-behind it. No other thread may be inside NCCL meanwhile. The next group is made when the abort has ended.
+The address of a group travels in the census, in which members alone take part: nothing listens for
+it. NCCL is called directly (`recover.world.carriers.nccl_library`), not through torch's process
+group, whose own watchdog may end the process, and which needs a store.
+
+A kernel of NCCL that waits for a dead peer spins for ever. So the thread that learns of the death
+starts a thread that aborts the group, which may take a while. The abort ends the kernel, and with
+it the wait of every thread for the stream behind it. No other thread may be inside NCCL meanwhile.
+The next group is made when the abort has ended.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ class NcclCarriers(DataCarriers):
 
 
 class NcclCarrier(DataCarrier):
-    # An abort ends the kernels of peers, too: they may take the contents of their buffers for the sum.
+    # An abort ends the kernels of peers, too: they may take the contents of their buffers for the
+    # sum.
     ends_cleanly = False
 
     def __init__(
@@ -206,7 +210,9 @@ class NcclCarrier(DataCarrier):
     def _run(
         self, operation: Callable[..., None], kept: object, results: Sequence[tuple[torch.Tensor, Data]]
     ) -> Rest:
-        """Enqueue an operation on the device. The completion waits for it, and copies results to the host.
+        """Enqueue an operation on the device.
+
+        The completion waits for it, and copies results to the host.
 
         `kept`: buffers that the device reads until then.
         """
@@ -252,7 +258,8 @@ class NcclCarrier(DataCarrier):
             raise CarrierError("the group was freed after a death")
 
     def _give_up(self) -> None:
-        """After an error: return when no work of this group runs on the device, so that its buffers can be reused."""
+        """After an error: return when no work of this group runs on the device, so that its buffers
+        can be reused."""
         self.free()
         assert self._abort_thread is not None
         self._abort_thread.join()

@@ -1,7 +1,7 @@
 """The functions of NCCL that a carrier needs, from the library that torch has loaded.
 
-All communicators are non-blocking: every call returns at once, and its progress is polled. So no thread is inside NCCL
-while another one aborts the communicator, which would be undefined behaviour.
+All communicators are non-blocking: every call returns at once, and its progress is polled. So no
+thread is inside NCCL while another one aborts the communicator, which would be undefined behaviour.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Nccl:
         self._library.ncclGetLastError.argtypes = [c_void_p]
         made, settings = POINTER(c_void_p), POINTER(_Settings)
         self._library.ncclCommInitRankConfig.argtypes = [made, c_int, _Id, c_int, settings]
-        # Two buffers, a count, a type and, but for a gather, an operation or a root; then communicator and stream.
+        # Two buffers, a count, a type and, but for a gather, an operation or a root; then
+        # communicator and stream.
         gather: list[Any] = [c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p]
         self._library.ncclAllGather.argtypes = gather
         self._library.ncclAllReduce.argtypes = [*gather[:4], c_int, *gather[4:]]
@@ -119,7 +120,10 @@ class Nccl:
         self._check(ended, comm, in_progress_too=True)
 
     def is_through(self, comm: int) -> bool:
-        """Whether the last call has been enqueued on the device. Raises CarrierError if the group is broken."""
+        """Whether the last call has been enqueued on the device.
+
+        Raises CarrierError if the group is broken.
+        """
         state = c_int()
         self._check(self._library.ncclCommGetAsyncError(comm, byref(state)), comm)
         self._check(state.value, comm, in_progress_too=True)

@@ -1,5 +1,8 @@
-"""Pinned staging: data of a device travel through the host in pieces. While one piece is copied down, another is on the
-wire, and a third is copied up. The pinned memory is allocated once, and kept."""
+"""Pinned staging: data of a device travel through the host in pieces.
+
+While one piece is copied down, another is on the wire, and a third is copied up. The pinned memory
+is allocated once, and kept.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class _Slot:
 
 
 class _OnTheWire:
-    """A piece whose operation was begun. The first thread that finds it complete copies it up, once."""
+    """A piece whose operation was begun.
+
+    The first thread that finds it complete copies it up, once.
+    """
 
     def __init__(self, slot: _Slot, room: torch.Tensor, target: torch.Tensor, wait: Wait | None) -> None:
         self._slot, self._room, self._target, self._wait = slot, room, target, wait
@@ -49,7 +55,8 @@ class _OnTheWire:
             if self._gone_up is None:
                 up.copy(self._target, self._room)
                 self._slot.stored = self._gone_up = up.record()
-                # This object may stay on the list until the next operation, and must keep no memory until then.
+                # This object may stay on the list until the next operation, and must keep no memory
+                # until then.
                 del self._target, self._room
                 self._wait = None
             return self._gone_up
@@ -60,8 +67,8 @@ class PinnedStaging:
 
     One operation at a time is begun. The last pieces of the one before may still be on the wire.
 
-    Order within a slot: the copy down waits for the copy up of the slot's last piece (`stored`), the wire waits for the
-    copy down (`loaded`), and the copy up waits for the wire.
+    Order within a slot: the copy down waits for the copy up of the slot's last piece (`stored`),
+    the wire waits for the copy down (`loaded`), and the copy up waits for the wire.
     """
 
     def __init__(
@@ -90,8 +97,8 @@ class PinnedStaging:
     ) -> Rest:
         """Pass each piece of `source` through `begin` on the host, in place, and copy it to `out`.
 
-        `begin` returns a wait if its result is not complete yet. `group` identifies the carrier. The completion waits
-        for the last pieces on the wire and the copies up.
+        `begin` returns a wait if its result is not complete yet. `group` identifies the carrier.
+        The completion waits for the last pieces on the wire and the copies up.
         """
         wire: torch.dtype = getattr(torch, wire_type(source))
         down, up = source.detach().view(-1), out.detach().view(-1)
@@ -102,7 +109,10 @@ class PinnedStaging:
         loaded: deque[tuple[_Slot, slice]] = deque()
 
         def load() -> None:
-            """Copy pieces into free slots. The slots of pieces on the wire are the last ones of `slots`."""
+            """Copy pieces into free slots.
+
+            The slots of pieces on the wire are the last ones of `slots`.
+            """
             while pieces and len(loaded) + len(on_the_wire) < SLOTS:
                 piece, slot = pieces.popleft(), slots[0]
                 slots.rotate(-1)
@@ -135,7 +145,10 @@ class PinnedStaging:
         return Rest(passed.synchronize, passed)
 
     def _end(self, last: _OnTheWire) -> None:
-        """Complete an operation whose last piece is on the wire. The next operation may have begun meanwhile."""
+        """Complete an operation whose last piece is on the wire.
+
+        The next operation may have begun meanwhile.
+        """
         try:
             last.store(self._up).synchronize()
         except Exception:
@@ -150,8 +163,9 @@ class PinnedStaging:
     def _take_turns(self, group: object) -> None:
         """Give the slots to `group`.
 
-        The library may still write to the slots of a carrier that has failed, until all members have been through
-        another agreement. So the next carrier gets other slots, and these are reused only by the one after it.
+        The library may still write to the slots of a carrier that has failed, until all members
+        have been through another agreement. So the next carrier gets other slots, and these are
+        reused only by the one after it.
         """
         if group is self._group and self._failed:
             raise CarrierError("an earlier operation of this group has failed")

@@ -10,9 +10,12 @@ from typing import Any
 
 
 class Rest:
-    """The end of an operation that a device has yet to reach. `wait` blocks until then, and may raise.
+    """The end of an operation that a device has yet to reach.
 
-    `passed`: the device's event of that end, if there is one: work that is ordered behind it finds the result.
+    `wait` blocks until then, and may raise.
+
+    `passed`: the device's event of that end, if there is one: work that is ordered behind it finds
+    the result.
     """
 
     def __init__(self, wait: Callable[[], object], passed: Any = None) -> None:
@@ -50,17 +53,22 @@ class Work:
         return self.done and self.error is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; whether it succeeded on this rank. Only the vote says whether it succeeded on all."""
+        """Wait for the end; whether it succeeded on this rank.
+
+        Only the vote says whether it succeeded on all.
+        """
         self._finished.wait(timeout)
         return self.ok
 
     def behind(self) -> Any:
-        """Wait until it has ended, or is enqueued on a device: then return the device's event of its end, else None."""
+        """Wait until it has ended, or is enqueued on a device: then return the device's event of
+        its end, else None."""
         self._handed_on.wait()
         return self._passed
 
     def run(self) -> Rest | None:
-        """Run it, or enqueue it on a device: then `finish` must be called with the returned completion."""
+        """Run it, or enqueue it on a device: then `finish` must be called with the returned
+        completion."""
         self.started.set()
         assert self._task is not None
         rest = self._try(self._task)
@@ -80,8 +88,8 @@ class Work:
         try:
             return part()
         except Exception as error:
-            # Its frames refer to this work, and so keep buffers, threads and sockets until the garbage collector
-            # finds the cycle.
+            # Its frames refer to this work, and so keep buffers, threads and sockets until the
+            # garbage collector finds the cycle.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
             return None
@@ -94,8 +102,11 @@ class Work:
 
 
 class Worker:
-    """A thread that runs operations in order. A second thread waits for completions of devices, in the same order, so
-    that the next operation is enqueued while the device is busy with the one before."""
+    """A thread that runs operations in order.
+
+    A second thread waits for completions of devices, in the same order, so that the next operation
+    is enqueued while the device is busy with the one before.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -123,7 +134,10 @@ class Worker:
             work.wait()
 
     def take_failed(self) -> list[Work]:
-        """The operations that failed. The caller keeps them until no library can write to their buffers any more."""
+        """The operations that failed.
+
+        The caller keeps them until no library can write to their buffers any more.
+        """
         failed, self._failed = self._failed, []
         return failed
 

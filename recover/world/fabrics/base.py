@@ -1,9 +1,10 @@
-"""The interface under the protocol: what membership needs of a message-passing library that survives deaths.
+"""The interface under the protocol: what membership needs of a message-passing library that
+survives deaths.
 
-Implementations: `openmpi.py` (mpi4py on Open MPI's ULFM), `etcd/` (keys in etcd, for jobs that must survive the loss of
-whole hosts) and `recover_lab.simulated_world` (many virtual ranks in one process, under a scheduler that can kill any
-of them at any call). The contract is as weak as Open MPI was measured to be, and the protocol may rely on nothing
-stronger.
+Implementations: `openmpi.py` (mpi4py on Open MPI's ULFM), `etcd/` (keys in etcd, for jobs that must
+survive the loss of whole hosts) and `recover_lab.simulated_world` (many virtual ranks in one
+process, under a scheduler that can kill any of them at any call). The contract is as weak as Open
+MPI was measured to be, and the protocol may rely on nothing stronger.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ WORD_BITS = 31  # an agreement carries one non-negative C int
 
 
 class FabricError(Exception):
-    """A point-to-point operation failed. Which error the library names is chance, so kinds are not distinguished."""
+    """A point-to-point operation failed.
+
+    Which error the library names is chance, so kinds are not distinguished.
+    """
 
 
 class WorldLostError(Exception):
-    """The world is lost: no rank can commit any more. Each replica holds the state of its last commit."""
+    """The world is lost: no rank can commit any more.
+
+    Each replica holds the state of its last commit.
+    """
 
 
 class DeclaredDeadError(Exception):
@@ -46,7 +53,8 @@ class Transfer(Protocol):
 
 
 class Lock(Protocol):
-    """Held by the thread that is in a phase of the protocol: no other thread may use the fabric meanwhile."""
+    """Held by the thread that is in a phase of the protocol: no other thread may use the fabric
+    meanwhile."""
 
     def acquire(self, blocking: bool = True) -> bool: ...
 
@@ -59,7 +67,10 @@ class Lock(Protocol):
 
 @dataclass(frozen=True)
 class Admission:
-    """Membership snapshot for a joining rank. All read it from the same decision, so it is the same on all."""
+    """Membership snapshot for a joining rank.
+
+    All read it from the same decision, so it is the same on all.
+    """
 
     number: int  # of the agreement that has admitted it; it takes part from the next one on
     participants: frozenset[int]  # of the next agreement
@@ -70,7 +81,10 @@ class NotAdmittedError(Exception):
 
 
 class Fabric(Protocol):
-    """The fabric of one rank. Numbers of ranks are never used twice: a rank that joins later gets a new one."""
+    """The fabric of one rank.
+
+    Numbers of ranks are never used twice: a rank that joins later gets a new one.
+    """
 
     rank: int
     size: int  # of the job at its start
@@ -81,39 +95,52 @@ class Fabric(Protocol):
 
     @property
     def agreements(self) -> int:
-        """How many agreements the job has completed, as far as this rank has been through them. The same on all."""
+        """How many agreements the job has completed, as far as this rank has been through them.
+
+        The same on all.
+        """
 
     @property
     def participants(self) -> frozenset[int]:
-        """The ranks whose votes the next agreement needs, except the dead. It changes by agreements only.
+        """The ranks whose votes the next agreement needs, except the dead.
 
-        An agreement that returns a word adds admitted ranks, and may remove dead ranks that all have acknowledged.
+        It changes by agreements only.
+
+        An agreement that returns a word adds admitted ranks, and may remove dead ranks that all
+        have acknowledged.
         """
 
     def agree(self, word: int, admit: frozenset[int] = frozenset()) -> int | None:
         """The bitwise AND of the words of all participants, the same on every survivor.
 
-        None on every survivor if a participant has died and not all ranks have acknowledged it. The words are then
-        lost. The word of a rank that died after it contributed may be counted. All living participants must take part.
+        None on every survivor if a participant has died and not all ranks have acknowledged it. The
+        words are then lost. The word of a rank that died after it contributed may be counted. All
+        living participants must take part.
 
-        Ranks that are in `admit` of all counted ranks, and live, are participants from the next agreement on. With a
-        result of None nobody is admitted.
+        Ranks that are in `admit` of all counted ranks, and live, are participants from the next
+        agreement on. With a result of None nobody is admitted.
         """
 
     def asking(self) -> frozenset[int]:
         """The ranks that ask to join, in whole replicas. It may lag, and differ between ranks."""
 
     def ask(self) -> Admission:
-        """For a joining rank: ask, and wait until it is admitted. It is then a participant like any other.
+        """For a joining rank: ask, and wait until it is admitted.
+
+        It is then a participant like any other.
 
         Raises NotAdmittedError when there is no job to join any more.
         """
 
     def failed(self) -> frozenset[int]:
-        """The ranks that this rank knows to be dead. It may lag behind other ranks, and never shrinks."""
+        """The ranks that this rank knows to be dead.
+
+        It may lag behind other ranks, and never shrinks.
+        """
 
     def acknowledge(self, only: frozenset[int] | None = None) -> frozenset[int]:
-        """Acknowledge known deaths, in the order of their notices, up to the first that is not in `only`.
+        """Acknowledge known deaths, in the order of their notices, up to the first that is not in
+        `only`.
 
         Returns all acknowledged deaths. Only these no longer fail an agreement.
         """
@@ -130,7 +157,8 @@ class Fabric(Protocol):
     def linger(self, seconds: float) -> None:
         """Wait until the others hold the result of the last agreement, for `seconds` at the most.
 
-        A rank that ends counts as dead: ranks without the result would have to decide the agreement again.
+        A rank that ends counts as dead: ranks without the result would have to decide the agreement
+        again.
         """
 
     def fence(self, rank: int) -> None:

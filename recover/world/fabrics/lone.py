@@ -1,4 +1,7 @@
-"""The fabric of a world of one: agreements need no other rank, and no other rank can die. Needs no MPI."""
+"""The fabric of a world of one: agreements need no other rank, and no other rank can die.
+
+Needs no MPI.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The fabric on Open MPI: mpi4py with ULFM, on the original communicator only.
 
-Which error a rank sees after a death is chance (process failed, revoked, "other"), so every MPI error counts as a
-failure. MPI_Finalize is never called: after a death it can hang.
+Which error a rank sees after a death is chance (process failed, revoked, "other"), so every MPI
+error counts as a failure. MPI_Finalize is never called: after a death it can hang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class NotFaultTolerantError(RuntimeError):
 
 
 def start_mpi() -> int:
-    """Initialise MPI; return the number of ranks. Raises NotFaultTolerantError if it cannot survive a death."""
+    """Initialise MPI; return the number of ranks.
+
+    Raises NotFaultTolerantError if it cannot survive a death.
+    """
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     name = MPI.Get_library_version().splitlines()[0]
@@ -60,7 +63,10 @@ def fault_tolerance_enabled() -> bool:
 
 
 class OpenMPIFabric:
-    """The fabric of one rank. The lock keeps other threads out of MPI during a phase of the protocol."""
+    """The fabric of one rank.
+
+    The lock keeps other threads out of MPI during a phase of the protocol.
+    """
 
     def __init__(self, board: Board) -> None:
         self.comm = MPI.COMM_WORLD
@@ -121,7 +127,8 @@ class OpenMPIFabric:
     ) -> None:
         """Sleep until `there(rank)` holds for all of `ranks` that are on this host and not excused.
 
-        Open MPI spins while it waits. A rank that is early would take the core from the rank that it waits for.
+        Open MPI spins while it waits. A rank that is early would take the core from the rank that
+        it waits for.
         """
         missing = [rank for rank in ranks if self.board.is_here(rank) and not there(rank)]
         if missing:

@@ -1,7 +1,9 @@
-"""The progress board: one row of counters per rank, in memory that every process of the host can read.
+"""The progress board: one row of counters per rank, in memory that every process of the host can
+read.
 
-It is written without any communication library, so it is right even when communication is stuck. The launcher reads
-from it whether a job makes progress; a rank reads from it whether an agreement has forgotten it, and which ranks hang.
+It is written without any communication library, so it is right even when communication is stuck.
+The launcher reads from it whether a job makes progress; a rank reads from it whether an agreement
+has forgotten it, and which ranks hang.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from recover.world.liveness.signs import Now, Sign, Suspects
 PID, STARTED, JOINED, ACCOMPLISHED = range(4)
 # Its position in the protocol, for the other ranks.
 ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
-# What it computes: the first slot (from 1 on; 0: none), the slots after it, as bits, and the difference between the
-# numbers of samples and slots.
+# What it computes: the first slot (from 1 on; 0: none), the slots after it, as bits, and the
+# difference between the numbers of samples and slots.
 SLOT, SLOTS, OFFSET = range(11, 14)
-# The epoch in which it waits for others (0: it does not), and a count that grows with the data it has carried.
+# The epoch in which it waits for others (0: it does not), and a count that grows with the data it
+# has carried.
 WAITS, CARRIED = range(14, 16)
-# Its activity, for monitoring (one of DOING), and since when, by the clock that all processes of a host share.
+# Its activity, for monitoring (one of DOING), and since when, by the clock that all processes of a
+# host share.
 DOES, SINCE = range(16, 18)
 # Its collective call (0: none), and the position of the call in the order of calls.
 CALL, POSITION = range(18, 20)
@@ -68,7 +72,10 @@ class Board:
         self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, COLUMNS)
 
     def claim(self, rank: int) -> None:
-        """Write this process's pid into its row. The launcher can ask it for its stack afterwards."""
+        """Write this process's pid into its row.
+
+        The launcher can ask it for its stack afterwards.
+        """
         me = os.getpid(), start_time(os.getpid())
         if (self._table[rank, PID], self._table[rank, STARTED]) != me:
             self._table[rank] = 0  # counts of an earlier process say nothing about this one
@@ -87,7 +94,8 @@ class Board:
     def pid(self, rank: int) -> int:
         """The pid of a rank on this host while it lives, otherwise 0."""
         pid = int(self._table[rank, PID])
-        # The pid of an ended process is used again by others; together with the start time it is unique.
+        # The pid of an ended process is used again by others; together with the start time it is
+        # unique.
         return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
 
     def _state(self, row: Sequence[int]) -> str:
@@ -122,14 +130,16 @@ class Board:
         return int(self._table[rank, ENTERED])
 
     def arrive(self, rank: int, operation: int) -> None:
-        """This rank is about to take part in operation number `operation` of its cross-replica group."""
+        """This rank is about to take part in operation number `operation` of its cross-replica
+        group."""
         self._table[rank, ARRIVED] = operation
 
     def arrived(self, rank: int) -> int:
         return int(self._table[rank, ARRIVED])
 
     def wait(self, rank: int, epoch: int, carried: int) -> None:
-        """This rank waits for others in this epoch (0: it does not); `carried` grows with the data it has carried."""
+        """This rank waits for others in this epoch (0: it does not); `carried` grows with the data
+        it has carried."""
         self._table[rank, CARRIED] = carried
         self._table[rank, WAITS] = epoch
 
@@ -161,7 +171,10 @@ class Board:
         self._table[rank, ACCOMPLISHED] += 1
 
     def compute(self, rank: int, suspects: Sequence[tuple[int, int]]) -> None:
-        """This rank computes these slots (and samples), as far as the row can hold them. None: it has finished."""
+        """This rank computes these slots (and samples), as far as the row can hold them.
+
+        None: it has finished.
+        """
         row = self._table[rank]
         row[SLOT] = 0
         if suspects:
@@ -210,8 +223,9 @@ class Board:
         row[CALL] = call
 
     def calls_beside(self, rank: int) -> dict[int, int]:
-        """The calls of the living ranks of this host that are at the position of `rank`, its own included; empty while
-        it is in none. A read in the middle of an announcement may show a call that was never made there."""
+        """The calls of the living ranks of this host that are at the position of `rank`, its own
+        included; empty while it is in none. A read in the middle of an announcement may show a call
+        that was never made there."""
         call, position = self._table[rank, [CALL, POSITION]].tolist()
         if not call:
             return {}
@@ -234,7 +248,8 @@ class Board:
         return signs_of(self.living(), self._table[me].tolist())
 
     def living(self) -> dict[int, tuple[list[int], str]]:
-        """The rows of the living ranks of this host, each with the state of its process as the kernel's letter."""
+        """The rows of the living ranks of this host, each with the state of its process as the
+        kernel's letter."""
         claimed = np.flatnonzero(self._table[:, PID])
         rows = zip(claimed.tolist(), self._table[claimed].tolist(), strict=True)
         return {rank: (row, state) for rank, row in rows if (state := self._state(row))}
@@ -256,7 +271,10 @@ class Board:
             self._table[rank, DOES] = what
 
     def held_by_others(self, agreement: int) -> bool:
-        """Whether a living rank of this host holds the result of an agreement. A result that only dead ranks held is lost."""
+        """Whether a living rank of this host holds the result of an agreement.
+
+        A result that only dead ranks held is lost.
+        """
         if (
             int(self._table[:, FINISHED].max()) < agreement
         ):  # nearly always, and cheaper than checking processes
@@ -300,7 +318,10 @@ def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
 
 
 def now_of(row: Sequence[int], clock: int) -> Now:
-    """The activity in a row. `clock`: the time by the clock of its column `SINCE`, in nanoseconds."""
+    """The activity in a row.
+
+    `clock`: the time by the clock of its column `SINCE`, in nanoseconds.
+    """
     return Now(
         DOING[row[DOES]],
         max(0.0, (clock - row[SINCE]) / 1e9) if row[SINCE] else 0.0,

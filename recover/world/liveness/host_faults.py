@@ -36,7 +36,8 @@ class HostTroubles:
         self._gpus.poll()
 
     def look(self, pid: int) -> tuple[list[str], list[str]]:
-        """Messages of the kernel about a process that has just died, or about hardware, and messages of the GPUs."""
+        """Messages of the kernel about a process that has just died, or about hardware, and
+        messages of the GPUs."""
         self.poll()
         since = time.monotonic() - _RECENT
         said = [

@@ -1,7 +1,8 @@
 """The rows of ranks on other hosts, as a file in the session of this host.
 
-Agents exchange the rows of their ranks; each writes what it receives into its session. The rows are those of the board,
-except that the column `SINCE` is in nanoseconds since 1970: the monotonic clock of a host means nothing on another one.
+Agents exchange the rows of their ranks; each writes what it receives into its session. The rows are
+those of the board, except that the column `SINCE` is in nanoseconds since 1970: the monotonic clock
+of a host means nothing on another one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The contents of an agreement in etcd: keys, votes, decisions, and the transactions that read and write them."""
+"""The contents of an agreement in etcd: keys, votes, decisions, and the transactions that read and
+write them."""
 
 from __future__ import annotations
 
@@ -29,17 +30,20 @@ from recover.world.fabrics.etcd.client import (
 DECISION, ENDED = "seen/decision", "seen/ended"
 DEAD, ASKING, CLAIM, VOTE = "seen/dead/", "seen/asking/", "claim/", "vote/"
 TOLD = "seen/told/"
-# Once an agreement is decided, all living ranks have voted, so they have received all messages before it.
+# Once an agreement is decided, all living ranks have voted, so they have received all messages
+# before it.
 THROUGH = (delete_all(VOTE), delete_all("mail/"), delete_all(TOLD))
 # Every transaction about an agreement reads this: how many have voted, not what they voted.
 VOTE_COUNT = (get(DECISION), get_all(DEAD), count(VOTE))
 # All of it at one revision, for a rank that is about to decide.
 VOTE_SNAPSHOT = (*VOTE_COUNT, get_all(VOTE), get_all(ASKING))
-# Replicas that one decision may delete and admit, at the most: etcd takes 128 operations in a transaction.
+# Replicas that one decision may delete and admit, at the most: etcd takes 128 operations in a
+# transaction.
 FORGOTTEN, JOINED = 20, 15
 # Operations in a transaction and the one inside of it together, as etcd counts them, at the most.
 OPERATIONS = 120
-# Others whose votes every vote compares with its own. With more of them, only the last voter compares.
+# Others whose votes every vote compares with its own. With more of them, only the last voter
+# compares.
 COMPARED = 8
 
 
@@ -107,14 +111,16 @@ class Decision:
 
     @classmethod
     def in_place(cls, found: KeyValue) -> Decision | None:
-        """Parse a decision; None for an earlier one that was put back: its key's version is not its number."""
+        """Parse a decision; None for an earlier one that was put back: its key's version is not its
+        number."""
         decision = cls.of(found)
         return decision if decision.number == found.version else None
 
 
 @dataclass(frozen=True)
 class VoteCount:
-    """How many agreements were decided, how many votes there were, and the dead, at one revision of the store."""
+    """How many agreements were decided, how many votes there were, and the dead, at one revision of
+    the store."""
 
     revision: int
     decided: int  # how many agreements
@@ -147,7 +153,8 @@ class VoteSnapshot:
 def decided(
     snapshot: VoteSnapshot, participants: frozenset[int], replica_size: int, by: int
 ) -> tuple[bytes, list[Operation]]:
-    """The decision that follows from the votes of all living replicas, and the deletions that go with it."""
+    """The decision that follows from the votes of all living replicas, and the deletions that go
+    with it."""
     declared = participants & snapshot.count.dead
     # A replica that has lost a rank is lost.
     dead = participants - intact(participants, declared, replica_size)
@@ -159,7 +166,8 @@ def decided(
         joined = first_of(whole(admitted, replica_size), replica_size * JOINED)
         participants = participants - dead | joined
     content = _content(snapshot.count.decided + 1, word, dead, joined, participants, by)
-    # Keys of replicas that have left, or lost a rank while they asked: such a replica can never be whole again.
+    # Keys of replicas that have left, or lost a rank while they asked: such a replica can never be
+    # whole again.
     gone = {rank // replica_size for rank in snapshot.count.dead - participants}
     cleaned = [
         delete_range(*(key_of(kind, rank * replica_size) for rank in (replica, replica + 1)))
@@ -174,13 +182,16 @@ def decided(
 
 
 def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int) -> list[Operation]:
-    """Write a vote; and the decision with it, if it is the last vote, all are equal, and nobody is dead or admitted.
+    """Write a vote; and the decision with it, if it is the last vote, all are equal, and nobody is
+    dead or admitted.
 
-    The caller guards that there is no such vote yet and that the agreement is open. Etcd itself compares the others'
-    votes with the bytes that each of them would have signed: so no forged vote can take part.
+    The caller guards that there is no such vote yet and that the agreement is open. Etcd itself
+    compares the others' votes with the bytes that each of them would have signed: so no forged vote
+    can take part.
     """
     write = [put(key_of(VOTE, rank), vote.to_bytes())]
-    # The guards of the vote take up to two operations for each rank of the replica: its death, and its host's lease.
+    # The guards of the vote take up to two operations for each rank of the replica: its death, and
+    # its host's lease.
     decision = unanimous(rank, vote, participants, replica_size, min(COMPARED, OPERATIONS - 2 * replica_size))
     return write if decision is None else [either(*decision, write)]
 
@@ -188,8 +199,10 @@ def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int)
 def unanimous(
     rank: int, vote: Vote, participants: frozenset[int], replica_size: int, most: int
 ) -> tuple[list[Operation], list[Operation]] | None:
-    """Guards that all other votes equal this one, and the decision that follows. None where more than `most` others
-    would have to be compared, or somebody is admitted."""
+    """Guards that all other votes equal this one, and the decision that follows.
+
+    None where more than `most` others would have to be compared, or somebody is admitted.
+    """
     others = sorted(leaders(participants, replica_size) - {rank})
     if vote.admit or len(others) > most:
         return None
@@ -209,10 +222,12 @@ def check_kept(count: VoteCount, through: int) -> None:
 
 
 def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None:
-    """Declare `rank` dead, for all ranks and permanently. The caller has seen its process end, or must end it.
+    """Declare `rank` dead, for all ranks and permanently.
 
-    Nothing is written if its keys were deleted already (it has no claim any more). Before the first agreement a rank
-    may not have its claim yet, so it is written then in any case.
+    The caller has seen its process end, or must end it.
+
+    Nothing is written if its keys were deleted already (it has no claim any more). Before the first
+    agreement a rank may not have its claim yet, so it is written then in any case.
     """
     key = key_of(DEAD, rank)
     write = [put(key, why.encode())]

@@ -1,13 +1,15 @@
 """A small client of etcd's JSON gateway, on the standard library alone.
 
-Timeouts are short: the client fails over to the next member of the cluster, and the timeout is how long a job pauses
-when a member is lost. They grow while no member answers in time, and shrink again: a network may be slow. A request
-without an answer may have been carried out all the same. So every write is a transaction that does no harm when it is
-carried out twice, or late, and it is repeated until there is an answer.
+Timeouts are short: the client fails over to the next member of the cluster, and the timeout is how
+long a job pauses when a member is lost. They grow while no member answers in time, and shrink
+again: a network may be slow. A request without an answer may have been carried out all the same. So
+every write is a transaction that does no harm when it is carried out twice, or late, and it is
+repeated until there is an answer.
 
-A client that has the job's token seals every value that it writes or compares, for its key, and checks every value that
-it reads: a value that was not written with the token, for this very key, is left out and named in the log. Guards on
-values still work, since the same value under the same key is sealed to the same bytes.
+A client that has the job's token seals every value that it writes or compares, for its key, and
+checks every value that it reads: a value that was not written with the token, for this very key, is
+left out and named in the log. Guards on values still work, since the same value under the same key
+is sealed to the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ Operation = Mapping[str, Any]
 
 
 class EtcdError(WorldLostError):
-    """Etcd has refused a request, and would refuse it again. This rank cannot take part in agreements any more."""
+    """Etcd has refused a request, and would refuse it again.
+
+    This rank cannot take part in agreements any more.
+    """
 
 
 class LostDataError(EtcdError):
@@ -51,8 +56,11 @@ class LostDataError(EtcdError):
 
 
 class UnansweredError(EtcdError):
-    """No endpoint has answered the request. It may have been carried out, or not, or may be carried out later.
-    `remedy`: what helps, if an endpoint has given a reason."""
+    """No endpoint has answered the request.
+
+    It may have been carried out, or not, or may be carried out later. `remedy`: what helps, if an
+    endpoint has given a reason.
+    """
 
     def __init__(self, text: str, remedy: str = "") -> None:
         super().__init__(text)
@@ -75,7 +83,8 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a transaction: which branch ran, the store's revision, and what each of its reads has found."""
+    """The result of a transaction: which branch ran, the store's revision, and what each of its
+    reads has found."""
 
     succeeded: bool
     revision: int
@@ -112,7 +121,10 @@ def none_under(prefix: str) -> Operation:
 
 
 def unchanged_since(prefix: str, revision: int) -> Operation:
-    """No key under `prefix` was written after `revision`. (True as well if there is no such key.)"""
+    """No key under `prefix` was written after `revision`.
+
+    (True as well if there is no such key.)
+    """
     end = {"range_end": after(prefix)}
     return {"key": prefix, **end, "target": "MOD", "result": "LESS", "mod_revision": revision + 1}
 
@@ -162,10 +174,13 @@ def after(prefix: str) -> str:
 
 
 class EtcdClient:
-    """A client of one cluster, by one or several endpoints (`host:port`, `unix:/path`). Each thread has its own connection.
+    """A client of one cluster, by one or several endpoints (`host:port`, `unix:/path`).
 
-    All keys are relative to `prefix`. `patience`: seconds that a request is repeated while no endpoint answers.
-    `token`: the job's; values are sealed and checked with it. None: they are written and read unchanged.
+    Each thread has its own connection.
+
+    All keys are relative to `prefix`. `patience`: seconds that a request is repeated while no
+    endpoint answers. `token`: the job's; values are sealed and checked with it. None: they are
+    written and read unchanged.
     """
 
     def __init__(
@@ -199,7 +214,10 @@ class EtcdClient:
     def txn(
         self, compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
     ) -> Answer:
-        """If all of `compare` holds, do `then`, else `otherwise`, atomically. (Use `read` for reading.)"""
+        """If all of `compare` holds, do `then`, else `otherwise`, atomically.
+
+        (Use `read` for reading.)
+        """
         body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
         out = self.ask("/v3/kv/txn", self._encoded(body))
         reads = [one["response_range"] for one in out.get("responses", []) if "response_range" in one]
@@ -213,8 +231,9 @@ class EtcdClient:
     def read(self, *reads: Operation) -> Answer:
         """Several reads at one revision.
 
-        Etcd before 3.5.7 may crash over a transaction that only reads, if its client disconnects meanwhile
-        (etcd-io/etcd#14110). So this transaction has a write, behind a guard that never holds.
+        Etcd before 3.5.7 may crash over a transaction that only reads, if its client disconnects
+        meanwhile (etcd-io/etcd#14110). So this transaction has a write, behind a guard that never
+        holds.
         """
         return self.txn([version_is("", -1)], [put("never", b"")], reads)
 
@@ -223,7 +242,8 @@ class EtcdClient:
         return next(iter(self.authentic(out.get("kvs", []))), None)
 
     def get_all(self, prefix: str = "", since: int = 0) -> tuple[tuple[KeyValue, ...], int]:
-        """All keys under `prefix` that were written at revision `since` or later, and the store's revision."""
+        """All keys under `prefix` that were written at revision `since` or later, and the store's
+        revision."""
         keys = {"key": self.prefix + prefix, "range_end": after(self.prefix + prefix)}
         body = {name: to_base64(key) for name, key in keys.items()} | {"min_mod_revision": since}
         out = self.ask("/v3/kv/range", body)
@@ -242,7 +262,8 @@ class EtcdClient:
         self.ask("/v3/kv/deleterange", body)
 
     def grant(self, ttl: float) -> tuple[int, int]:
-        """A new lease, and its seconds as granted: etcd counts whole seconds, and grants no very short lease."""
+        """A new lease, and its seconds as granted: etcd counts whole seconds, and grants no very
+        short lease."""
         granted = self.ask("/v3/lease/grant", {"TTL": math.ceil(ttl)})
         return int(granted["ID"]), int(granted["TTL"])
 
@@ -261,7 +282,10 @@ class EtcdClient:
         return str(self.ask("/v3/maintenance/status", {})["version"])
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask one endpoint after the other until one answers. Raises UnansweredError after `patience` seconds."""
+        """Ask one endpoint after the other until one answers.
+
+        Raises UnansweredError after `patience` seconds.
+        """
         deadline, logins = time.monotonic() + self.patience, 0
         while True:
             try:
@@ -329,7 +353,8 @@ class EtcdClient:
         )
 
     def forget_login(self, headers: Mapping[str, str] | None = None) -> None:
-        """Log in again for the next request, unless another thread has since a request was sent with `headers`."""
+        """Log in again for the next request, unless another thread has since a request was sent
+        with `headers`."""
         if headers is None or headers.get("Authorization", "") == self._token:
             self._token = None
 
@@ -394,7 +419,8 @@ class EtcdClient:
             raise
 
     def _encoded(self, part: Any) -> Any:
-        """A request as the gateway takes it: keys under the prefix, values sealed for their keys, both in base64."""
+        """A request as the gateway takes it: keys under the prefix, values sealed for their keys,
+        both in base64."""
         if isinstance(part, list):
             return [self._encoded(one) for one in part]
         encoded = {}
@@ -414,7 +440,10 @@ class EtcdClient:
     def authentic(
         self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
     ) -> tuple[KeyValue, ...]:
-        """The values that carry the job's MAC, unsealed, and deletions, which have no value. Others go into `forged`."""
+        """The values that carry the job's MAC, unsealed, and deletions, which have no value.
+
+        Others go into `forged`.
+        """
         kept = []
         for one in map(self._decoded, found):
             if self._authenticator is None or not one.version:

@@ -1,8 +1,9 @@
 """How a process enters a job in etcd: it checks that it is the right job, and claims its rank.
 
-Numbers of ranks are never used twice. Those from 0 on start the job; each is claimed once, before the first agreement
-is decided. An agent that places a joining replica takes the next numbers: the version of the key `ids` counts the
-placed replicas, and each of their ranks has an empty claim from then on, which its process fills.
+Numbers of ranks are never used twice. Those from 0 on start the job; each is claimed once, before
+the first agreement is decided. An agent that places a joining replica takes the next numbers: the
+version of the key `ids` counts the placed replicas, and each of their ranks has an empty claim from
+then on, which its process fills.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ class EnteredJob:
 
 
 def place(client: EtcdClient) -> range:
-    """Take the numbers of a joining replica, before its processes are started. Raises NotAdmittedError without a job.
+    """Take the numbers of a joining replica, before its processes are started.
 
-    If the replica does not start, `declare` one of them dead: the next decision deletes the keys of all.
+    Raises NotAdmittedError without a job.
+
+    If the replica does not start, `declare` one of them dead: the next decision deletes the keys of
+    all.
     """
     return place_replica(client)
 
@@ -61,7 +65,8 @@ def place_replica(
 ) -> range:
     """The same, in one transaction with `record`, the writes about these numbers.
 
-    Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most` numbers.
+    Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most`
+    numbers.
     """
     me = uuid.uuid4().hex.encode()
     while True:
@@ -126,8 +131,11 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
 
 
 def ask(client: EtcdClient, rank: int, claim: bytes) -> None:
-    """Ask to be admitted. The request names the process, as the claim does; the guards let it happen once only, also if
-    it is carried out late."""
+    """Ask to be admitted.
+
+    The request names the process, as the claim does; the guards let it happen once only, also if it
+    is carried out late.
+    """
     mine = key_of(CLAIM, rank)
     guards = [version_is(mine, CLAIMED), value_is(mine, claim), absent(key_of(DEAD, rank)), absent(ENDED)]
     client.txn(guards, [put(mine, claim), put(key_of(ASKING, rank), claim)])

@@ -1,8 +1,9 @@
-"""The errors of etcd in one table: which are retried, which need a new login, which are final, and the remedies.
+"""The errors of etcd in one table: which are retried, which need a new login, which are final, and
+the remedies.
 
-Etcd answers with gRPC's code and a text. The text decides first: some codes cover both kinds of error
-(RESOURCE_EXHAUSTED: too many requests, or a full database), and some errors reach the gateway without a code of their
-own (`auth: revision in header is old` comes as UNKNOWN, status 500).
+Etcd answers with gRPC's code and a text. The text decides first: some codes cover both kinds of
+error (RESOURCE_EXHAUSTED: too many requests, or a full database), and some errors reach the gateway
+without a code of their own (`auth: revision in header is old` comes as UNKNOWN, status 500).
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ TEXTS: tuple[tuple[str, Kind, str], ...] = (
     ),
 )
 
-# gRPC's codes, for texts that are not in the table. UNKNOWN and INTERNAL are retried: that does no harm, since every
-# write may be carried out twice, and one failing member must not end a job that has two others.
+# gRPC's codes, for texts that are not in the table. UNKNOWN and INTERNAL are retried: that does no
+# harm, since every write may be carried out twice, and one failing member must not end a job that
+# has two others.
 CODES: dict[int, Kind] = {
     1: Kind.RETRY,  # CANCELLED
     2: Kind.RETRY,  # UNKNOWN
@@ -84,7 +86,10 @@ PERMISSION_DENIED = 7
 
 
 def classify(code: int, status: int, said: str) -> tuple[Kind, str]:
-    """The reaction to an error, and the remedy, if one is known. `code`: gRPC's, 0 if none came; `status`: HTTP's."""
+    """The reaction to an error, and the remedy, if one is known.
+
+    `code`: gRPC's, 0 if none came; `status`: HTTP's.
+    """
     for text, kind, remedy in TEXTS:
         if text in said:
             return kind, remedy
@@ -97,7 +102,8 @@ def classify(code: int, status: int, said: str) -> tuple[Kind, str]:
 
 
 def read_error(answer: object) -> tuple[int, str]:
-    """The code and the text of an error as the gateway writes it: flat, or, in a stream, inside of `error`."""
+    """The code and the text of an error as the gateway writes it: flat, or, in a stream, inside of
+    `error`."""
     if not isinstance(answer, dict):
         return 0, str(answer)
     inner = answer["error"] if isinstance(answer.get("error"), dict) else answer

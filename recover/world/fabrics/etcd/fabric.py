@@ -1,4 +1,5 @@
-"""The fabric for jobs that must survive the loss of whole hosts: agreements, deaths and small messages as keys in etcd.
+"""The fabric for jobs that must survive the loss of whole hosts: agreements, deaths and small
+messages as keys in etcd.
 
 Keys, all under the prefix of the client, which is the job's own:
 
@@ -13,26 +14,30 @@ Keys, all under the prefix of the client, which is the job's own:
     seen/host/<host>   bound to the host's lease (`host_lease.py`); seen/placed/<host>: its ranks
     mail/...           messages, until the next agreement is decided; seen/told/...: messages to all
 
-Every value is signed with the job's token for its key, and checked by its reader (`client.py`). The key or the value
-names rank and agreement: so the bytes of a member are of no use under another key, or later.
+Every value is signed with the job's token for its key, and checked by its reader (`client.py`). The
+key or the value names rank and agreement: so the bytes of a member are of no use under another key,
+or later.
 
-One rank of every replica watches `seen/` and passes changes on to the other ranks of the replica. Votes are not
-watched: the answer to a vote says how many votes there are, and the last voter decides.
+One rank of every replica watches `seen/` and passes changes on to the other ranks of the replica.
+Votes are not watched: the answer to a vote says how many votes there are, and the last voter
+decides.
 
-Agreement k (`voting.py`). The lowest rank of a replica is its leader (`replica_peers.py`): the other ranks send it
-their votes, and it votes the AND. The vote counts if, in one transaction: no rank of the replica is declared dead, the
-leases of its hosts stand, the replica has not voted yet, and k - 1 agreements are decided. If nobody is dead, nobody is
-admitted and all votes are equal, which is nearly always so, the transaction of the last vote is also the decision.
-Otherwise a leader that has read the votes of all replicas without a loss writes the decision: the AND of their words,
-the dead, the ranks that join, and the participants from then on; guarded by "k - 1 agreements are decided, and nobody
-died since that read". Any leader may. Decision k + 1 needs the votes of all living replicas, so all of them have read
-decision k by then, and one key is enough. A rank that finds itself dead, or the world beyond k, ends: it was stopped,
-or cut off, and the others continued. No clock takes part in this; a transaction that is carried out twice, or late,
-fails its guards.
+Agreement k (`voting.py`). The lowest rank of a replica is its leader (`replica_peers.py`): the
+other ranks send it their votes, and it votes the AND. The vote counts if, in one transaction: no
+rank of the replica is declared dead, the leases of its hosts stand, the replica has not voted yet,
+and k - 1 agreements are decided. If nobody is dead, nobody is admitted and all votes are equal,
+which is nearly always so, the transaction of the last vote is also the decision. Otherwise a leader
+that has read the votes of all replicas without a loss writes the decision: the AND of their words,
+the dead, the ranks that join, and the participants from then on; guarded by "k - 1 agreements are
+decided, and nobody died since that read". Any leader may. Decision k + 1 needs the votes of all
+living replicas, so all of them have read decision k by then, and one key is enough. A rank that
+finds itself dead, or the world beyond k, ends: it was stopped, or cut off, and the others
+continued. No clock takes part in this; a transaction that is carried out twice, or late, fails its
+guards.
 
-The decision deletes the votes, and all keys of ranks that have left: nothing of a dead rank is needed once a decision
-has excluded it, since every request of that rank is guarded by an earlier decision. So the store does not grow, however
-many ranks come and go.
+The decision deletes the votes, and all keys of ranks that have left: nothing of a dead rank is
+needed once a decision has excluded it, since every request of that rank is guarded by an earlier
+decision. So the store does not grow, however many ranks come and go.
 """
 
 from __future__ import annotations
@@ -70,15 +75,18 @@ __all__ = ["DeclaredDeadError", "EtcdFabric"]
 
 
 class EtcdFabric:
-    """The fabric of one rank. A rank from `size` on joins later: it takes part once `ask` has returned.
+    """The fabric of one rank.
+
+    A rank from `size` on joins later: it takes part once `ask` has returned.
 
     Once this rank was declared dead, every call raises DeclaredDeadError.
 
-    `token`: the same for all processes of a job. `host`: the name under which this rank's host holds its lease, if any.
-    `hang_limit`: seconds after which a rank that all others wait for in an agreement is declared dead; None: never.
-    `grace`: seconds that a host may be without a lease in etcd before its ranks are declared dead.
-    `address`: of this host, for the other ranks of the replica. `limit`: of ranks at work; further ranks that ask stand
-    by until a loss. `admits`: whether ranks may join after the start; otherwise nobody that asks is admitted.
+    `token`: the same for all processes of a job. `host`: the name under which this rank's host
+    holds its lease, if any. `hang_limit`: seconds after which a rank that all others wait for in an
+    agreement is declared dead; None: never. `grace`: seconds that a host may be without a lease in
+    etcd before its ranks are declared dead. `address`: of this host, for the other ranks of the
+    replica. `limit`: of ranks at work; further ranks that ask stand by until a loss. `admits`:
+    whether ranks may join after the start; otherwise nobody that asks is admitted.
     """
 
     waiting_in: int | None = None  # no agreement can forget a rank here: the results are in etcd
@@ -120,7 +128,8 @@ class EtcdFabric:
         job = entry.EnteredJob(size, replica_size, admits)
         where = self._leader.address if self._leader else ""
         try:
-            # The claim comes first: a second process of this rank must fail before it watches or votes.
+            # The claim comes first: a second process of this rank must fail before it watches or
+            # votes.
             self._claim = entry.enter(client, job, rank, where)
             self._watch.start()
         except BaseException:
@@ -180,7 +189,8 @@ class EtcdFabric:
                 if not answer.found[3]:
                     cache.end(f"{cache.lost}: rank {self.rank} is forgotten")
             cache.check()
-            # The next agreement needs this rank's vote, so there is no later decision than the one that admitted it.
+            # The next agreement needs this rank's vote, so there is no later decision than the one
+            # that admitted it.
             cache.takes_part, self.agreed = True, cache.decision
             return Admission(self.agreed.number, self.agreed.participants)
 

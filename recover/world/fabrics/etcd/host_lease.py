@@ -1,14 +1,17 @@
-"""Hosts in etcd: the agent of a host holds a lease for all its ranks, and all ranks notice when it expires.
+"""Hosts in etcd: the agent of a host holds a lease for all its ranks, and all ranks notice when it
+expires.
 
-An expired lease is no proof: a member of etcd that was paused may revoke leases of living hosts when it resumes. So the
-ranks wait for a grace period before they declare the ranks of such a host dead, all at once. Meanwhile its agent may
-register a new lease. While etcd is silent, neither side does anything.
+An expired lease is no proof: a member of etcd that was paused may revoke leases of living hosts
+when it resumes. So the ranks wait for a grace period before they declare the ranks of such a host
+dead, all at once. Meanwhile its agent may register a new lease. While etcd is silent, neither side
+does anything.
 
-The lease that users set is both together, etcd's and the grace: a host is dead to all about so long after its last sign.
+The lease that users set is both together, etcd's and the grace: a host is dead to all about so long
+after its last sign.
 
-A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are placed. An agent that
-was stopped until its host was declared dead may find a successor of the same name when it resumes: all its writes are
-guarded by its id, so it changes nothing, and ends.
+A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are
+placed. An agent that was stopped until its host was declared dead may find a successor of the same
+name when it resumes: all its writes are guarded by its id, so it changes nothing, and ends.
 """
 
 from __future__ import annotations
@@ -60,7 +63,10 @@ def without_lease(host: str) -> str:
 
 
 def held_by(host: str, agent: str) -> list[Operation]:
-    """Guards: this agent has placed the ranks of the host. (Sealed values can be compared as a whole only.)"""
+    """Guards: this agent has placed the ranks of the host.
+
+    (Sealed values can be compared as a whole only.)
+    """
     return [value_is(f"{AGENT}{host}", agent.encode())]
 
 
@@ -69,8 +75,10 @@ def _holder(value: bytes) -> str:
 
 
 class HostLease:
-    """The lease of a host, held by its agent. `lost` is called if the host was declared dead. `agent`: a unique id of the
-    process."""
+    """The lease of a host, held by its agent.
+
+    `lost` is called if the host was declared dead. `agent`: a unique id of the process.
+    """
 
     def __init__(
         self,
@@ -100,14 +108,15 @@ class HostLease:
     def start(self) -> None:
         """Register the host. Its ranks may vote afterwards.
 
-        The lease is granted before the keys are written: a key without a lease would belong to a host that never
-        expires.
+        The lease is granted before the keys are written: a key without a lease would belong to a
+        host that never expires.
         """
         self._lease, self.granted = self._client.grant(self._ttl)
         bound = self._bound_to(self._lease)
         writes = [put(self._placed, self._placing(self.ranks)), put(self._by, self._agent.encode())]
         writes.append(put(self._host, bound, self._lease))
-        # A host of this name that was lost while it had no ranks was never declared dead: remove its keys.
+        # A host of this name that was lost while it had no ranks was never declared dead: remove
+        # its keys.
         there = self._client.get(self._placed)
         if there is not None and not _ranks_in(there.value):
             guards = [value_is(self._placed, there.value), absent(self._host)]
@@ -124,8 +133,10 @@ class HostLease:
         return held_by(self.name, self._agent)
 
     def place(self, ranks: Sequence[int]) -> bool:
-        """Set the host's ranks: new ones before they start, without those that have ended. False if the host was declared
-        dead: then `lost` is called."""
+        """Set the host's ranks: new ones before they start, without those that have ended.
+
+        False if the host was declared dead: then `lost` is called.
+        """
         ranks = self._checked(ranks)
         value = self._placing(ranks)
         while True:
@@ -195,7 +206,10 @@ class HostLease:
             return turn
 
     def _registered_anew(self) -> bool:
-        """Register a new lease; the first keeper that gets through does. False if the host was declared dead."""
+        """Register a new lease; the first keeper that gets through does.
+
+        False if the host was declared dead.
+        """
         lease, _ = self._client.grant(self._ttl)
         guards, look = [*self.guards(), absent(self._host)], [get(self._placed), get(self._host)]
         answer = self._client.txn(guards, [put(self._host, self._bound_to(lease), lease), *look], look)
@@ -212,7 +226,10 @@ class HostLease:
 
 
 class HostsSeen:
-    """A rank's view of the hosts. It declares hosts dead, with all their ranks, whose lease does not come back."""
+    """A rank's view of the hosts.
+
+    It declares hosts dead, with all their ranks, whose lease does not come back.
+    """
 
     def __init__(self, client: EtcdClient, grace: float = GRACE) -> None:
         self._client, self._grace = client, grace
@@ -280,7 +297,8 @@ class HostsSeen:
             looked = time.monotonic()
 
     def _declare(self, host: str, ranks: Sequence[int], agent: str) -> None:
-        """Declare all its ranks dead at once, unless it has a lease again, a successor, or was declared dead already."""
+        """Declare all its ranks dead at once, unless it has a lease again, a successor, or was
+        declared dead already."""
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), *held_by(host, agent)]

@@ -1,7 +1,8 @@
-"""One connection to a member of etcd: the part of HTTP that its JSON gateway speaks, in one packet each way.
+"""One connection to a member of etcd: the part of HTTP that its JSON gateway speaks, in one packet
+each way.
 
-An agreement takes a few such requests, so their cost matters: the standard library's client spends most of its time on
-headers that nobody reads.
+An agreement takes a few such requests, so their cost matters: the standard library's client spends
+most of its time on headers that nobody reads.
 """
 
 from __future__ import annotations
@@ -123,7 +124,10 @@ class HttpConnection:
 
 
 def _connected(path: str, timeout: float) -> socket.socket:
-    """Connect to a Unix socket. One whose path is too long for the kernel is reached through its directory."""
+    """Connect to a Unix socket.
+
+    One whose path is too long for the kernel is reached through its directory.
+    """
     opened = socket.socket(socket.AF_UNIX)
     directory = os.open(os.path.dirname(path), os.O_PATH) if len(path) > LONGEST else None
     try:

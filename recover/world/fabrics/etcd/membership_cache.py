@@ -66,7 +66,8 @@ class MembershipCache:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise DeclaredDeadError if this rank was declared dead, or lost with its replica some time ago."""
+        """Raise DeclaredDeadError if this rank was declared dead, or lost with its replica some
+        time ago."""
         if self.fatal:
             self.end(self.fatal)
         if lost := self._replica.intersection(self.dead):
@@ -76,12 +77,14 @@ class MembershipCache:
                 self.end(f"{WITH_REPLICA}: ranks {sorted(lost)} of it are dead")
 
     def end(self, why: str) -> NoReturn:
-        """This rank must not act any more: this call and every later one of the fabric raise DeclaredDeadError."""
+        """This rank must not act any more: this call and every later one of the fabric raise
+        DeclaredDeadError."""
         self.fatal = self.fatal or why
         raise DeclaredDeadError(why, orphan=why.startswith(WITH_REPLICA))
 
     def apply(self, changes: Sequence[KeyValue]) -> None:
-        """Take in changes of keys, in the order of their revisions: so all ranks note deaths in the same order."""
+        """Take in changes of keys, in the order of their revisions: so all ranks note deaths in the
+        same order."""
         with self._changed:
             for found in sorted(changes, key=lambda found: found.modified):
                 if found.key.startswith(ASKING):

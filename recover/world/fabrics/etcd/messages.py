@@ -1,6 +1,7 @@
 """Small messages as keys in etcd, from one agreement to the next.
 
-A message to one rank is read by polling. A message to all is written once, under a prefix that all ranks watch.
+A message to one rank is read by polling. A message to all is written once, under a prefix that all
+ranks watch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class Mailbox:
         self._told: dict[str, bytes] = {}
 
     def fetch(self, agreement: int, source: int, tag: int, gone: bool) -> bytes | None:
-        """A message to this rank; None if it has not arrived. Raises FabricError if it never will: its sender died."""
+        """A message to this rank; None if it has not arrived.
+
+        Raises FabricError if it never will: its sender died.
+        """
         now = time.monotonic()
         if (agreement, source, tag) not in self._arrived and (gone or now > self._asked + MAIL_INTERVAL):
             self._asked = now

@@ -1,10 +1,12 @@
-"""Connections inside a replica: its lowest rank, the leader, talks to etcd for all ranks of the replica.
+"""Connections inside a replica: its lowest rank, the leader, talks to etcd for all ranks of the
+replica.
 
-So etcd has one vote and one watch per replica. The other ranks, the followers, send the leader their votes over a
-connection on which every message is signed with the job's token, and the leader passes every change that it hears from
-etcd on to them. The leader's address is part of its claim. A lost connection loses nothing: a follower connects again,
-reads etcd itself, and sends its vote again. No decision depends on these connections: a rank that dies or is silent is
-declared dead in etcd like any other.
+So etcd has one vote and one watch per replica. The other ranks, the followers, send the leader
+their votes over a connection on which every message is signed with the job's token, and the leader
+passes every change that it hears from etcd on to them. The leader's address is part of its claim. A
+lost connection loses nothing: a follower connects again, reads etcd itself, and sends its vote
+again. No decision depends on these connections: a rank that dies or is silent is declared dead in
+etcd like any other.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class PeerVote:
 
 
 class Channel:
-    """A connection on which every message is signed: for the session, the sender, and the number of the message.
+    """A connection on which every message is signed: for the session, the sender, and the number of
+    the message.
 
     Both ends draw a part of the session's name, so no message of another connection is valid in it.
     """
@@ -94,7 +97,10 @@ class Channel:
 
     @classmethod
     def of_follower(cls, connection: Connection, authenticator: Authenticator, rank: int) -> Channel:
-        """The follower's end. Returns when the leader has proved that it knows the token, and passes on all changes."""
+        """The follower's end.
+
+        Returns when the leader has proved that it knows the token, and passes on all changes.
+        """
         theirs, mine = connection.recv_bytes(MOST).decode(), secrets.token_hex(16)
         channel = cls(connection, authenticator, False, theirs)
         channel.send(json.dumps([rank, mine]).encode())
@@ -156,8 +162,8 @@ class ReplicaLeader:
             with self._lock:
                 self._disconnect(rank)
                 self._followers[rank] = channel
-                # Sent after it was registered, under the lock: the follower reads etcd when this arrives, and every
-                # change after that read is passed on.
+                # Sent after it was registered, under the lock: the follower reads etcd when this
+                # arrives, and every change after that read is passed on.
                 channel.send(b"[]")
             _set_timeout(connection, socket.SO_RCVTIMEO, 0)
             while True:
@@ -217,7 +223,8 @@ class ReplicaFollower(EtcdWatch):
             if self._last is not None:
                 channel.send(self._last.to_bytes())
         try:
-            # Changes before the leader registered this connection are read from etcd, later ones are passed on.
+            # Changes before the leader registered this connection are read from etcd, later ones
+            # are passed on.
             self._read_all()
             while not self._stopped:
                 rows = json.loads(channel.receive())
@@ -235,7 +242,8 @@ class ReplicaFollower(EtcdWatch):
 
 
 def _configured(opened: socket.socket) -> Connection:
-    """Set timeouts: a peer that sends nothing at first, or does not read later, must not block this end for long."""
+    """Set timeouts: a peer that sends nothing at first, or does not read later, must not block this
+    end for long."""
     opened.settimeout(None)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     notice_loss(opened, LOST)

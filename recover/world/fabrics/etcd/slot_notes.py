@@ -13,7 +13,10 @@ NOTES = "notes/"
 
 
 class EtcdNotes:
-    """One note for each rank that was lost over its slots. The run directory of its host has a copy for people."""
+    """One note for each rank that was lost over its slots.
+
+    The run directory of its host has a copy for people.
+    """
 
     def __init__(self, client: EtcdClient, rank: int, files: RunNotes) -> None:
         self._client, self._rank, self._files = client, rank, files

@@ -1,7 +1,8 @@
-"""One agreement as a rank runs it in etcd: vote, wait for the decision, and write it where this rank is the last.
+"""One agreement as a rank runs it in etcd: vote, wait for the decision, and write it where this
+rank is the last.
 
-`fabric.py` explains the protocol. What a transaction holds is in `agreement.py`; this module sends them, in an order
-that stays right if any of them is carried out late, twice, or not at all.
+`fabric.py` explains the protocol. What a transaction holds is in `agreement.py`; this module sends
+them, in an order that stays right if any of them is carried out late, twice, or not at all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from recover.world.fabrics.etcd.host_lease import HOST
 from recover.world.fabrics.etcd.membership_cache import MembershipCache
 from recover.world.fabrics.etcd.replica_peers import PeerVote, ReplicaFollower, ReplicaLeader
 
-# Seconds between two reads of etcd while a rank waits. Changes come by the watch; this is for a late watch.
+# Seconds between two reads of etcd while a rank waits. Changes come by the watch; this is for a
+# late watch.
 READ_AGAIN = 0.5
 # Seconds between two attempts to vote while the host has no lease.
 LEASE_PAUSE = 0.05
@@ -55,8 +57,9 @@ LEASE_PAUSE = 0.05
 class EtcdAgreement:
     """Runs the agreements of one rank. Raises DeclaredDeadError once this rank was declared dead.
 
-    `leader`: the connection to the other ranks of this replica, if this rank is its lowest and there are others.
-    `follower`: the connection to the leader, for all other ranks. `apply`: takes changes into the caches of this rank.
+    `leader`: the connection to the other ranks of this replica, if this rank is its lowest and
+    there are others. `follower`: the connection to the leader, for all other ranks. `apply`: takes
+    changes into the caches of this rank.
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class EtcdAgreement:
         elif votes := self._gather(mine):
             vote = Vote.of_all([one.vote for one in votes])
             self._see_through(vote.number, self._decide_if_unanimous(self._vote(votes), vote))
-        # Read once: if the others take this rank for dead, the next agreement may be decided at any time.
+        # Read once: if the others take this rank for dead, the next agreement may be decided at any
+        # time.
         decision = self._cache.decision
         if decision.number > vote.number:
             self._cache.end(f"agreement {decision.number} was decided without this rank, at {vote.number}")
@@ -103,7 +107,8 @@ class EtcdAgreement:
         return self.learn(self._client.read(*VOTE_COUNT))
 
     def learn(self, answer: Answer) -> VoteCount:
-        """Apply an answer that begins with VOTE_COUNT. Raises LostDataError if the last decision was overwritten."""
+        """Apply an answer that begins with VOTE_COUNT. Raises LostDataError if the last decision
+        was overwritten."""
         decision, dead = answer.found[:2]
         if DECISION in {found.key for found in answer.forged} or not all(map(Decision.in_place, decision)):
             raise LostDataError(
@@ -139,10 +144,13 @@ class EtcdAgreement:
         return [mine, *votes.values()]
 
     def _vote(self, votes: Sequence[PeerVote]) -> VoteCount:
-        """Cast the vote of the replica exactly once. If it is the last, and all are equal, this decides.
+        """Cast the vote of the replica exactly once.
 
-        The guards hold for exactly one write: there is no vote of this replica yet, the agreement is open, no rank of
-        the replica is declared dead and the leases of its hosts stand. A vote that etcd carries out late fails them.
+        If it is the last, and all are equal, this decides.
+
+        The guards hold for exactly one write: there is no vote of this replica yet, the agreement
+        is open, no rank of the replica is declared dead and the leases of its hosts stand. A vote
+        that etcd carries out late fails them.
         """
         mine, vote = key_of(VOTE, self._rank), Vote.of_all([one.vote for one in votes])
         write = cast(self._rank, vote, self._participants, len(self._replica))
@@ -167,7 +175,8 @@ class EtcdAgreement:
             time.sleep(LEASE_PAUSE)
 
     def _decide_if_unanimous(self, count: VoteCount, vote: Vote) -> VoteCount:
-        """With too many votes for each voter to compare all: the last voter compares them, without reading them."""
+        """With too many votes for each voter to compare all: the last voter compares them, without
+        reading them."""
         voters = leaders(self._participants, len(self._replica))
         if self._is_decided(vote.number) or count.dead or count.cast < len(voters):
             return count
@@ -182,8 +191,8 @@ class EtcdAgreement:
         waited, silences, before = 0.0, self._client.unanswered, time.monotonic()
         while not self._is_decided(number):
             voters = self._voters(count)
-            # The count says that all may have voted; the snapshot shows whether these are the votes of all voters. The
-            # leader of a replica that has lost a rank has no vote any more.
+            # The count says that all may have voted; the snapshot shows whether these are the votes
+            # of all voters. The leader of a replica that has lost a rank has no vote any more.
             if self._rank in voters and count.cast >= len(voters):
                 snapshot = self._read_snapshot()
                 count, voters = snapshot.count, self._voters(snapshot.count)
@@ -218,15 +227,18 @@ class EtcdAgreement:
     def _decide(self, number: int, snapshot: VoteSnapshot) -> VoteCount:
         """Write the decision that follows from the votes of all living replicas.
 
-        It fails if another rank has written it, or if a death was declared after the snapshot: that replica's vote
-        must not count, and the deciding rank has to look again.
+        It fails if another rank has written it, or if a death was declared after the snapshot: that
+        replica's vote must not count, and the deciding rank has to look again.
         """
         value, cleaned = decided(snapshot, self._participants, len(self._replica), self._rank)
         guards = [version_is(DECISION, number - 1), unchanged_since(DEAD, snapshot.count.revision)]
         return self.learn(self._client.txn(guards, [put(DECISION, value), *cleaned, *VOTE_COUNT], VOTE_COUNT))
 
     def _wait(self, number: int, or_for: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the decision, or until `or_for()`, or until it is time to read etcd. Whether it is decided."""
+        """Wait for the decision, or until `or_for()`, or until it is time to read etcd.
+
+        Whether it is decided.
+        """
         self._cache.wait_for(lambda: self._is_decided(number) or or_for(), READ_AGAIN)
         self._cache.check()
         return self._is_decided(number)

@@ -1,4 +1,5 @@
-"""A watch of etcd: a thread that follows all keys under a prefix, over lost connections and compactions."""
+"""A watch of etcd: a thread that follows all keys under a prefix, over lost connections and
+compactions."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ CANCELED = 0.25  # seconds after etcd has canceled the watch: a login costs it a
 
 
 class EtcdWatch:
-    """Calls `on_change` with every change, ordered by revision, on its own thread; first with all keys that exist.
+    """Calls `on_change` with every change, ordered by revision, on its own thread; first with all
+    keys that exist.
 
-    After a lost connection it reads all keys again, so that nothing is missed, whatever was compacted meanwhile. (Of
-    several writes to a key in between, only the last is reported.)
+    After a lost connection it reads all keys again, so that nothing is missed, whatever was
+    compacted meanwhile. (Of several writes to a key in between, only the last is reported.)
     """
 
     def __init__(
@@ -82,8 +84,9 @@ class EtcdWatch:
             while not self._stopped and (line := connection.readline()):
                 result = json.loads(line).get("result")
                 if result is None or result.get("canceled"):
-                    # The next revision was compacted, or the token is not valid any more: etcd calls both a wrong
-                    # token and a missing permission "permission denied" here. Reading all keys again tells.
+                    # The next revision was compacted, or the token is not valid any more: etcd
+                    # calls both a wrong token and a missing permission "permission denied" here.
+                    # Reading all keys again tells.
                     self._client.forget_login()
                     time.sleep(CANCELED)
                     return
