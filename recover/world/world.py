@@ -54,7 +54,7 @@ class World:
         self.noticed_at: float | None = (
             None  # when this rank noticed the first death that is not repaired yet
         )
-        self._fabric, self._own, self._rows_told = parts.fabric, parts.own, parts.rows_told
+        self._fabric, self._own, self._remote_rows = parts.fabric, parts.own, parts.rows_told
         self._membership: Membership[DataCarrier] = Membership(
             parts.fabric,
             grid,
@@ -406,9 +406,9 @@ class World:
         """The calls at this rank's position, by rank: of this host at once, of other hosts after a
         while."""
         beside = self.board.calls_beside(self.rank)
-        if beside and self._rows_told is not None and now - self._called_at > CALLS_ELSEWHERE:
+        if beside and self._remote_rows is not None and now - self._called_at > CALLS_ELSEWHERE:
             if now - self._read_rows_at > TOLD_AGAIN:
-                self._rows, self._read_rows_at = self._rows_told(), now
+                self._rows, self._read_rows_at = self._remote_rows(), now
             here = self._last_position
             there = {r: row[CALL] for r, row in self._rows.items() if row[CALL] and row[POSITION] == here}
             beside = there | beside
@@ -526,7 +526,7 @@ class World:
 
         Their rows lag, so a rank must be seen in the same step twice.
         """
-        told, cross, through = self._rows_told, self.cross, threading.Event()
+        told, cross, through = self._remote_rows, self.cross, threading.Event()
 
         def look() -> None:
             before = set[tuple[int, int]]()
