@@ -28,7 +28,7 @@ from recover.world.carriers import choose
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.base import Fabric
 from recover.world.hooks import Hooks, NoHooks
-from recover.world.interfaces import Parts
+from recover.world.interfaces import WorldParts
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import Notes, RunNotes
@@ -163,7 +163,7 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
         _current.let_go("etcd is lost")
 
 
-def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:
+def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> WorldParts:
     worker = Worker()
     FILES.while_waiting = partial(
         board.accomplish, fabric.rank
@@ -179,7 +179,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
     if alone := grid.ranks == 1 and job.etcd is None:
         from recover.world.carriers.lone import LoneCarriers
-    return Parts(
+    return WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=hooks,

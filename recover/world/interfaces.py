@@ -66,7 +66,7 @@ class Looks(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorldParts:
     fabric: Fabric
     liveness: Board  # signs of life of the ranks of this host, and the means to kill them
     hooks: Hooks

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from recover.job.grid import Grid
 from recover.world.fabrics.base import DeclaredDeadError
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import Own, WorldParts
 from recover.world.liveness.signs import Sign
 from recover.world.rank_exit import End
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
@@ -40,7 +40,7 @@ class Watcher:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: WorldParts,
         grid: Grid,
         hangs: HangWatchdog,
         on_death: Callable[[frozenset[int]], None],

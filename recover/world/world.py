@@ -19,7 +19,7 @@ from recover.world.carriers.worker import Work
 from recover.world.census import Census, left_behind
 from recover.world.cross_group import CrossGroup
 from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError
-from recover.world.interfaces import Parts
+from recover.world.interfaces import WorldParts
 from recover.world.links import Links
 from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
 from recover.world.membership import ExcludedError, Membership, Phase
@@ -40,7 +40,7 @@ MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores l
 class World:
     """All ranks of the job, of which any may die at any moment. Get it from `recover.init()`."""
 
-    def __init__(self, job: JobSpec, grid: Grid, parts: Parts) -> None:
+    def __init__(self, job: JobSpec, grid: Grid, parts: WorldParts) -> None:
         self.job = job
         self.grid = grid
         self.rank = parts.fabric.rank

@@ -79,12 +79,12 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
     from recover.world.carriers.gloo import GlooCarriers
     from recover.world.carriers.worker import Worker
     from recover.world.hooks import NoHooks
-    from recover.world.interfaces import Parts
+    from recover.world.interfaces import WorldParts
     from recover.world.slot_notes import RunNotes
     from recover.world.world import World
 
     worker = Worker()
-    parts = Parts(
+    parts = WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=NoHooks(),

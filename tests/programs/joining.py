@@ -39,7 +39,7 @@ from recover.world.carriers.worker import Worker
 from recover.world.fabrics.etcd.agreement import declare
 from recover.world.fabrics.etcd.client import EtcdClient
 from recover.world.fabrics.etcd.fabric import EtcdFabric
-from recover.world.interfaces import Parts
+from recover.world.interfaces import WorldParts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import RunNotes
 from recover.world.world import World
@@ -73,7 +73,7 @@ def enter_world(rank: int) -> World:
         replica_size=grid.replica_size,
         admits=True,
     )
-    parts = Parts(
+    parts = WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
