@@ -104,16 +104,16 @@ class CrossGroup:
             self._carrier.follow(ready)
             return task()
 
-        rest = self._latched(ordered)
-        if rest is None:
+        completion = self._latched(ordered)
+        if completion is None:
             self._reduced()
             return None
 
         def finish() -> None:
-            self._latched(rest.wait)
+            self._latched(completion.wait)
             self._reduced()
 
-        return Rest(finish, rest.passed)
+        return Rest(finish, completion.passed)
 
     def _latched(self, part: Callable[[], T]) -> T:
         try:

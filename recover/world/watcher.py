@@ -61,11 +61,11 @@ class Watcher:
         self._known: frozenset[int] = frozenset()
         self._fenced: set[int] = set()
         self._looked = 0.0
-        self._at_rest = False
+        self._ignores_deaths = False
 
-    def rest(self) -> None:
+    def ignore_deaths(self) -> None:
         """Ignore deaths from now on: all have agreed to end."""
-        self._at_rest = True
+        self._ignores_deaths = True
 
     def start(self) -> None:
         """Run on a thread of its own until the process ends."""
@@ -96,7 +96,7 @@ class Watcher:
                 self._fabric.lock.release()
 
     def _look_for_deaths(self) -> None:
-        if self._at_rest:
+        if self._ignores_deaths:
             return
         failed = self._fabric.failed()
         if failed == self._known:

@@ -282,7 +282,7 @@ class World:
 
         The world is lost and all ranks end: a rank that saves its state must not end early.
         """
-        self._watcher.rest()
+        self._watcher.ignore_deaths()
 
     def linger(self) -> None:
         """Wait until the others hold the result of the last agreement, before this rank ends
@@ -493,7 +493,7 @@ class World:
                     f"{', '.join(map(str, inside))} are inside a step that waits for it; let all replicas take the "
                     "same steps (`step.stop_agreed` and what else a committed step tells is the same on all)"
                 )
-        self._watcher.rest()
+        self._watcher.ignore_deaths()
         with self._waits_here():  # a rank that hangs here is fenced, or it would be left running
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
 

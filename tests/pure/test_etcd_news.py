@@ -62,7 +62,7 @@ def test_watcher_ends_a_rank_that_was_declared_dead(orphan: bool, end: End) -> N
     watcher._looked = float("inf")  # only deaths are looked for
     watcher.look(0.0)
     assert ends == [(end, "rank 2 was declared dead: it hung")]
-    watcher.rest()
+    watcher.ignore_deaths()
     watcher.look(0.0)
     assert len(ends) == 1, "all have agreed to end, so no death matters any more"
 

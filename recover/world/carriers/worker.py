@@ -71,17 +71,17 @@ class Work:
         completion."""
         self.started.set()
         assert self._task is not None
-        rest = self._try(self._task)
-        if isinstance(rest, Rest) and self.error is None:
-            if rest.passed is not None:
-                self._passed = rest.passed
+        completion = self._try(self._task)
+        if isinstance(completion, Rest) and self.error is None:
+            if completion.passed is not None:
+                self._passed = completion.passed
                 self._handed_on.set()
-            return rest
+            return completion
         self._end()
         return None
 
-    def finish(self, rest: Rest) -> None:
-        self._try(rest.wait)
+    def finish(self, completion: Rest) -> None:
+        self._try(completion.wait)
         self._end()
 
     def _try(self, part: Callable[[], object]) -> object:
@@ -171,25 +171,25 @@ class Worker:
     def _loop(self) -> None:
         while True:
             work = self._queue.get()
-            rest = work.run()
-            if rest is not None:
-                self._hand_on(work, rest)
+            completion = work.run()
+            if completion is not None:
+                self._hand_on(work, completion)
             elif work.error is not None:
                 self._failed.append(work)
-            del work, rest  # must not keep the buffers while the thread waits for the next operation
+            del work, completion  # must not keep the buffers while the thread waits for the next operation
 
-    def _hand_on(self, work: Work, rest: Rest) -> None:
+    def _hand_on(self, work: Work, completion: Rest) -> None:
         if self._begun is None:
             self._begun = queue.SimpleQueue()
             threading.Thread(
                 target=self._complete, args=[self._begun], name="recover-completion", daemon=True
             ).start()
-        self._begun.put((work, rest))
+        self._begun.put((work, completion))
 
     def _complete(self, begun: queue.SimpleQueue[tuple[Work, Rest]]) -> None:
         while True:
-            work, rest = begun.get()
-            work.finish(rest)
+            work, completion = begun.get()
+            work.finish(completion)
             if work.error is not None:
                 self._failed.append(work)
-            del work, rest
+            del work, completion
