@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any
 
 from recover.job import process
 from recover.job.environment import leave_changes
@@ -28,7 +28,7 @@ from recover.world.carriers import choose
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.base import Fabric
 from recover.world.hooks import Hooks, NoHooks
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import WorldParts
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import Notes, RunNotes
@@ -140,7 +140,6 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         job.token,
         job.host,
         grace=parts_of(job.lease)[1],
-        end=_leave_etcd,
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
         limit=job.limit,
@@ -171,15 +170,7 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
         _current.let_go("etcd is lost")
 
 
-def _leave_etcd(why: str) -> NoReturn:
-    """The others go on without this rank: it was declared dead, or another rank of its replica
-    was."""
-    from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA
-
-    rank_exit.die(rank_exit.End.ORPHAN if why.startswith(WITH_REPLICA) else rank_exit.End.FENCED, why)
-
-
-def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:
+def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> WorldParts:
     worker = Worker()
     # A rank that waits for the disk at its end does not hang.
     FILES.while_waiting = partial(board.accomplish, fabric.rank)
@@ -194,7 +185,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
     if alone := grid.ranks == 1 and job.etcd is None:
         from recover.world.carriers.lone import LoneCarriers
-    return Parts(
+    return WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=hooks,
@@ -204,7 +195,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         else choose(
             job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout, job.token
         ),
-        own=cast(Own, rank_exit),  # a module, whose functions are what is asked for
+        own=rank_exit.RANK_EXIT,
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),
         drop=_drop_beside,

@@ -108,7 +108,7 @@ def test_standbys_are_not_let_in_before_somebody_is_lost(fabrics: Fabrics, tmp_p
         target=lambda: answers.extend(at_once(*(standby.ask for standby in standbys))), daemon=True
     )
     asking.start()
-    assert wait_until(lambda: all(rank._news.asking == {2, 3} for rank in ranks))
+    assert wait_until(lambda: all(rank._cache.asking == {2, 3} for rank in ranks))
     assert [rank.asking() for rank in ranks] == [frozenset()] * 2
     declare(fabrics.etcd, 1, "by decree")
     assert wait_until(lambda: ranks[0].asking() == {2}), "one for one"
