@@ -29,6 +29,7 @@ from recover_lab.peers.metrics import (
     warm_steps,
 )
 from recover_lab.peers.scene import Scene, inside
+from recover_lab.publish import measured_sources
 from recover_lab.publish.measured_sources import measured, sources
 from recover_lab.publish.page import TEXTS, build
 
@@ -289,6 +290,18 @@ def test_a_part_is_measured_again_when_the_sources_have_changed(tmp_path: Path) 
     assert measured(path)
     path.write_text('{"sources": ')
     assert not measured(path)
+
+
+def test_sources_digest_covers_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {package.name for package in measured_sources.PACKAGES} == {"recover", "recover_lab"}
+    packages = [tmp_path / "recover", tmp_path / "recover_lab"]
+    monkeypatch.setattr(measured_sources, "PACKAGES", packages)
+    digests = {sources()}
+    for package in packages:
+        package.mkdir()
+        (package / "module.py").write_text("x = 1")
+        digests.add(sources())
+    assert len(digests) == 3
 
 
 def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path) -> None:

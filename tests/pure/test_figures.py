@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from recover_lab.bench import suite
+from recover_lab.locations import CHECKOUT
 from recover_lab.peers.scene import Scene
-from recover_lab.publish.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
+from recover_lab.publish.figures import FILE, ORIGIN, QUOTED, TABLE, TELLERS, fill, pages, publish, read
 
 SCENE = Scene(replicas=4, kills=((3, 1),)).to_json()
 COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
@@ -171,7 +172,7 @@ def test_a_figure_that_is_edited_alone_is_seen_wherever_it_is_quoted() -> None:
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 4), ("docs/evaluation.md", 11)])
 def test_no_figure_of_a_benchmark_is_given_by_hand(page: str, least: int) -> None:
-    rows = [line for line in (ROOT / page).read_text().splitlines() if "| `recover bench" in line[1:]]
+    rows = [line for line in (CHECKOUT / page).read_text().splitlines() if "| `recover bench" in line[1:]]
     assert len(rows) >= least
     for row in rows:
         assert QUOTED.search(row), row
@@ -180,7 +181,7 @@ def test_no_figure_of_a_benchmark_is_given_by_hand(page: str, least: int) -> Non
 
 def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
     evaluation, faults, world = (
-        (ROOT / name).read_text() for name in ("docs/evaluation.md", "docs/faults.md", "docs/world.md")
+        (CHECKOUT / name).read_text() for name in ("docs/evaluation.md", "docs/faults.md", "docs/world.md")
     )
     chaos = faults[faults.index("| where | seeds | runs |") :].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[-4:-1]] for line in chaos.splitlines()[2:]]
@@ -197,9 +198,9 @@ def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
 
 def checkout(directory: Path) -> Path:
     """The documents and nothing else."""
-    for page in [*pages(), ROOT / FILE]:
-        (directory / page.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-        shutil.copy(page, directory / page.relative_to(ROOT))
+    for page in [*pages(), CHECKOUT / FILE]:
+        (directory / page.relative_to(CHECKOUT)).parent.mkdir(exist_ok=True)
+        shutil.copy(page, directory / page.relative_to(CHECKOUT))
     return directory
 
 

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from recover.job.machine import machine
 from recover.launch.launcher import launch
+from recover_lab.locations import LAB
 from recover_lab.peers.ended import BenchmarkError, check
-from recover_lab.publish.measured_sources import LAB, sources
+from recover_lab.publish.measured_sources import sources
 
 PROGRAMS = Path(__file__).parent / "programs"
 WIDE = 132  # columns of a table where no terminal sets a limit

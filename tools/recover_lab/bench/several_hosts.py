@@ -233,7 +233,7 @@ def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
         with EtcdServer() as server:
             arguments = [
                 server.endpoint,
-                f"/tools/recover_lab/bench-{replicas}/",
+                f"/recover/bench-{replicas}/",
                 str(replicas),
                 str(agreements),
                 str(WORK),

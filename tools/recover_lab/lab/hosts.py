@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recover_lab.lab import namespaces
+from recover_lab.locations import PACKAGES
 
 NETWORK = "10.77.0"  # in namespaces of the lab's own: it meets neither that of another lab nor the machine's
 MOST_HOSTS = 254
@@ -202,7 +203,12 @@ class Lab:
         self.names = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
             f"{host.address} {host.name}\n" for host in self
         )
-        needed = [*shared, _HERE.parents[1], sys.prefix, sys.base_prefix]  # our own code, too
+        needed = [
+            *shared,
+            *(package.parent for package in PACKAGES),
+            sys.prefix,
+            sys.base_prefix,
+        ]  # our own code, too
         self.shared = sorted({str(Path(path).resolve()) for path in needed if _hidden(Path(path).resolve())})
         self._cables: set[str] = set()
         self._made = ExitStack()

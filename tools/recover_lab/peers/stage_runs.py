@@ -6,7 +6,6 @@ Whoever is to be struck from outside says that it is inside the reduction, and w
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import recover
-import recover_lab
 from recover.job.authentication import make_token_file
 from recover.launch import preflight
 from recover.runs.records.kinds import Event
+from recover_lab.locations import PYTHONPATH
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.events import Events, read_events
 from recover_lab.peers.host_stage import HostStage
@@ -35,8 +33,6 @@ from recover_lab.peers.torchft_runs import (
     torchft_job,
 )
 
-# Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (recover, recover_lab))
 PATIENCE = 240.0  # seconds after which a run is taken for hung
 LOOK = 0.02  # seconds between two looks at what has happened
 HELD = 120  # seconds that one who is to be struck waits for it
@@ -70,7 +66,7 @@ class Cast:
     def start(
         self, host: str, command: Sequence[Any], environment: Mapping[str, str], log: str = ""
     ) -> subprocess.Popen[Any]:
-        clean = preflight.clean_environment() | {"PYTHONPATH": SOURCES} | dict(environment)
+        clean = preflight.clean_environment() | {"PYTHONPATH": PYTHONPATH} | dict(environment)
         with (self.place / f"{log or host}.log").open("ab") as output:
             process = self.stage.start(
                 host, command, env=clean, stdin=subprocess.DEVNULL, stdout=output, stderr=output

@@ -17,11 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-import recover
-import recover_lab
 from recover.faults.locations import IN_FLIGHT
 from recover.runs.records.kinds import Event
 from recover.train.model_shape import shape_of
+from recover_lab.locations import PYTHONPATH
 from recover_lab.peers.events import read_events
 from recover_lab.peers.metrics import failures
 from recover_lab.peers.runs import PROGRAMS, configure
@@ -29,8 +28,6 @@ from recover_lab.peers.scene import VOCAB, Scene
 
 TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
-# Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__file__).parents[1]) for package in (recover, recover_lab))
 
 
 class Absent(Exception):
@@ -120,7 +117,7 @@ def torchft_environment(address: str, port: int) -> dict[str, str]:
     return {
         **os.environ,
         "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}",
-        "PYTHONPATH": SOURCES,
+        "PYTHONPATH": PYTHONPATH,
         "OMP_NUM_THREADS": "1",
     }
 

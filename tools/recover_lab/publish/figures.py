@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from recover_lab.locations import CHECKOUT
 from recover_lab.publish.headlines import Content, headlines
-from recover_lab.publish.measured_sources import LAB
 from recover_lab.publish.tables import rows_of
 
-ROOT = LAB.parents[1]
 FILE = Path("docs", "figures.json")
 ORIGIN = ("command", "machine", "commit", "sources", "measured_at")
 ORDER = (
@@ -51,7 +50,7 @@ TABLE = re.compile(r"(<!--table ([\w-]+)-->\n)(.*?)(<!--/table-->)", re.DOTALL)
 Figures = dict[str, dict[str, Any]]  # by the names of the benchmarks' files
 
 
-def publish(runs: Sequence[Path], root: Path = ROOT) -> list[str]:
+def publish(runs: Sequence[Path], root: Path = CHECKOUT) -> list[str]:
     """The names of what was published. A figure that a document quotes and no run has any more is refused."""
     file = root / FILE
     if not file.exists():
@@ -70,12 +69,12 @@ def publish(runs: Sequence[Path], root: Path = ROOT) -> list[str]:
     return [path.stem for path in paths]
 
 
-def read(root: Path = ROOT) -> Figures:
+def read(root: Path = CHECKOUT) -> Figures:
     found: Figures = json.loads((root / FILE).read_text())
     return found
 
 
-def pages(root: Path = ROOT) -> list[Path]:
+def pages(root: Path = CHECKOUT) -> list[Path]:
     return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
 
 
