@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.gpu import bench_gpu
 from recover_lab.bench.measure import BenchmarkError
 from recover_lab.peers.kills import judge
@@ -49,7 +50,7 @@ def test_every_part_of_the_gpu_benchmark_yields_its_figures(
     assert {(size, way) for size, ways in sums.items() for way in ways} == {
         (size, way) for size in ("1", "4") for way in ("ours", "stock gloo")
     }
-    page = build(tmp_path).read_text()
+    page = build(tmp_path, FIGURES).read_text()
     assert "SIGKILL inside a reduction to the commit, tiny, 3 replicas" in page
     assert "sum of 4 MB" in capfd.readouterr().out
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from recover_lab.bench import measure as measuring
 from recover_lab.bench import suite
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import BenchmarkError
 from recover_lab.bench.trajectory import distance, lines_of, throughput, totals
 from recover_lab.peers.costs import Costs, Restarting, rerun_steps
@@ -31,7 +32,7 @@ from recover_lab.peers.metrics import (
 from recover_lab.peers.scene import Scene, inside
 from recover_lab.publish import measured_sources
 from recover_lab.publish.measured_sources import measured, sources
-from recover_lab.publish.page import TEXTS, build
+from recover_lab.publish.page import build
 
 from recover.runs.records.kinds import Event
 
@@ -314,7 +315,7 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
         json.dumps({"machine": machine, "sources": sources(), "breakdown": breakdown})
     )
     (tmp_path / "multi-ddp.json").write_text(json.dumps({"sources": "of another day", "multi": {}}))
-    text = build(tmp_path).read_text()
+    text = build(tmp_path, FIGURES).read_text()
     assert "Multi" not in text
     assert "7.7 s" in (tmp_path / "figures.md").read_text()
     assert "Breakdown, 3D" in text
@@ -330,7 +331,7 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
 def test_every_part_has_a_call_and_a_place_on_the_page() -> None:
     for long in (False, True):
         for name in suite.parts(long):
-            assert name.partition("-")[0] in TEXTS
+            assert name.partition("-")[0] in FIGURES
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import BenchmarkError, begin, launched, place, summary, write
-from recover_lab.bench.training import paired_ratio
+from recover_lab.bench.measure import BenchmarkError, begin, launched, paired_ratio, place, summary, write
 from recover_lab.peers.kills import PARTS_OF_A_KILL, judge
+from recover_lab.publish.figure import Figure, Results, Rows, ratio_and_interval, show
 from recover_lab.publish.measured_sources import measured
-from recover_lab.publish.tables import rows_of, show
 
 PARTS = ("step", "kill", "reduce")
 PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"
@@ -74,7 +73,7 @@ def bench_gpu(
         keep("kill", carrier, measure=partial(_kill, models[0], carrier, kill_replicas, kills, device))
     for carrier in carriers if "reduce" in parts else ():
         keep("reduce", carrier, measure=partial(_reduce, carrier, replicas, device))
-    show(console, f"{results.get('card', device)}, {replicas} replicas", rows_of("gpu", results))
+    show(console, f"{results.get('card', device)}, {replicas} replicas", FIGURE.rows(results))
     console.print(place())
     if lost:
         told = "; ".join(f"{what} ({why})" for what, why in lost.items())
@@ -198,3 +197,59 @@ def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: 
 
 def _place(ranks: Sequence[Facts]) -> Facts:
     return {key: ranks[0][key] for key in ("card", "cards", "nccl")}
+
+
+def _values(results: Results) -> dict[str, Any]:
+    nccl = f", NCCL {results['nccl']}" if results["nccl"] else ""
+    values = {"place": f"{results['replicas']} replicas on {results['cards']} x {results['card']}{nccl}"}
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            for way, ratio in facts["ours_against"].items():
+                values[f"{model}-{carrier}-{way.replace(' ', '-')}"] = f"{ratio['value']:.2f}x"
+    for carrier, facts in results["kill"].items():
+        values[f"kill-{carrier}"] = f"{facts['less_redone_ms']['median']:.0f} ms"
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [["", "carrier", "ours", "for comparison, in the same run"]]
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            name = f"step without failures, {model} ({facts['parameters'] / 1e6:,.0f}M parameters)"
+            others = [_step_cell(facts, way) for way in facts["milliseconds"] if way != "ours"]
+            rows.append([name, carrier, _step_cell(facts, "ours"), "; ".join(others)])
+    for carrier, facts in results["kill"].items():
+        took, left = facts["kill_to_commit_ms"], facts["less_redone_ms"]
+        name = f"SIGKILL inside a reduction to the commit, {facts['model']}, {facts['replicas']} replicas"
+        whole = f"{took['median']:.0f} ms, {left['median']:.0f} less the microbatches run again"
+        parts = ", ".join(f"{part} {ms['median']:.0f}" for part, ms in facts["parts_ms"].items())
+        kept = f"{facts['deaths']} deaths, every step on {facts['microbatches']} microbatches"
+        if facts["broken"]:
+            kept += f"; {len(facts['broken'])} of {facts['launches']} launches failed"
+        rows.append(
+            [name, carrier, whole, f"{parts}; {kept}; a step takes {facts['step_ms']['median']:.0f} ms"]
+        )
+    for carrier, facts in results["reduce"].items():
+        for size, ways in facts["gigabytes_per_second"].items():
+            speeds = {way: f"{each['median']:.2f} GB/s" for way, each in ways.items()}
+            others = [f"{way} {speed}" for way, speed in speeds.items() if way != "ours"]
+            rows.append([f"sum of {size} MB", carrier, speeds["ours"], "; ".join(others)])
+    return rows
+
+
+def _step_cell(facts: Facts, way: str) -> str:
+    """Time and memory of a step; of another system also how ours compares."""
+    text = f"{facts['milliseconds'][way]['median']:,.0f} ms"
+    if way in facts["peak_bytes"]:
+        text += f", {facts['peak_bytes'][way] / 2**30:.1f} GiB"
+    return text if way == "ours" else f"{way} {text} ({ratio_and_interval(facts['ours_against'][way])})"
+
+
+FIGURE = Figure(
+    name="gpu",
+    text="On GPUs: a step without failures, with the times of others and ours as a ratio to their tokens/s; a SIGKILL "
+    "inside a reduction; sums of large tensors.",
+    paper="Close to the NCCL reference.",
+    values=_values,
+    rows=_rows,
+)

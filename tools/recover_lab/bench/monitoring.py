@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from recover.runs.records.json_lines import read_lines
-from recover_lab.bench.measure import begin, place, summary, write
-from recover_lab.bench.training import paired_ratio
+from recover_lab.bench.measure import begin, paired_ratio, place, summary, write
 from recover_lab.peers.ended import BenchmarkError
 
 SCRAPE = 5.0  # seconds between two questions for the metrics; Prometheus's own default is a minute

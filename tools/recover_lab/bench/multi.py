@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from recover_lab.peers.metrics import (
 )
 from recover_lab.peers.runs import run_baseline, run_ours, scratch
 from recover_lab.peers.scene import Scene
+from recover_lab.publish import pictures
+from recover_lab.publish.figure import Figure, Headline, Results, Rows, describe_grid, show, unpaced_warning
 from recover_lab.publish.measured_sources import measured
-from recover_lab.publish.tables import rows_of, show
 
 console = screen()
 
@@ -125,4 +126,63 @@ def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict
 def show_duel(results: dict[str, Any]) -> None:
     scene, interval = results["scene"], results["interval"]
     title = f"A failure every {interval} steps, {scene['replicas']} replicas of {scene['replica_size']}"
-    show(console, f"{title}: tokens/s per living rank", rows_of("multi", results))
+    show(console, f"{title}: tokens/s per living rank", FIGURE.rows(results))
+
+
+def _values(results: Results) -> dict[str, Any]:
+    return {
+        "every": results["interval"],
+        "living": f"{min(each['ratios'][-1] for each in results['baselines']):.2f}",
+        "more": f"{min(each['advantage']['more'] for each in results['baselines']):+.0%}",
+    }
+
+
+def _rows(results: Results) -> Rows:
+    intervals = results["ours"]["intervals"]
+    rows: Rows = [["", *(f"{each['alive']} ranks alive" for each in intervals), "tokens at equal rank-hours"]]
+    for name, key in (
+        ("ours", "effective_throughput"),
+        ("ours, per rank at the start", "per_provisioned_rank"),
+    ):
+        rows.append([name, *(f"{each[key]:.1f}" for each in intervals), ""])
+    for theirs in results["baselines"]:
+        speeds = (f"{each['effective_throughput']:.1f}" for each in theirs["intervals"])
+        more = f"ours {theirs['advantage']['more']:+.1%}"
+        rows.append([f"restart, saving every {theirs['save_every']} steps", *speeds, more])
+        rows.append(["ours against it", *(f"{ratio:.2f} times" for ratio in theirs["ratios"]), ""])
+    return rows
+
+
+def _headlines(kind: str, results: Results) -> Iterator[Headline]:
+    # By each measure the better baseline counts: a checkpoint at every failure, or the best interval.
+    ratio = min(baseline["ratios"][-1] for baseline in results["baselines"])
+    best = min(results["baselines"], key=lambda baseline: baseline["advantage"]["more"])
+    rate = (
+        f"a failure every {results['interval']} steps, {describe_grid(results['scene'])}, half of them lost"
+    )
+    full = results["ours"]["steps_of"]
+    unpaced = unpaced_warning(results["scene"], max(full.items(), key=lambda item: int(item[0]))[1])
+    yield (
+        f"tokens/s per living rank after the last failure, {kind.upper()}, {rate}",
+        f"{ratio:.2f} times checkpoint-restart's{unpaced}",
+        "2.23 times (3D)",
+    )
+    yield (
+        f"tokens at equal rank-hours, {kind.upper()}, {rate}",
+        f"{best['advantage']['more']:+.0%}; restarting takes {best['advantage']['rank_seconds_ratio']:.2f} times the "
+        "rank-hours for the same tokens",
+        "+74.9% (3D), +47.4% (HSDP)",
+    )
+
+
+FIGURE = Figure(
+    name="multi",
+    text="Failures in steps 1.5F, 2.5F, ..., until half of the replicas are gone. F is chosen so that the baseline "
+    "makes progress in 8 of 18 parts of its time, like the production system that the paper cites.",
+    paper="2.23 times the throughput per living GPU after successive failures, 74.9% more tokens at 234 GPU-hours (3D, "
+    "128 A100s, 16 replicas); 47.4% more at 1338 GPU-hours (HSDP).",
+    values=_values,
+    rows=_rows,
+    headlines=_headlines,
+    picture=pictures.multi,
+)

@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from recover_lab.bench.measure import begin, launched, place, summary, write
-from recover_lab.bench.training import paired_ratio
+from recover_lab.bench.measure import begin, launched, paired_ratio, place, summary, write
 
 PAIRS = {  # by name: how many times faster the second is than the first
     "in memory": ("stock", "ours"),

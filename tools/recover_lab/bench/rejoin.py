@@ -17,7 +17,7 @@ from recover_lab.peers.metrics import failures, recovery_seconds, restarting, st
 from recover_lab.peers.rejoin import joins
 from recover_lab.peers.runs import run_baseline, run_returning, scratch
 from recover_lab.peers.scene import Scene
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.publish.figure import STALL_SHARE, Figure, Results, Rows, show
 
 HOUR = 3600.0
 
@@ -66,7 +66,7 @@ def bench_multi_returning(
     }
     write(output, {"returning": results})
     title = f"{scene.replicas} replicas of {scene.replica_size} that come back: tokens an hour"
-    show(console, title, rows_of("returning", results))
+    show(console, title, FIGURE.rows(results))
     console.print(place())
     return results
 
@@ -129,3 +129,40 @@ def _away(events: Sequence[Event], replicas: int) -> list[float]:
         again = [at for at, count in commits if less and at > less[0] and count >= before[-1]]
         seen += [again[0] - death["at"]] if again else []
     return seen
+
+
+def _values(results: Results) -> dict[str, Any]:
+    return {
+        "ratios": ", ".join(f"{duel['ratio']:.2f}x" for duel in results["duels"]),
+        "calm": f"{results['calm_ratio']:.2f}x",
+        "crossing": "never" if results["crossing"] is None else f"{results['crossing']:.1%}",
+    }
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [
+        ["stall of a restart", "ours, an hour", "checkpoint-restart", "ours against it", "rejoined after"]
+    ]
+    for duel in results["duels"]:
+        rows.append(
+            [
+                f"{duel['share']:.0%} of {STALL_SHARE} (a failure every {duel['interval']})",
+                *(f"{duel[side]:,.0f}" for side in ("ours", "restart")),
+                f"{duel['ratio']:.2f} times",
+                ", ".join(f"{seconds:.1f} s" for seconds in duel["away"]) or "not in time",
+            ]
+        )
+    crossing, calm = results["crossing"], f"{results['calm_ratio']:.2f} times without failures"
+    never = f"by arithmetic at every rate at least {calm}"
+    rows.append(
+        [never if crossing is None else f"below {calm} while it is under {crossing:.1%}", "", "", "", ""]
+    )
+    return rows
+
+
+FIGURE = Figure(
+    name="returning",
+    text="Failure after failure, and every lost replica rejoins: tokens an hour against checkpoint-restart.",
+    values=_values,
+    rows=_rows,
+)

@@ -19,7 +19,7 @@ from recover_lab.peers.rejoin import came_back, joins, stages
 from recover_lab.peers.runs import run_baseline, run_returning, scratch
 from recover_lab.peers.scene import Scene, hidden_for
 from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.publish.figure import Figure, Results, Rows, show
 
 KILL = 36  # the step in which it dies: in a job at work, where processes are ready
 LEAST, SLACK = 0.15, 1.3  # the stall of the others: seconds that are fine, and times what the link needs
@@ -64,7 +64,7 @@ def bench_return(
     show(
         console,
         f"One of {replicas} replicas dies and comes back, steps of {pace:g} s",
-        rows_of("return", results),
+        FIGURE.rows(results),
     )
     console.print(place())
     return results
@@ -155,3 +155,57 @@ def _one_transfer(size: int) -> float:
             took = time.perf_counter() - began
         sender.join()
     return took
+
+
+def _values(results: Results) -> dict[str, Any]:
+    values: dict[str, Any] = {"replicas": results["replicas"]}
+    for size in results["sizes"]:
+        mb = f"{size['bytes'] / 1e6:.0f}"
+        values[f"stall-{mb}"] = f"{size['ours']['stall']['median'] * 1e3:.0f} ms"
+        values[f"whole-{mb}"] = f"{size['ours']['whole']['median']:.1f} s"
+        values[f"cold-{mb}"] = f"{size['cold']['whole']['median']:.1f} s"
+        for name in ("restart", "torchft"):
+            facts = size[name]
+            absent = "not_measured" in facts
+            values[f"{name}-{mb}"] = "not measured" if absent else f"{facts['whole']:.1f} s"
+            values[f"{name}-wait-{mb}"] = "not measured" if absent else f"{facts['wait']:.1f} s"
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [
+        ["state", "", "next step after", "full strength after", "the others wait", "allowed", "parts"]
+    ]
+    for size in results["sizes"]:
+        for name in ("ours", "cold", "restart", "torchft"):
+            facts = size[name]
+            if "not_measured" in facts:
+                rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], "", "", "", ""])
+                continue
+            middle = {key: each["median"] if isinstance(each, dict) else each for key, each in facts.items()}
+            parts = allowed = ""
+            if name in ("ours", "cold"):
+                allowed = f"{size['bound'] * 1e3:.0f} ms"
+                pieces = {key: middle[key] for key in ("repair", "transfer", "rest")}
+                parts = ", ".join(f"{key} {seconds * 1e3:.0f} ms" for key, seconds in pieces.items())
+            wait = middle.get("stall", middle["wait"])
+            rows.append(
+                [
+                    f"{size['bytes'] / 1e6:.0f} MB",
+                    {"cold": "ours, without prewarmed processes"}.get(name, name),
+                    *(f"{middle[key]:.2f} s" for key in ("again", "whole")),
+                    f"{wait * 1e3:.0f} ms",
+                    allowed,
+                    parts,
+                ]
+            )
+    return rows
+
+
+FIGURE = Figure(
+    name="return",
+    text="A replica dies inside a reduction and its process is started again at once: until the next step, until all "
+    "replicas are in a step again, and how long the others wait, by the size of the state.",
+    values=_values,
+    rows=_rows,
+)

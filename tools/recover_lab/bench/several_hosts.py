@@ -17,9 +17,8 @@ from rich.console import Console
 
 from recover.runs.records.kinds import Event
 from recover.world.fabrics.etcd.server import EtcdServer
-from recover_lab.bench.measure import PROGRAMS, begin, place, summary, write
+from recover_lab.bench.measure import PROGRAMS, begin, paired_ratio, place, summary, write
 from recover_lab.bench.peers import judge
-from recover_lab.bench.training import paired_ratio
 from recover_lab.lab.hosts import unavailable
 from recover_lab.peers.ended import BenchmarkError, check
 from recover_lab.peers.host_stage import HostStage, stage
@@ -36,7 +35,7 @@ from recover_lab.peers.stage_runs import (
     start_ours,
 )
 from recover_lab.peers.torchft_runs import Absent, install_torchft, torchft_home
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 WORK = 0.3  # seconds between two agreements at the most: replicas do not come all at once
 PARTS = ("agreement", "step", "kill", "peers")
@@ -88,7 +87,7 @@ def bench_hosts(wanted: Wanted, environment: Path | None, output: Path | None) -
         "timeout": wanted.timeout,
     }
     write(output, {"hosts": results})
-    show(console, "several hosts", rows_of("hosts", results))
+    show(console, "several hosts", FIGURE.rows(results))
     console.print(place())
     return results
 
@@ -242,3 +241,58 @@ def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
             code = subprocess.run(command, timeout=60 + agreements * (WORK + 1)).returncode
         check(code, f"{replicas} replicas that agree in etcd ended with code {code}")
         return [json.loads(Path(directory, f"times-{rank}.json").read_text()) for rank in range(replicas)]
+
+
+def _values(results: Results) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        f"{kind}-{replicas}": f"{facts['median']:.1f} ms"
+        for kind, name in (("all", "agreement_ms"), ("own", "agreement_own_ms"))
+        for replicas, facts in results.get(name, {}).items()
+    }
+    for hosts, facts in results.get("step", {}).items():
+        values[f"step-{hosts}"] = f"{facts['ratio']['value']:.2f}x"
+    for what, facts in results.get("kill", {}).items():
+        if "less_redone" in facts:
+            values[f"kill-{what}"] = f"{facts['less_redone']['median']:.0f} ms"
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        values[f"power-cut-{name}"] = f"{seconds:.1f} s" if isinstance(seconds, float) else seconds
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [["", "measured", "parts, or for comparison"]]
+    for replicas, facts in results.get("agreement_ms", {}).items():
+        own = milliseconds(results["agreement_own_ms"][replicas])
+        name = f"an agreement of {replicas} replicas, last vote to last result"
+        rows.append([name, milliseconds(facts), f"the last voter's own {own}"])
+    for hosts, facts in results.get("step", {}).items():
+        ratio, took = facts["ratio"], facts["milliseconds"]
+        both = f"ours {took['ours']['median']:.0f} ms, stock DDP on gloo {took['stock']['median']:.0f} ms"
+        name = f"a step on {hosts} hosts, {facts['parameters'] / 1e6:.1f}M parameters, against stock DDP"
+        rows.append([name, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})", both])
+    names = {"rank": "SIGKILL of a rank", "host": "a host loses its power", "link": "a host is cut off"}
+    for what, facts in results.get("kill", {}).items():
+        if what in names:
+            parts = ", ".join(f"{part} {facts[part]['median']:.0f}" for part in PARTS_OF_A_KILL)
+            name = f"{names[what]}: to the commit, less what is computed again"
+            rows.append([name, milliseconds(facts["less_redone"]), f"{parts}; n = {facts['whole']['n']}"])
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        value = f"{seconds:.2f} s" if isinstance(seconds, float) else seconds
+        batch = f"on {facts['microbatches']} microbatches" if "microbatches" in facts else ""
+        rows.append([f"power cut to the next committed step, {name}", value, batch])
+    if "hosts" in results and not results["hosts"]["emulated"]:
+        rows.append(["hosts are processes of this machine", "", results["hosts"]["why_not"]])
+    return rows
+
+
+FIGURE = Figure(
+    name="hosts",
+    text="Several hosts, emulated by namespaces of one machine where that is possible. An agreement: from the last "
+    "vote to the last replica that holds the result, one etcd in memory; replicas arrive at uneven times. A step "
+    "against stock DDP on gloo, turn by turn over the same links. A rank, a host and a link are lost inside a "
+    "reduction. The same power cut on torchrun and torchft.",
+    values=_values,
+    rows=_rows,
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.bench.measure import begin, place, write
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.publish.figure import Figure, Results, Rows, show
 from recover_lab.simulate.race import Track, race
 from recover_lab.simulate.scenario import Scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
@@ -54,7 +54,7 @@ def bench_simulate(sizes: Sequence[int], output: Path | None) -> dict[str, Any]:
     show(
         console,
         "Failures simulated per second of one core, the policy's first answers aside",
-        rows_of("simulate", results),
+        FIGURE.rows(results),
     )
     console.print(place())
     return results
@@ -76,3 +76,31 @@ def _measure(scenario: Scenario) -> dict[str, Any]:
         found[name] = account.failures / (time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"failures_per_second": found, "peak_mib": peak, "asked": track.shares.asked}
+
+
+def _values(results: Results) -> dict[str, Any]:
+    largest = results["rows"][-1]
+    return {
+        "whole": f"{results['whole_seconds']:.0f} s",
+        "computing": f"{results['whole_cpu_seconds']:.0f} s",
+        "speed": f"{largest['failures_per_second']['recover-return']:,.0f}",
+    }
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [["GPUs", "checkpoint-restart", "ReCoVer, replicas rejoin", "policy calls", "memory, MiB"]]
+    for row in results["rows"]:
+        speeds = (f"{row['failures_per_second'][name]:,.0f}" for name in ("restart", "recover-return"))
+        rows.append([f"{row['gpus']:,}", *speeds, row["asked"], f"{row['peak_mib']:.0f}"])
+    whole = results["whole"]
+    name = f"{whole['gpus']:,} GPUs, {whole['days']} days, {whole['seeds']} seeds, {whole['systems']} systems"
+    spent = f"{results['whole_seconds']:.0f} s, {results['whole_cpu_seconds']:.0f} s of computing"
+    return [*rows, [name, spent, "", "", ""]]
+
+
+FIGURE = Figure(
+    name="simulate",
+    text="Failures simulated per second of one core, as the cluster grows, and a whole study of the largest one.",
+    values=_values,
+    rows=_rows,
+)

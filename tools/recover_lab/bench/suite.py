@@ -9,6 +9,7 @@ from typing import Any
 
 from recover_lab.bench.breakdown import bench_breakdown
 from recover_lab.bench.collectives import bench_collectives, bench_repair
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import begin
 from recover_lab.bench.multi import bench_multi
 from recover_lab.bench.peers import bench_peers
@@ -89,7 +90,7 @@ def bench_all(output: Path, fresh: bool, long: bool) -> int:
         except Exception as error:  # the other parts are worth having
             lost.append(name)
             console.print(f"{head}: {type(error).__name__}: {error}", style="red", markup=False)
-    page = build(output)
+    page = build(output, FIGURES)
     console.print(f"page: {page}")
     if lost:
         console.print(f"not measured: {', '.join(lost)}; the same command goes on with them")

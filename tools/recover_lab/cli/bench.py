@@ -367,10 +367,12 @@ def bench_publish(
     ] = None,
 ) -> None:
     """Put figures into docs/figures.json, and into every document that quotes them."""
-    from recover_lab.publish.figures import publish
+    from recover_lab.bench.figures import FIGURES
+    from recover_lab.publish.documents import publish
 
     with refusals("recover bench publish"):
-        typer.echo(f"published: {', '.join(publish(runs or [Path('runs/bench')])) or 'nothing'}")
+        names = publish(runs or [Path("runs/bench")], FIGURES)
+        typer.echo(f"published: {', '.join(names) or 'nothing'}")
 
 
 @app.command("all")
