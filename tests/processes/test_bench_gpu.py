@@ -15,7 +15,7 @@ from patience import PATIENCE
 from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.gpu import bench_gpu
 from recover_lab.bench.measure import BenchmarkError
-from recover_lab.peers.kills import judge
+from recover_lab.peers.kills import judge_launch
 from recover_lab.publish.page import build
 
 from recover.launch.doctor import checks
@@ -83,7 +83,7 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
             (place / f"rows-{rank}.json").write_text(json.dumps(facts))
         yield place
 
-    monkeypatch.setattr("recover_lab.bench.gpu.launched", launched)
+    monkeypatch.setattr("recover_lab.bench.kills.launched", launched)
     output = tmp_path / "gpu.json"
     with pytest.raises(BenchmarkError, match=r"a launch of kill mpi \(a bystander was lost"):
         bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 3, ["kill"], "cpu", output)
@@ -95,17 +95,17 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
 def survivor(**facts: Any) -> dict[str, Any]:
     incident = {
         "noticed_at": 10.02,
-        "detect_ms": 30.0,
-        "repair_ms": 40.0,
-        "restore_ms": 1.0,
-        "redo_ms": 100.0,
-        "discarded_microbatches": 0,
+        "detect": 0.03,
+        "repair": 0.04,
+        "restore": 0.001,
+        "redo": 0.1,
+        "discarded": 0,
     }
     row = {
         "step": 4,
         "committed": 10.2,
         "microbatches": 12,
-        "redone_seconds": 0.05,
+        "redone": 0.05,
         "incidents": [incident],
     }
     same = {"batch": 12, "left": [0, 2], "expected": [0, 2], "digest": "d"}
@@ -113,16 +113,16 @@ def survivor(**facts: Any) -> dict[str, Any]:
 
 
 def test_a_death_takes_what_its_slowest_survivor_took() -> None:
-    (sample,) = judge([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
+    (sample,) = judge_launch([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
     assert sample == pytest.approx(
         {
-            "total": 250.0,
-            "redone": 50.0,
-            "notice": 20.0,
-            "drain": 30.0,
-            "repair": 40.0,
-            "restore": 1.0,
-            "redo": 100.0,
+            "whole": 0.25,
+            "less_redone": 0.2,
+            "notice": 0.02,
+            "drain": 0.03,
+            "repair": 0.04,
+            "restore": 0.001,
+            "redo": 0.1,
             "discarded": 0,
         }
     )
@@ -139,9 +139,9 @@ def test_a_death_takes_what_its_slowest_survivor_took() -> None:
 )
 def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
     with pytest.raises(BenchmarkError, match=said):
-        judge([survivor(), other], {4: 10.0})
+        judge_launch([survivor(), other], {4: 10.0})
     with pytest.raises(BenchmarkError, match="should be"):
-        judge([survivor()], {4: 10.0})
+        judge_launch([survivor()], {4: 10.0})
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def incident(kind: str = "lost", **facts: float) -> dict[str, Any]:
     zeros = dict.fromkeys(
         ("detect", "repair", "restore", "redo", "noticed_at", "transfer", "stall", "warm_up"), 0.0
     )
-    return {"kind": kind, "bytes": 0, **zeros, **facts}
+    return {"kind": kind, "bytes": 0, "discarded": 0, **zeros, **facts}
 
 
 def step_end(at: float, step: int, replicas: int, rank: int = 0, **facts: Any) -> Event:
@@ -93,6 +93,7 @@ def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_aga
             "repair": 0.2,
             "restore": 0.01,
             "redo": 0.5,
+            "discarded": 0,
         }
     )
     with pytest.raises(BenchmarkError, match="not committed on 7 microbatches"):

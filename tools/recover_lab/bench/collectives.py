@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.bench.measure import begin, launched, place, summary, write
+from recover_lab.peers.kills import read_kills
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 REPAIR_LAUNCHES = 3
@@ -53,7 +54,7 @@ def bench_repair(ranks: int, output: Path | None) -> None:
         samples: list[float] = []
         for _ in range(REPAIR_LAUNCHES):
             with launched("repairs.py", ranks, [carrier]) as run_dir:
-                samples += _repair_times(run_dir, ranks)
+                samples += _repair_times(run_dir)
         results[carrier] = summary(samples)
     content = {"repair_ms": results, "ranks": ranks}
     write(output, content)
@@ -61,14 +62,12 @@ def bench_repair(ranks: int, output: Path | None) -> None:
     console.print(place())
 
 
-def _repair_times(run_dir: Path, ranks: int) -> list[float]:
-    repaired: dict[int, float] = {}
-    for path in run_dir.glob("repaired-*.json"):
-        for victim, when in json.loads(path.read_text()).items():
-            repaired[int(victim)] = max(when, repaired.get(int(victim), 0.0))
+def _repair_times(run_dir: Path) -> list[float]:
+    """Milliseconds from each kill until the last survivor has reduced on the repaired world."""
+    notes = [json.loads(path.read_text()) for path in run_dir.glob("repaired-*.json")]
     return [
-        (repaired[victim] - float((run_dir / f"killed-{victim}").read_text())) * 1e3
-        for victim in range(1, ranks)
+        1e3 * (max(times[str(victim)] for times in notes if str(victim) in times) - killed_at)
+        for victim, killed_at in read_kills(run_dir).items()
     ]
 
 

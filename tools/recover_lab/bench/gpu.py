@@ -9,16 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import BenchmarkError, begin, launched, paired_ratio, place, summary, write
-from recover_lab.peers.kills import PARTS_OF_A_KILL, judge
+from recover_lab.bench.kills import ACCUM, NO_PROGRESS, measure_kills, sequence_length
+from recover_lab.bench.measure import (
+    PEER_PROGRAMS,
+    BenchmarkError,
+    begin,
+    launched,
+    paired_ratio,
+    place,
+    summary,
+    write,
+)
 from recover_lab.publish.figure import Figure, Results, Rows, ratio_and_interval, show
 from recover_lab.publish.measured_sources import measured
 
 PARTS = ("step", "kill", "reduce")
-PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"
-SEQ_LEN = {"tiny": 32, "small": 256}  # of the larger ones, 1024
-ACCUM = 4  # microbatches of a replica in a step
-NO_PROGRESS = 90.0  # seconds after which a launch is given up; each says what it has measured
 Facts = dict[str, Any]
 
 
@@ -98,7 +103,7 @@ def _stocks(carrier: str, device: str) -> str:
 
 
 def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> Facts:
-    seq_len = SEQ_LEN.get(model, 1024)
+    seq_len = sequence_length(model)
     words = [device, model, str(seq_len), str(ACCUM), str(turns), _stocks(carrier, device)]
     # On a CPU the two ways to take turns are tried: by carrier, for want of a memory that could be too small.
     words.append("auto" if device == "cuda" else "no" if carrier == "gloo" else "yes")
@@ -130,41 +135,9 @@ def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> F
 
 
 def _kill(model: str, carrier: str, replicas: int, kills: int, device: str) -> Facts:
-    """Until there are so many deaths, each launch with as many as leave two replicas; one, if there are but two."""
+    """At least so many deaths; each launch has as many as leave two replicas, or one if it has only two."""
     deaths = max(1, replicas - 2)
-    samples: list[Facts] = []
-    steps: list[float] = []
-    broken: list[str] = []
-    ranks: list[Facts] = []
-    launches = -(-kills // deaths)
-    for seed in range(launches):
-        words = [device, model, str(SEQ_LEN.get(model, 1024)), str(ACCUM), str(deaths), str(seed)]
-        try:
-            with launched(PROGRAMS / "gpu_kill.py", replicas, words, NO_PROGRESS, carrier=carrier) as run_dir:
-                found = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]
-                killed = {int(p.name[7:]): float(p.read_text()) for p in run_dir.glob("killed-*")}
-            samples += judge(found, killed)
-        except BenchmarkError as error:  # the other launches tell how often
-            broken.append(str(error))
-            continue
-        ranks = found
-        steps += [1e3 * row["seconds"] for r in ranks for row in r["rows"][1:] if not row["incidents"]]
-    if not samples:
-        raise BenchmarkError("; ".join(broken))
-    return {
-        "place": _place(ranks),
-        "model": model,
-        "replicas": replicas,
-        "microbatches": ranks[0]["batch"],
-        "deaths": len(samples),
-        "launches": launches,
-        "broken": broken,
-        "discarded": sum(sample["discarded"] for sample in samples),
-        "kill_to_commit_ms": summary([sample["total"] for sample in samples]),
-        "less_redone_ms": summary([sample["total"] - sample["redone"] for sample in samples]),
-        "parts_ms": {part: summary([sample[part] for sample in samples]) for part in PARTS_OF_A_KILL},
-        "step_ms": summary(steps),
-    }
+    return measure_kills(model, carrier, replicas, deaths, -(-kills // deaths), device)
 
 
 def _reduce(carrier: str, replicas: int, device: str) -> Facts:
@@ -186,7 +159,7 @@ def _reduce(carrier: str, replicas: int, device: str) -> Facts:
 
 
 def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: str) -> list[Facts]:
-    with launched(PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier) as run_dir:
+    with launched(PEER_PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier) as run_dir:
         found = [json.loads(path.read_text()) for path in sorted(run_dir.glob(pattern))]
     if len(found) != ranks:
         raise BenchmarkError(

@@ -24,7 +24,8 @@ from recover_lab.locations import LAB
 from recover_lab.peers.ended import BenchmarkError, check
 from recover_lab.publish.measured_sources import sources
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = LAB / "bench" / "programs"
+PEER_PROGRAMS = LAB / "peers" / "programs"
 WIDE = 132  # columns of a table where no terminal sets a limit
 
 _origin: dict[str, Any] | None = None  # of the benchmark that is being run

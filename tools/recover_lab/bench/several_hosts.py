@@ -22,7 +22,7 @@ from recover_lab.bench.peers import judge
 from recover_lab.lab.hosts import unavailable
 from recover_lab.peers.ended import BenchmarkError, check
 from recover_lab.peers.host_stage import HostStage, stage
-from recover_lab.peers.kills import PARTS_OF_A_KILL
+from recover_lab.peers.kills import PARTS_OF_A_KILL, kill_sample
 from recover_lab.peers.metrics import failures, restarts, step_seconds
 from recover_lab.peers.runs import scratch
 from recover_lab.peers.scene import Scene
@@ -160,7 +160,7 @@ def strikes_on(hall: HostStage, per_host: int) -> list[Strike]:
 
 
 def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
-    """Of each strike, in seconds: the whole, less what was computed again, and its parts on the slowest survivor."""
+    """A sample of each strike. Raises BenchmarkError if its step was not committed on the whole batch."""
     found = []
     for failure in failures(events):
         ended = [
@@ -171,14 +171,8 @@ def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
             raise BenchmarkError(
                 f"step {failure['step']} was not committed on {batch} microbatches by the survivors"
             )
-        last = max(struck, key=lambda event: event["at"])
-        whole = last["at"] - failure["at"]
-        incidents = last["incidents"]
-        parts = {name: sum(each[name] for each in incidents) for name in ("repair", "restore", "redo")}
-        parts["notice"] = max(0.0, incidents[0]["noticed_at"] - failure["at"])
-        parts["drain"] = sum(each["detect"] for each in incidents)
-        sample = {"whole": whole, "less_redone": whole - max(event["redone"] for event in struck)}
-        found.append(sample | {name: parts[name] for name in PARTS_OF_A_KILL})
+        survivors = [event | {"committed": event["at"]} for event in struck]
+        found.append(kill_sample(failure["at"], survivors))
     return found
 
 

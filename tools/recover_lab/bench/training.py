@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import begin, launched, paired_ratio, place, summary, write
+from recover_lab.bench.kills import measure_kills
+from recover_lab.bench.measure import BenchmarkError, begin, launched, paired_ratio, place, summary, write
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 RECOVERY_LAUNCHES = 5
@@ -75,25 +76,15 @@ def bench_overhead(
 def bench_recovery(replicas: int, output: Path | None) -> None:
     """From SIGKILL inside a reduction to the commit of that step, less the time of the microbatches run again."""
     console = begin(output)
-    samples: list[float] = []
-    steps: list[float] = []
-    discarded = 0
-    for launch in range(RECOVERY_LAUNCHES):
-        console.print(f"run {launch + 1} of {RECOVERY_LAUNCHES} ...", style="dim")
-        with launched("recovery.py", replicas, []) as run_dir:
-            rows = [json.loads(path.read_text()) for path in run_dir.glob("rows-*.json")]
-            for killed in run_dir.glob("killed-*"):
-                step = int(killed.name.removeprefix("killed-"))
-                struck = [row for rank in rows for row in rank if row["step"] == step]
-                spent = max(row["committed"] for row in struck) - float(killed.read_text())
-                samples.append((spent - max(row["redone_seconds"] for row in struck)) * 1e3)
-                discarded += sum(row["discarded"] for row in struck)
-            steps += [row["seconds"] * 1e3 for rank in rows for row in rank if not row["repair_ms"]][2:]
+    console.print(f"{RECOVERY_LAUNCHES} launches, {replicas - 1} deaths each ...", style="dim")
+    facts = measure_kills("tiny", "auto", replicas, replicas - 1, RECOVERY_LAUNCHES, "cpu")
+    if facts["broken"]:
+        raise BenchmarkError("; ".join(facts["broken"]))
     results: dict[str, Any] = {
         "replicas": replicas,
-        "recovery_ms": summary(samples),
-        "step_ms": summary(steps),
-        "discarded": discarded,
+        "recovery_ms": facts["less_redone_ms"],
+        "step_ms": facts["step_ms"],
+        "discarded": facts["discarded"],
     }
     write(output, {"recovery": results})
     show(console, f"{replicas} replicas, SIGKILL inside a reduction", RECOVERY.rows(results))
