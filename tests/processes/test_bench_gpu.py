@@ -83,7 +83,7 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
             (place / f"rows-{rank}.json").write_text(json.dumps(facts))
         yield place
 
-    monkeypatch.setattr("recover_lab.bench.kills.launched", launched)
+    monkeypatch.setattr("recover_lab.bench.kills.launch_program", launched)
     output = tmp_path / "gpu.json"
     with pytest.raises(BenchmarkError, match=r"a launch of kill mpi \(a bystander was lost"):
         bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 3, ["kill"], "cpu", output)

@@ -13,7 +13,7 @@ from recover_lab.bench import suite
 from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import BenchmarkError
 from recover_lab.bench.trajectory import distance, lines_of, throughput, totals
-from recover_lab.peers.costs import Costs, Restarting, rerun_steps
+from recover_lab.peers.costs import Costs, RestartCosts, rerun_steps
 from recover_lab.peers.events import Events, read_events
 from recover_lab.peers.metrics import (
     advantage,
@@ -22,7 +22,7 @@ from recover_lab.peers.metrics import (
     progress,
     recoveries,
     recovery_seconds,
-    restarting,
+    restart_costs,
     restarts,
     step_seconds,
     steps_by_alive,
@@ -157,7 +157,7 @@ def test_the_stamps_of_a_recovery_are_the_papers() -> None:
 
 
 def test_what_a_restart_costs_is_taken_from_all_runs_that_had_one() -> None:
-    costs = restarting([restarted_run(), restarted_run()])
+    costs = restart_costs([restarted_run(), restarted_run()])
     assert (costs.step, costs.save, costs.stall) == pytest.approx((1.0, 0.3, 6.4))
 
 
@@ -230,7 +230,7 @@ def test_how_a_replica_is_built_is_said_as_to_recover_train() -> None:
             inside(words)
 
 
-RESTARTING = Restarting(step=1.0, save=0.5, stall=8.0)
+RESTARTING = RestartCosts(step=1.0, save=0.5, stall=8.0)
 
 
 def test_the_baseline_is_taken_at_its_best() -> None:
@@ -244,7 +244,7 @@ def test_the_baseline_is_taken_at_its_best() -> None:
 
 def test_the_best_checkpoints_for_failures_in_known_steps() -> None:
     """On average half of an interval is run again; in known steps it may be all of it, or one step alone."""
-    cheap = Restarting(step=1.0, save=0.1, stall=8.0)
+    cheap = RestartCosts(step=1.0, save=0.1, stall=8.0)
     assert cheap.best_interval(16) == 2
     assert cheap.best_interval(16, kills=[24, 40, 56]) == 3  # 3, 1 and 2 steps again; with 2 always both
     assert cheap.best_interval(16, kills=[23, 39, 55]) == 2  # one step again

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recover_lab.bench.measure import begin, place, write
-from recover_lab.peers.metrics import recoveries, restarting, restarts, warm_steps
+from recover_lab.bench.measure import begin, machine_line, write
+from recover_lab.peers.metrics import recoveries, restart_costs, restarts, warm_steps
 from recover_lab.peers.runs import run_baseline, run_ours, scratch
 from recover_lab.peers.scene import Scene
 from recover_lab.publish import pictures
@@ -45,11 +45,11 @@ def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None)
                 "step_seconds": normal,
             }
         )
-    results = {"scene": scene.to_json(), "rows": rows, "costs": asdict(restarting(theirs_all))}
+    results = {"scene": scene.to_json(), "rows": rows, "costs": asdict(restart_costs(theirs_all))}
     write(output, {"breakdown": results})
     title = f"One failure in step 1.5N, {scene.replicas} replicas of {scene.replica_size}, seconds"
     show(console, title, FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 

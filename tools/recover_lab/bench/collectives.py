@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import begin, launched, place, summary, write
+from recover_lab.bench.measure import begin, launch_program, machine_line, summary, write
 from recover_lab.peers.kills import read_kills
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
@@ -22,7 +22,7 @@ def bench_collectives(
     results: dict[str, Any] = {}
     for n in ranks:
         console.print(f"{n} ranks ...", style="dim")
-        with launched(
+        with launch_program(
             "collectives.py", n, [json.dumps(list(megabytes)), str(rounds)], timeout=300
         ) as run_dir:
             times = json.loads((run_dir / "times.json").read_text())
@@ -43,7 +43,7 @@ def bench_collectives(
             for ways in sizes.values()
         ]
         console.print(f"{label}: {min(ratios):.2f} to {max(ratios):.2f} times")
-    console.print(place())
+    console.print(machine_line())
 
 
 def bench_repair(ranks: int, output: Path | None) -> None:
@@ -53,13 +53,13 @@ def bench_repair(ranks: int, output: Path | None) -> None:
     for carrier in ("mpi", "gloo"):
         samples: list[float] = []
         for _ in range(REPAIR_LAUNCHES):
-            with launched("repairs.py", ranks, [carrier]) as run_dir:
+            with launch_program("repairs.py", ranks, [carrier]) as run_dir:
                 samples += _repair_times(run_dir)
         results[carrier] = summary(samples)
     content = {"repair_ms": results, "ranks": ranks}
     write(output, content)
     show(console, f"SIGKILL to a repaired world, {ranks} ranks down to 1", REPAIR.rows(content))
-    console.print(place())
+    console.print(machine_line())
 
 
 def _repair_times(run_dir: Path) -> list[float]:

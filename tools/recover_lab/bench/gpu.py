@@ -14,9 +14,9 @@ from recover_lab.bench.measure import (
     PEER_PROGRAMS,
     BenchmarkError,
     begin,
-    launched,
+    launch_program,
+    machine_line,
     paired_ratio,
-    place,
     summary,
     write,
 )
@@ -79,7 +79,7 @@ def bench_gpu(
     for carrier in carriers if "reduce" in parts else ():
         keep("reduce", carrier, measure=partial(_reduce, carrier, replicas, device))
     show(console, f"{results.get('card', device)}, {replicas} replicas", FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     if lost:
         told = "; ".join(f"{what} ({why})" for what, why in lost.items())
         raise BenchmarkError(f"not measured: {told}; what was is written down")
@@ -159,7 +159,9 @@ def _reduce(carrier: str, replicas: int, device: str) -> Facts:
 
 
 def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: str) -> list[Facts]:
-    with launched(PEER_PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier) as run_dir:
+    with launch_program(
+        PEER_PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier
+    ) as run_dir:
         found = [json.loads(path.read_text()) for path in sorted(run_dir.glob(pattern))]
     if len(found) != ranks:
         raise BenchmarkError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from recover_lab.bench.measure import PEER_PROGRAMS, BenchmarkError, launched, summary
+from recover_lab.bench.measure import PEER_PROGRAMS, BenchmarkError, launch_program, summary
 from recover_lab.peers.kills import PARTS_OF_A_KILL, judge_launch, read_kills
 
 NO_PROGRESS = 90.0  # seconds without output after which a launch is given up
@@ -30,7 +30,7 @@ def measure_kills(
     for seed in range(launches):
         arguments = [device, model, *map(str, (sequence_length(model), ACCUM, deaths, seed))]
         try:
-            with launched(
+            with launch_program(
                 PEER_PROGRAMS / "kills.py", replicas, arguments, NO_PROGRESS, carrier=carrier
             ) as run_dir:
                 found = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]

@@ -32,7 +32,7 @@ _origin: dict[str, Any] | None = None  # of the benchmark that is being run
 
 
 @contextmanager
-def launched(
+def launch_program(
     program: str | Path,
     ranks: int,
     arguments: Sequence[str],
@@ -56,13 +56,13 @@ def launched(
         yield run_dir
 
 
-def tidy_on_sigterm() -> None:
+def exit_on_sigterm() -> None:
     """A SIGTERM ends us as Ctrl-C does: what was started is ended, and scratch files go."""
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def screen() -> Console:
+def make_console() -> Console:
     """Where tables go: as wide as the terminal, and wide enough in a file."""
     return Console(width=None if sys.stdout.isatty() else WIDE)
 
@@ -103,10 +103,10 @@ def begin(output: Path | None) -> Console:
         except OSError as error:
             raise BenchmarkError(f"the figures cannot be written to {output}: {error.strerror}") from None
     _origin = origin()
-    return screen()
+    return make_console()
 
 
-def place() -> str:
+def machine_line() -> str:
     """One line under every table."""
     here = _begun()["machine"]
     return (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.runs.records.json_lines import read_lines
-from recover_lab.bench.measure import begin, paired_ratio, place, summary, write
+from recover_lab.bench.measure import begin, machine_line, paired_ratio, summary, write
 from recover_lab.peers.ended import BenchmarkError
 
 SCRAPE = 5.0  # seconds between two requests for the metrics; Prometheus's own default is a minute
@@ -110,7 +110,7 @@ def bench_watch(model: str, replicas: int, seconds: float, turns: int, output: P
         f"the launcher computes {1e3 * more:.1f} ms more in a second: {share:+.2%} of the cores, which is the cost "
         "where the ranks use all of them"
     )
-    console.print(place())
+    console.print(machine_line())
     return facts
 
 

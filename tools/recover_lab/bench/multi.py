@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.bench.measure import begin, place, screen, write
-from recover_lab.peers.costs import Restarting
+from recover_lab.bench.measure import begin, machine_line, make_console, write
+from recover_lab.peers.costs import RestartCosts
 from recover_lab.peers.metrics import (
     advantage,
     interval_throughput,
     progress,
     recovery_seconds,
-    restarting,
+    restart_costs,
     restarts,
     steps_by_alive,
 )
@@ -26,7 +26,7 @@ from recover_lab.publish import pictures
 from recover_lab.publish.figure import Figure, Headline, Results, Rows, describe_grid, show, unpaced_warning
 from recover_lab.publish.measured_sources import measured
 
-console = screen()
+console = make_console()
 
 
 def bench_multi(
@@ -41,34 +41,34 @@ def bench_multi(
     `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
     """
     begin(output)
-    found = recall("breakdown", scene, known)
-    costs = Restarting(**found["costs"]) if found else calibrate(scene)
-    tell(costs)
+    found = read_known("breakdown", scene, known)
+    costs = RestartCosts(**found["costs"]) if found else calibrate(scene)
+    print_costs(costs)
     interval = interval or costs.production()
     best = costs.best_interval(interval, kill_steps(scene, interval))
-    results = duel(scene, interval, [best] if only_best else [interval, best])
+    results = compare_systems(scene, interval, [best] if only_best else [interval, best])
     write(output, {"multi": results})
-    show_duel(results)
-    console.print(place())
+    show_comparison(results)
+    console.print(machine_line())
     return results
 
 
-def calibrate(scene: Scene) -> Restarting:
+def calibrate(scene: Scene) -> RestartCosts:
     """What one restart costs here."""
     console.print("one restart, to learn what it costs here ...", style="dim")
     with scratch() as directory:
         events = run_baseline(scene.but(steps=12, kills=((9, scene.replicas - 1),), save_every=4), directory)
-    return restarting([events])
+    return restart_costs([events])
 
 
-def tell(costs: Restarting) -> None:
+def print_costs(costs: RestartCosts) -> None:
     console.print(
         f"stall {costs.stall:.1f} s, step {costs.step:.2f} s, save {costs.save:.2f} s: "
         f"production, scaled down, is a failure every {costs.production()} steps"
     )
 
 
-def recall(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None:
+def read_known(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None:
     """What a file of this part holds, if it was measured with these sources on such a scene."""
     if known is None or not measured(known):
         return None
@@ -78,7 +78,7 @@ def recall(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None
     return found if all(then.get(key) == now[key] for key in same) else None
 
 
-def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
+def compare_systems(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
     """Ours through these failures once, the baseline once for each of these checkpoint intervals."""
     victims = scene.victims()
     count = len(victims)
@@ -100,7 +100,7 @@ def duel(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
         theirs |= {
             "save_every": every,
             "restarts": [restart.to_json() for restart in restarts(events)],
-            "costs": asdict(restarting([events])),
+            "costs": asdict(restart_costs([events])),
             "advantage": advantage(ours["progress"], theirs["progress"]),
             "ratios": [o["effective_throughput"] / b["effective_throughput"] for o, b in pairs],
         }
@@ -123,7 +123,7 @@ def account(events: Sequence[Event], scene: Scene, alive: Sequence[int]) -> dict
     }
 
 
-def show_duel(results: dict[str, Any]) -> None:
+def show_comparison(results: dict[str, Any]) -> None:
     scene, interval = results["scene"], results["interval"]
     title = f"A failure every {interval} steps, {scene['replicas']} replicas of {scene['replica_size']}"
     show(console, f"{title}: tokens/s per living rank", FIGURE.rows(results))

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.bench.measure import begin, place, write
+from recover_lab.bench.measure import begin, machine_line, write
 from recover_lab.peers.metrics import failures, step_seconds
 from recover_lab.peers.runs import run_ours, scratch
 from recover_lab.peers.scene import Scene
-from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
+from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, run_torchft, torchft_home
 from recover_lab.publish.figure import Figure, Headline, Results, Rows, show
 
 CONTROL = "DistributedDataParallel"
@@ -37,13 +37,13 @@ def bench_peers(environment: Path | None, output: Path | None) -> dict[str, Any]
         console.print(f"torchft, {CONTROL}, nobody is killed ...", style="dim")
         with scratch() as directory:
             systems[UNHARMED] = committed(run_torchft(python, CONTROL, directory, SCENE.but(kills=())))
-    except Absent as reason:
+    except TorchftUnavailable as reason:
         console.print(f"torchft: {reason}")
         systems["torchft"] = {"seconds": f"not measured: {reason}"}
     results = {"scene": SCENE.to_json(), "systems": systems}
     write(output, {"peers": results})
     show(console, f"4 replicas, {SCENE.pace:g} s steps, one killed in step {KILL}", FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 

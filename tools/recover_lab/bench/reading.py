@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import begin, launched, paired_ratio, place, summary, write
+from recover_lab.bench.measure import begin, launch_program, machine_line, paired_ratio, summary, write
 from recover_lab.publish.figure import show
 
 # How many times faster the second way is than the first, by name.
@@ -37,7 +37,7 @@ def bench_data(
         f"{replicas} replicas, model {model}, {workers} workers each, {turns} turns ...", style="dim"
     )
     numbers = (seq_len, sequences, accum, workers, turns, slow_ms)
-    with launched("reading.py", replicas, [model, *map(str, numbers)], timeout=600) as run_dir:
+    with launch_program("reading.py", replicas, [model, *map(str, numbers)], timeout=600) as run_dir:
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("reading-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]
@@ -67,5 +67,5 @@ def bench_data(
     console.print(
         f"an item of the slow dataset takes {slow_ms:g} ms, a microbatch of it {slow_ms * sequences:g} ms"
     )
-    console.print(place())
+    console.print(machine_line())
     return results

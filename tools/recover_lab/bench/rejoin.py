@@ -8,21 +8,21 @@ from statistics import fmean
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.bench.measure import begin, place, screen, write
-from recover_lab.bench.multi import calibrate, kill_steps, recall, tell
+from recover_lab.bench.measure import begin, machine_line, make_console, write
+from recover_lab.bench.multi import calibrate, kill_steps, print_costs, read_known
 from recover_lab.bench.sweep import SHARES
-from recover_lab.peers.costs import Restarting, ReturningCosts
+from recover_lab.peers.costs import RejoinCosts, RestartCosts
 from recover_lab.peers.ended import BenchmarkError
-from recover_lab.peers.metrics import failures, recovery_seconds, restarting, steps_by_alive
+from recover_lab.peers.metrics import failures, recovery_seconds, restart_costs, steps_by_alive
 from recover_lab.peers.rejoin import joins
-from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.runs import run_baseline, run_ours_rejoining, scratch
 from recover_lab.peers.scene import Scene
 from recover_lab.publish.figure import STALL_SHARE, Figure, Results, Rows, show
 
 HOUR = 3600.0
 
 
-def bench_multi_returning(
+def bench_multi_rejoining(
     scene: Scene,
     interval: int | None,
     factors: Sequence[float],
@@ -34,10 +34,10 @@ def bench_multi_returning(
     `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
     """
     begin(output)
-    console = screen()
-    found = recall("breakdown", scene, known)
-    costs = Restarting(**found["costs"]) if found else calibrate(scene)
-    tell(costs)
+    console = make_console()
+    found = read_known("breakdown", scene, known)
+    costs = RestartCosts(**found["costs"]) if found else calibrate(scene)
+    print_costs(costs)
     first = interval or costs.production()
     duels = []
     for factor in factors:
@@ -46,7 +46,7 @@ def bench_multi_returning(
         whole = scene.but(steps=kills[-1][0] + every, kills=kills)
         console.print(f"a failure every {every} steps: ours, with returning replicas ...", style="dim")
         with scratch() as directory:
-            ours = run_returning(whole, directory)
+            ours = run_ours_rejoining(whole, directory)
         best = costs.best_interval(every, [step for step, _ in kills])
         console.print(
             f"a failure every {every} steps: checkpoint-restart, saving every {best} ...", style="dim"
@@ -67,7 +67,7 @@ def bench_multi_returning(
     write(output, {"returning": results})
     title = f"{scene.replicas} replicas of {scene.replica_size} that come back: tokens an hour"
     show(console, title, FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
@@ -76,7 +76,7 @@ def _duel(
 ) -> dict[str, Any]:
     speeds = [_tokens_an_hour(scene, events) for events in (ours, theirs)]
     away, stalls = _away(ours, scene.replicas), [join["stall"] for join in joins(ours)]
-    alive, costs = steps_by_alive(ours), restarting([theirs])
+    alive, costs = steps_by_alive(ours), restart_costs([theirs])
     duel: dict[str, Any] = {
         "interval": interval,
         "save_every": save_every,
@@ -88,7 +88,7 @@ def _duel(
         "stalls": stalls,
     }
     if away and stalls:
-        duel["pieces"] = ReturningCosts(
+        duel["pieces"] = RejoinCosts(
             scene.replicas,
             costs,
             recovery_seconds(ours),
@@ -100,7 +100,7 @@ def _duel(
     return duel
 
 
-def _pieces(duels: Sequence[dict[str, Any]]) -> ReturningCosts:
+def _pieces(duels: Sequence[dict[str, Any]]) -> RejoinCosts:
     """Of the run with the rarest failures: there most steps are those of all, or of one less."""
     whole = [each for each in duels if "pieces" in each]
     if not whole:
@@ -108,7 +108,7 @@ def _pieces(duels: Sequence[dict[str, Any]]) -> ReturningCosts:
             f"no replica came back within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
             "or a larger --pace"
         )
-    pieces: ReturningCosts = max(whole, key=lambda each: each["interval"])["pieces"]
+    pieces: RejoinCosts = max(whole, key=lambda each: each["interval"])["pieces"]
     return pieces
 
 

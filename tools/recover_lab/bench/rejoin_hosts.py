@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from recover_lab.bench.measure import begin, place, summary, write
+from recover_lab.bench.measure import begin, machine_line, summary, write
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.metrics import restarts
-from recover_lab.peers.rejoin import came_back, joins, stages
-from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.rejoin import joins, rejoin_times, stages
+from recover_lab.peers.runs import run_baseline, run_ours_rejoining, scratch
 from recover_lab.peers.scene import Scene, hidden_for
-from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
+from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, run_torchft, torchft_home
 from recover_lab.publish.figure import Figure, Results, Rows, show
 
 KILL = 36  # the step in which it dies: in a job at work, where processes are ready
@@ -66,7 +66,7 @@ def bench_return(
         f"One of {replicas} replicas dies and comes back, steps of {pace:g} s",
         FIGURE.rows(results),
     )
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
@@ -95,9 +95,9 @@ def _summaries(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def _ours(scene: Scene, ready: bool = True) -> dict[str, float]:
     with scratch() as directory:
-        events = run_returning(scene, directory, awaited=1, ready=ready)
+        events = run_ours_rejoining(scene, directory, awaited=1, ready=ready)
     (join,) = joins(events)
-    back = came_back(events, lambda event: event["replicas"] == scene.replicas)
+    back = rejoin_times(events, lambda event: event["replicas"] == scene.replicas)
     parts = {name: join[name] for name in ("stall", "repair", "transfer", "warm_up", "bytes")}
     parts["rest"] = join["stall"] - join["repair"] - join["transfer"]
     return {**back.to_json(), **parts, **stages(events)}
@@ -108,7 +108,7 @@ def _restart(scene: Scene) -> dict[str, float]:
         events = run_baseline(scene.but(steps=KILL + 4, save_every=2), directory)
     (restart,) = restarts(events)
     # What some have committed in the life that ended is run again.
-    back = came_back([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
+    back = rejoin_times([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
     return {**back.to_json(), "wait": restart.stall}
 
 
@@ -116,8 +116,8 @@ def _torchft_returns(python: Path, scene: Scene) -> dict[str, Any]:
     try:
         with scratch() as directory:
             events = run_torchft(python, "Manager.allreduce", directory, scene, returns=True)
-        return came_back(events, lambda event: event["microbatches"] == scene.replicas).to_json()
-    except (Absent, BenchmarkError) as reason:
+        return rejoin_times(events, lambda event: event["microbatches"] == scene.replicas).to_json()
+    except (TorchftUnavailable, BenchmarkError) as reason:
         return {"not_measured": str(reason)}
 
 
@@ -125,7 +125,7 @@ def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, s
     """Its Python, or why there is none."""
     try:
         return install_torchft(environment or torchft_home(), console), ""
-    except Absent as reason:
+    except TorchftUnavailable as reason:
         console.print(f"torchft: {reason}")
         return None, str(reason)
 

@@ -17,24 +17,24 @@ from rich.console import Console
 
 from recover.runs.records.kinds import Event
 from recover.world.fabrics.etcd.server import EtcdServer
-from recover_lab.bench.measure import PROGRAMS, begin, paired_ratio, place, summary, write
+from recover_lab.bench.measure import PROGRAMS, begin, machine_line, paired_ratio, summary, write
 from recover_lab.bench.peers import judge
 from recover_lab.lab.hosts import unavailable
 from recover_lab.peers.ended import BenchmarkError, check
-from recover_lab.peers.host_stage import HostStage, stage
+from recover_lab.peers.host_stage import HostPool, open_pool
 from recover_lab.peers.kills import PARTS_OF_A_KILL, kill_sample
 from recover_lab.peers.metrics import failures, restarts, step_seconds
 from recover_lab.peers.runs import scratch
 from recover_lab.peers.scene import Scene
 from recover_lab.peers.stage_runs import (
     Strike,
-    cast_on,
+    processes_on,
     run_ours_struck,
     run_restart_struck,
     run_torchft_struck,
     start_ours,
 )
-from recover_lab.peers.torchft_runs import Absent, install_torchft, torchft_home
+from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, torchft_home
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 WORK = 0.3  # seconds between two agreements at the most: replicas do not come all at once
@@ -44,7 +44,7 @@ FIRST = 4  # the first step that is struck
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostsOptions:
     """What is measured. `replicas`: those that agree; `hosts`: those that take a step; `struck`: those of a kill."""
 
     parts: Sequence[str]
@@ -66,38 +66,38 @@ class Wanted:
         return Scene(replicas=self.struck * self.per_host, accum=1, pace=self.pace, seq_len=32)
 
 
-def bench_hosts(wanted: Wanted, environment: Path | None, output: Path | None) -> dict[str, Any]:
+def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | None) -> dict[str, Any]:
     console = begin(output)
     results: dict[str, Any] = {}
-    if "agreement" in wanted.parts:
-        results |= _agreements(wanted, console)
-    if "step" in wanted.parts:
-        results["step"] = {str(hosts): _step(wanted, hosts, console) for hosts in wanted.hosts}
-    if "kill" in wanted.parts:
-        results["kill"] = _kills(wanted, console)
-    if "peers" in wanted.parts:
-        results["power_cut"] = _peers(wanted, environment, console)
+    if "agreement" in options.parts:
+        results |= _agreements(options, console)
+    if "step" in options.parts:
+        results["step"] = {str(hosts): _step(options, hosts, console) for hosts in options.hosts}
+    if "kill" in options.parts:
+        results["kill"] = _kills(options, console)
+    if "peers" in options.parts:
+        results["power_cut"] = _peers(options, environment, console)
     results["hosts"] = {
         "emulated": (why := unavailable()) is None,
         "why_not": why or "",
-        "struck": wanted.struck,
-        "per_host": wanted.per_host,
-        "lease": wanted.lease,
-        "pace": wanted.pace,
-        "timeout": wanted.timeout,
+        "struck": options.struck,
+        "per_host": options.per_host,
+        "lease": options.lease,
+        "pace": options.pace,
+        "timeout": options.timeout,
     }
     write(output, {"hosts": results})
     show(console, "several hosts", FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
-def _agreements(wanted: Wanted, console: Console) -> dict[str, Any]:
+def _agreements(options: HostsOptions, console: Console) -> dict[str, Any]:
     """From the last vote to the last one who holds the result, for every number of replicas, one etcd in memory."""
     latencies, own = {}, {}
-    for count in wanted.replicas:
+    for count in options.replicas:
         console.print(f"{count} replicas agree ...", style="dim")
-        rounds = [zip(*round, strict=True) for round in zip(*_times(count, wanted.agreements), strict=True)]
+        rounds = [zip(*round, strict=True) for round in zip(*_times(count, options.agreements), strict=True)]
         waits = [(max(held) - max(came), held[came.index(max(came))] - max(came)) for came, held in rounds]
         latencies[str(count)], own[str(count)] = (
             summary([1e3 * wait for wait in kind]) for kind in zip(*waits, strict=True)
@@ -105,16 +105,20 @@ def _agreements(wanted: Wanted, console: Console) -> dict[str, Any]:
     return {"agreement_ms": latencies, "agreement_own_ms": own}
 
 
-def _step(wanted: Wanted, hosts: int, console: Console) -> dict[str, Any]:
+def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]:
     """Without failures, turn by turn in the same processes and over the same links, one rank on each host."""
     console.print(f"a step on {hosts} hosts, ours and stock DDP ...", style="dim")
-    with scratch() as directory, stage(hosts, directory) as hall, cast_on(hall, directory / "run") as cast:
-        words = [wanted.model, "128", "2", str(wanted.turns), "fast"]
-        agents = start_ours(cast, 1, wanted.lease, PROGRAMS / "overhead.py", words)
-        cast.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
-        ranks = [json.loads(path.read_text()) for path in cast.place.glob("overhead-*.json")]
+    with (
+        scratch() as directory,
+        open_pool(hosts, directory) as pool,
+        processes_on(pool, directory / "run") as processes,
+    ):
+        words = [options.model, "128", "2", str(options.turns), "fast"]
+        agents = start_ours(processes, 1, options.lease, PROGRAMS / "overhead.py", words)
+        processes.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
+        ranks = [json.loads(path.read_text()) for path in processes.place.glob("overhead-*.json")]
         if len(ranks) != hosts:
-            cast.wait(lambda: False, lambda: True)  # tells what was said
+            processes.wait(lambda: False, lambda: True)  # tells what was said
     seconds = {
         name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
         for name in ("stock", "ours")
@@ -123,22 +127,22 @@ def _step(wanted: Wanted, hosts: int, console: Console) -> dict[str, Any]:
     return {
         "parameters": ranks[0]["parameters"],
         "milliseconds": {name: summary([1e3 * each for each in took]) for name, took in seconds.items()},
-        "ratio": {"value": ratio, "low": low, "high": high, "turns": wanted.turns},
+        "ratio": {"value": ratio, "low": low, "high": high, "turns": options.turns},
     }
 
 
-def _kills(wanted: Wanted, console: Console) -> dict[str, Any]:
+def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
     """From a strike inside a reduction to the commit of that step by all survivors, by what was struck."""
     samples: dict[str, list[dict[str, float]]] = {}
     steps: list[float] = []
-    for number in range(wanted.rounds):
+    for number in range(options.rounds):
         console.print(
-            f"a rank, a host and a cable are lost, run {number + 1} of {wanted.rounds} ...", style="dim"
+            f"a rank, a host and a cable are lost, run {number + 1} of {options.rounds} ...", style="dim"
         )
-        with scratch() as directory, stage(wanted.struck, directory) as hall:
-            strikes = strikes_on(hall, wanted.per_host)
-            scene = wanted.scene.but(steps=strikes[-1].step + 2)
-            events = run_ours_struck(hall, scene, wanted.per_host, wanted.lease, strikes, directory / "run")
+        with scratch() as directory, open_pool(options.struck, directory) as pool:
+            strikes = strikes_on(pool, options.per_host)
+            scene = options.scene.but(steps=strikes[-1].step + 2)
+            events = run_ours_struck(pool, scene, options.per_host, options.lease, strikes, directory / "run")
         for strike, sample in zip(strikes, kill_samples(events, scene.global_batch), strict=True):
             samples.setdefault(strike.what, []).append(sample)
         steps += list(step_seconds(events).values())[1:]
@@ -148,11 +152,11 @@ def _kills(wanted: Wanted, console: Console) -> dict[str, Any]:
     } | {"step": summary([1e3 * took for took in steps])}
 
 
-def strikes_on(hall: HostStage, per_host: int) -> list[Strike]:
+def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
     """A rank on every host, the last ones first; then the last host loses its power, and the one before its cable."""
-    names, last = hall.names, len(hall.names) - 1
+    names, last = pool.names, len(pool.names) - 1
     struck = [("rank", number, per_host - 1) for number in range(last, -1, -1)]
-    struck += [("host", last, 0)] + [("link", last - 1, 0)] * hall.emulated
+    struck += [("host", last, 0)] + [("link", last - 1, 0)] * pool.emulated
     return [
         Strike(what, FIRST + BETWEEN * count, number * per_host + slot, names[number])
         for count, (what, number, slot) in enumerate(struck)
@@ -176,31 +180,31 @@ def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
     return found
 
 
-def _peers(wanted: Wanted, environment: Path | None, console: Console) -> dict[str, Any]:
+def _peers(options: HostsOptions, environment: Path | None, console: Console) -> dict[str, Any]:
     """The same power cut, of the last host in the reduction of one step: ours, torchrun's restart, torchft."""
     kill = FIRST + BETWEEN
-    scene = wanted.scene.but(steps=kill + 3, kills=((kill, wanted.scene.replicas - wanted.per_host),))
-    per_host, found = wanted.per_host, dict[str, Any]()
+    scene = options.scene.but(steps=kill + 3, kills=((kill, options.scene.replicas - options.per_host),))
+    per_host, found = options.per_host, dict[str, Any]()
     for name in ("ours", "torchrun", "torchft"):
         console.print(f"a host loses its power: {name} ...", style="dim")
         with ExitStack() as kept:
             directory = kept.enter_context(scratch())
-            hall = kept.enter_context(stage(wanted.struck, directory))
+            pool = kept.enter_context(open_pool(options.struck, directory))
             run = directory / "run"
             try:
                 if name == "ours":
-                    strike = Strike("host", kill, scene.kills[0][1], hall.names[-1])
-                    found[name] = judge(run_ours_struck(hall, scene, per_host, wanted.lease, [strike], run))
+                    strike = Strike("host", kill, scene.kills[0][1], pool.names[-1])
+                    found[name] = judge(run_ours_struck(pool, scene, per_host, options.lease, [strike], run))
                 elif name == "torchrun":
-                    events = run_restart_struck(hall, scene.but(save_every=2), per_host, wanted.timeout, run)
+                    events = run_restart_struck(pool, scene.but(save_every=2), per_host, options.timeout, run)
                     (restart,) = restarts(events)
                     facts = {"seconds": round(restart.H - restart.C, 3), "stall": round(restart.stall, 3)}
                     found[name] = facts | {"inside_restart": restart.inside_restart()}
                 else:
                     python = install_torchft(environment or torchft_home(), console)
-                    events = run_torchft_struck(hall, scene, per_host, python, "Manager.allreduce", run)
+                    events = run_torchft_struck(pool, scene, per_host, python, "Manager.allreduce", run)
                     found[name] = judge(without_the_lost(events, scene.replicas))
-            except (Absent, BenchmarkError) as reason:
+            except (TorchftUnavailable, BenchmarkError) as reason:
                 console.print(f"{name}: {reason}", markup=False)
                 found[name] = {"seconds": f"not measured: {str(reason).splitlines()[0]}"}
     return {"scene": scene.to_json(), "systems": found}

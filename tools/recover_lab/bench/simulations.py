@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import begin, place, write
+from recover_lab.bench.measure import begin, machine_line, write
 from recover_lab.publish.figure import Figure, Results, Rows, show
-from recover_lab.simulate.race import Track, race
+from recover_lab.simulate.race import SystemRunner, race
 from recover_lab.simulate.scenario import Scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
 
@@ -56,7 +56,7 @@ def bench_simulate(sizes: Sequence[int], output: Path | None) -> dict[str, Any]:
         "Failures simulated per second of one core, the policy's first answers aside",
         FIGURE.rows(results),
     )
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
@@ -67,7 +67,7 @@ def _cpu_seconds() -> float:
 
 
 def _measure(scenario: Scenario) -> dict[str, Any]:
-    track = Track(scenario)
+    track = SystemRunner(scenario)
     found = {}
     for name in ("restart", "recover-return"):
         track.run(name, 0)  # the policy is asked now

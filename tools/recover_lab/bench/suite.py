@@ -13,9 +13,9 @@ from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import begin
 from recover_lab.bench.multi import bench_multi
 from recover_lab.bench.peers import bench_peers
-from recover_lab.bench.rejoin import bench_multi_returning
+from recover_lab.bench.rejoin import bench_multi_rejoining
 from recover_lab.bench.rejoin_hosts import bench_return
-from recover_lab.bench.several_hosts import PARTS, Wanted, bench_hosts
+from recover_lab.bench.several_hosts import PARTS, HostsOptions, bench_hosts
 from recover_lab.bench.simulations import bench_simulate
 from recover_lab.bench.sweep import bench_sweep
 from recover_lab.bench.training import bench_overhead, bench_recovery
@@ -27,7 +27,7 @@ from recover_lab.publish.page import build
 DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
-HOSTS = Wanted(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
+HOSTS = HostsOptions(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
 Part = Callable[[Path], Any]
 
 
@@ -63,7 +63,7 @@ def parts(long: bool) -> dict[str, Part]:
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
         "hosts": lambda path: bench_hosts(HOSTS, None, path),
         "return": lambda path: bench_return(3, DDP.pace, (5, 50, 200), 3, None, path),
-        "returning": lambda path: bench_multi_returning(
+        "returning": lambda path: bench_multi_rejoining(
             DDP, None, (1, 4), path, known=path.with_name("breakdown-ddp.json")
         ),
     }

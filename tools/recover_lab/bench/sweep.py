@@ -6,15 +6,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import begin, place, screen, write
-from recover_lab.bench.multi import calibrate, duel, kill_steps, recall, show_duel, tell
-from recover_lab.peers.costs import PAPER, Costs, Restarting, rerun_steps
+from recover_lab.bench.measure import begin, machine_line, make_console, write
+from recover_lab.bench.multi import (
+    calibrate,
+    compare_systems,
+    kill_steps,
+    print_costs,
+    read_known,
+    show_comparison,
+)
+from recover_lab.peers.costs import PAPER, Costs, RestartCosts, rerun_steps
 from recover_lab.peers.scene import Scene
 from recover_lab.publish import pictures
 from recover_lab.publish.figure import STALL_SHARE, Figure, Headline, Results, Rows, percent, show
 
 SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
-console = screen()
+console = make_console()
 
 
 def bench_sweep(
@@ -25,20 +32,22 @@ def bench_sweep(
     `known` is a file of `recover bench multi` on the same scene; what it holds is not measured again.
     """
     begin(output)
-    base = recall("multi", scene, known)
+    base = read_known("multi", scene, known)
     if base is None:
         calibration = calibrate(scene)
-        tell(calibration)
+        print_costs(calibration)
         interval = calibration.production()
-        base = duel(scene, interval, [calibration.best_interval(interval, kill_steps(scene, interval))])
-        show_duel(base)
+        base = compare_systems(
+            scene, interval, [calibration.best_interval(interval, kill_steps(scene, interval))]
+        )
+        show_comparison(base)
     costs = costs_of(base)
     duels = [base]
     for factor in factors:
         interval = max(2, 2 * round(base["interval"] * factor / 2))
         best = costs.baseline.best_interval(interval, kill_steps(scene, interval))
-        duels.append(duel(scene, interval, [best]))
-        show_duel(duels[-1])
+        duels.append(compare_systems(scene, interval, [best]))
+        show_comparison(duels[-1])
     shrunken = [alive for alive in costs.steps_of if alive < scene.replicas]
     results: dict[str, Any] = {
         "scene": scene.to_json(),
@@ -60,14 +69,14 @@ def bench_sweep(
     }
     write(output, {"sweep": results})
     show(console, "times more tokens per second and living rank", FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
 def costs_of(duel: dict[str, Any]) -> Costs:
     ours, theirs = duel["ours"], duel["baselines"][-1]
     steps_of = {int(alive): seconds for alive, seconds in ours["steps_of"].items()}  # JSON's keys are text
-    return Costs(duel["scene"]["replicas"], Restarting(**theirs["costs"]), ours["recovery"], steps_of)
+    return Costs(duel["scene"]["replicas"], RestartCosts(**theirs["costs"]), ours["recovery"], steps_of)
 
 
 def compare_with_arithmetic(costs: Costs, duel: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from recover_lab.bench.kills import measure_kills
-from recover_lab.bench.measure import BenchmarkError, begin, launched, paired_ratio, place, summary, write
+from recover_lab.bench.measure import (
+    BenchmarkError,
+    begin,
+    launch_program,
+    machine_line,
+    paired_ratio,
+    summary,
+    write,
+)
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 RECOVERY_LAUNCHES = 5
@@ -26,7 +34,7 @@ def bench_overhead(
     arguments = [model, str(seq_len), str(accum), str(turns)]
     grid = f"{replicas} replicas" + (f" of {shard} ranks" if shard > 1 else "")
     console.print(f"{grid}, model {model}, {turns} turns each ...", style="dim")
-    with launched("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
+    with launch_program("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("overhead-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(r["seconds"][name] for r in ranks), strict=True)]
@@ -37,7 +45,7 @@ def bench_overhead(
     exact = paired_ratio(seconds["ours"], seconds["reproducible"])
     memory = {}
     for name in ("stock", "ours"):
-        with launched("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
+        with launch_program("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
             memory[name] = max(
                 json.loads(path.read_text())["peak_bytes"] for path in run_dir.glob("overhead-*.json")
             )
@@ -70,7 +78,7 @@ def bench_overhead(
         f"reproducible / fast: {exact[0]:.3f}x, 95% interval {exact[1]:.3f} to {exact[2]:.3f}; "
         f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
     )
-    console.print(place())
+    console.print(machine_line())
 
 
 def bench_recovery(replicas: int, output: Path | None) -> None:
@@ -88,7 +96,7 @@ def bench_recovery(replicas: int, output: Path | None) -> None:
     }
     write(output, {"recovery": results})
     show(console, f"{replicas} replicas, SIGKILL inside a reduction", RECOVERY.rows(results))
-    console.print(place())
+    console.print(machine_line())
 
 
 def _overhead_values(results: Results) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from recover.runs.records.json_lines import read_lines
 from recover.runs.records.kinds import Event, Line
 from recover.train.supervision import train
-from recover_lab.bench.measure import BenchmarkError, begin, place, write
+from recover_lab.bench.measure import BenchmarkError, begin, machine_line, write
 from recover_lab.peers.metrics import step_seconds
 from recover_lab.peers.runs import run_baseline, scratch
 from recover_lab.peers.scene import Scene
@@ -54,7 +54,7 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
     write(output, {"trajectory": results})
     title = f"{scene.replicas} replicas, {scene.steps} steps, {len(victims)} lost, one every {every}"
     show(console, title, FIGURE.rows(results))
-    console.print(place())
+    console.print(machine_line())
     return results
 
 

@@ -31,8 +31,8 @@ from recover.faults.locations import (
 from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
-from recover_lab.chaos.ground import Ground, OneRun
-from recover_lab.chaos.invariants import Left, leftovers, violations
+from recover_lab.chaos.invariants import FinishedRun, leftovers, violations
+from recover_lab.chaos.platforms import CampaignRun, Platform
 
 ACTIONS = {
     "kill": 6.0,
@@ -58,7 +58,7 @@ TIMES = 10.0
 GUARDIAN = 30.0  # seconds for the guardian of a killed launcher
 
 
-class OneMachine:
+class LocalMachine:
     """This one. `returns`: lost replicas are started again."""
 
     def __init__(self, returns: bool = False) -> None:
@@ -72,17 +72,17 @@ class OneMachine:
             return schedule_for(config, seed)
         return schedule_for(config, seed, last_struck(config)) + strike_newcomers(config, seed)
 
-    def run(self, job: OneRun) -> Left:
+    def run(self, job: CampaignRun) -> FinishedRun:
         return run_job(job, RETURN if self.returns else ())
 
     def violations(
-        self, run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None
+        self, run: FinishedRun, config: Config, faults: Sequence[Fault], calm: FinishedRun | None = None
     ) -> Iterator[str]:
         return violations(run, config, faults, calm)
 
 
 @dataclass
-class Tally:
+class CampaignTally:
     """What came of all runs."""
 
     runs: int = 0
@@ -99,13 +99,13 @@ def chaos(
     runs: int | None,
     replicas: tuple[int, int] | None = None,
     output: Path | None = None,
-    ground: Ground | None = None,
+    platform: Platform | None = None,
 ) -> int:
     """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
 
     A campaign with returns in which no replica has joined shows nothing of joins, and returns 1, too.
     """
-    ground = ground or OneMachine()
+    platform = platform or LocalMachine()
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
@@ -116,18 +116,18 @@ def chaos(
         )
     jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
     for theirs in jobs.values():
-        ground.check(prepare_run(theirs, None, (), None).config)  # what cannot be run is refused now
+        platform.check(prepare_run(theirs, None, (), None).config)  # what cannot be run is refused now
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
-    started, tally = time.monotonic(), Tally()
+    started, tally = time.monotonic(), CampaignTally()
     try:
-        calm = ground.run(OneRun(words, place / "calm"))
-        if broken := list(ground.violations(calm, config, ())):
+        calm = platform.run(CampaignRun(words, place / "calm"))
+        if broken := list(platform.violations(calm, config, ())):
             tally.calm_is_broken = True
             print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
             return 1
         lasts = time.monotonic() - started
-        if ground.returns:
+        if platform.returns:
             pace = pace_for_joins(config, *calm.took)
             lasts += pace * config.accum * config.steps
             jobs = {count: [*theirs, f"pace={pace:.3f}"] for count, theirs in jobs.items()}
@@ -138,19 +138,19 @@ def chaos(
             number = seed + tally.runs
             count = random.Random(f"chaos/{number}").randint(low, high)
             tally.runs += 1
-            _one(ground, jobs[count], number, place, calm, limit, tally)
+            _one(platform, jobs[count], number, place, calm, limit, tally)
     finally:
         if not tally.calm_is_broken:
             shutil.rmtree(place / "calm", ignore_errors=True)
         if output is None and not (tally.calm_is_broken or tally.bad_seeds):
             shutil.rmtree(place, ignore_errors=True)
-    came = f"{tally.joined} replicas joined, " if ground.returns else ""
+    came = f"{tally.joined} replicas joined, " if platform.returns else ""
     print(
         f"chaos: {tally.runs} runs, {tally.faults} faults, {came}{len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
         flush=True,
     )
-    if ground.returns and not tally.joined:
+    if platform.returns and not tally.joined:
         print(
             f"inconclusive: no replica joined in {tally.runs} runs, so nothing is known of joins; give more runs "
             f"(--runs, --minutes) or a longer job (steps=, it has {config.steps})",
@@ -188,26 +188,26 @@ def _share_out(global_batch: int, replicas: int) -> list[str]:
 
 
 def _one(
-    ground: Ground,
+    platform: Platform,
     words: list[str],
     seed: int,
     place: Path,
     calm: Any,
     limit: float,
-    tally: Tally,
+    tally: CampaignTally,
 ) -> None:
     """One run. A violation is told, and the run directory kept."""
     run_dir = place / f"seed-{seed}"
     config = prepare_run(words, run_dir, (), None).config
-    faults = ground.schedule(config, seed)
+    faults = platform.schedule(config, seed)
     began = time.monotonic()
-    run = ground.run(OneRun(words, run_dir, limit, faults))
+    run = platform.run(CampaignRun(words, run_dir, limit, faults))
     broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
-    broken += ground.violations(run, config, faults, calm)
+    broken += platform.violations(run, config, faults, calm)
     told = "ok" if not broken else "VIOLATION"
     came = len(run.joined)
     tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came
-    joined = f" {came} joined," if ground.returns else ""
+    joined = f" {came} joined," if platform.returns else ""
     print(
         f"seed {seed}: {config.replicas} replicas, {len(faults)} faults,{joined} {time.monotonic() - began:.1f} s: "
         f"{told}",
@@ -291,7 +291,7 @@ def _draw(config: Config, seed: int, count: int, last: int) -> tuple[Fault, ...]
     )
 
 
-def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
+def run_job(job: CampaignRun, options: Sequence[str] = ()) -> FinishedRun:
     """On this machine, killed if it takes longer than it may; its schedule and its output lie in its directory."""
     run_dir = job.run_dir
     if run_dir.exists():
@@ -313,16 +313,16 @@ def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            _wait_for_guardian(Left(run_dir.absolute(), -9, process.pid))
+            _wait_for_guardian(FinishedRun(run_dir.absolute(), -9, process.pid))
         finally:
             if process.poll() is None:  # we are being interrupted
                 process.kill()
                 process.wait()
             processes.discard(process)
-    return Left(run_dir.absolute(), process.returncode, process.pid)
+    return FinishedRun(run_dir.absolute(), process.returncode, process.pid)
 
 
-def _wait_for_guardian(run: Left) -> None:
+def _wait_for_guardian(run: FinishedRun) -> None:
     """It ends the ranks of a launcher that was killed, and removes what they left. What stays is a violation."""
     deadline = time.monotonic() + GUARDIAN
     while list(leftovers(run)) and time.monotonic() < deadline:

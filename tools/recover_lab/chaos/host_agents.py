@@ -163,7 +163,7 @@ def show_stacks(lab: Lab) -> None:
     time.sleep(1)
 
 
-def litter_on(host: Host, seen_by_all: Collection[str], patience: float) -> list[str]:
+def leftovers_on(host: Host, seen_by_all: Collection[str], patience: float) -> list[str]:
     """Processes and files of a host on which all has ended; it takes a moment until the last ones are gone."""
     if not host.up:
         return []

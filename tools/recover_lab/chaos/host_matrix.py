@@ -19,9 +19,9 @@ from recover.job.machine import machine
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.cells import PLACES, RECOVERIES, SETTLED, runs_extra
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.matrix import carry_out, insert, slice_of, split_at_table
-from recover_lab.chaos.on_hosts import TAKES_A_MEMBER, Hosts
+from recover_lab.chaos.matrix import insert, run_launches, slice_of, split_at_table
+from recover_lab.chaos.on_hosts import TAKES_A_MEMBER, HostPlatform
+from recover_lab.chaos.platforms import CampaignRun
 
 WHATS = {
     "a rank": "kill",
@@ -74,7 +74,7 @@ def host_cells(hosts: int) -> list[HostCell]:
     ]
 
 
-def lay_out_hosts(cells: Sequence[HostCell], hosts: Hosts, config: Config) -> Iterator[HostLaunch]:
+def lay_out_hosts(cells: Sequence[HostCell], hosts: HostPlatform, config: Config) -> Iterator[HostLaunch]:
     """Launches that serve all cells that can be."""
     missing = list(cells)
     while missing:
@@ -88,7 +88,7 @@ def lay_out_hosts(cells: Sequence[HostCell], hosts: Hosts, config: Config) -> It
         yield launch
 
 
-def _event(cell: HostCell, launch: HostLaunch, hosts: Hosts, config: Config) -> list[Fault]:
+def _event(cell: HostCell, launch: HostLaunch, hosts: HostPlatform, config: Config) -> list[Fault]:
     """What must strike for it; nothing if it cannot be had in this launch any more."""
     action, alive = WHATS[cell.what], tuple(launch.alive)
     taken = sum(action in TAKES_A_MEMBER and host < len(hosts.members) for host in cell.hosts)
@@ -119,7 +119,9 @@ def _event(cell: HostCell, launch: HostLaunch, hosts: Hosts, config: Config) -> 
     return first + [Fault(step, replica, name, 0, detail or None, action) for replica in chosen]
 
 
-def _add(cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: Hosts, config: Config) -> None:
+def _add(
+    cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: HostPlatform, config: Config
+) -> None:
     action = WHATS[cell.what]
     gone = {fault.replica for fault in faults if fault.lethal}
     if action in OF_HOST:
@@ -134,7 +136,7 @@ def _add(cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: Hosts, 
 
 def host_matrix(
     words: Sequence[str],
-    hosts: Hosts,
+    hosts: HostPlatform,
     launches: int | None = None,
     write: Path | None = None,
     jobs: int = 1,
@@ -157,16 +159,16 @@ def host_matrix(
     config = prepare_run(theirs, None, (), None).config
     started = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-calm-"))
-    calm = hosts.run(OneRun(theirs, place / "calm", LIMIT))
+    calm = hosts.run(CampaignRun(theirs, place / "calm", LIMIT))
     if laws := list(hosts.violations(calm, config, ())):
         raise ValueError(f"the run without faults is no good: {'; '.join(laws)}; see {calm.run_dir}")
     try:
 
         def run(launch: HostLaunch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
-            done = hosts.run(OneRun(theirs, run_dir, LIMIT * jobs, launch.faults, running))
+            done = hosts.run(CampaignRun(theirs, run_dir, LIMIT * jobs, launch.faults, running))
             return list(hosts.violations(done, config, launch.faults, calm))
 
-        broken = carry_out(plan, run, jobs)
+        broken = run_launches(plan, run, jobs)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = list(_summary(config, hosts, whole, plan, broken, time.monotonic() - started))
@@ -178,7 +180,7 @@ def host_matrix(
 
 def _summary(
     config: Config,
-    hosts: Hosts,
+    hosts: HostPlatform,
     whole: Sequence[HostLaunch],
     plan: Sequence[HostLaunch],
     broken: set[HostCell],

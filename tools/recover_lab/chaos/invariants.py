@@ -19,7 +19,7 @@ from recover.train.config import Config
 
 
 @dataclass(frozen=True)
-class Left:
+class FinishedRun:
     """A run that has ended: what it wrote, and how its process left."""
 
     run_dir: Path
@@ -55,7 +55,9 @@ class Left:
         return [rank for rank, marker in sorted(ends.items()) if marker["end"] == ended]
 
 
-def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None) -> Iterator[str]:
+def violations(
+    run: FinishedRun, config: Config, faults: Sequence[Fault], calm: FinishedRun | None = None
+) -> Iterator[str]:
     """Every law that the run has broken. `calm` is a run of the same job in which nothing was scheduled."""
     yield from leftovers(run)
     if run.code != 0:
@@ -79,7 +81,7 @@ def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | 
                 yield "other parameters than in the run without failures"
 
 
-def _unreadable(run: Left) -> Iterator[str]:
+def _unreadable(run: FinishedRun) -> Iterator[str]:
     """What should be there and is not, or only in part."""
     for name in ("steps.jsonl", "incidents.jsonl"):
         found = read(run.run_dir / name)
@@ -93,7 +95,7 @@ def _unreadable(run: Left) -> Iterator[str]:
         yield f"summary.json cannot be read: {error}"
 
 
-def _whole(run: Left, config: Config) -> Iterator[str]:
+def _whole(run: FinishedRun, config: Config) -> Iterator[str]:
     """No line is lost or doubled, and every step has B microbatches."""
     steps = run.lines("steps.jsonl")
     if [line["step"] for line in steps] != list(range(1, config.steps + 1)):
@@ -107,7 +109,7 @@ def _whole(run: Left, config: Config) -> Iterator[str]:
         yield f"incidents.jsonl is out of order: {keys}"
 
 
-def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
+def _losses(run: FinishedRun, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
     """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
     lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
     mortal = {fault.replica for fault in faults if fault.lethal}
@@ -131,7 +133,7 @@ def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]
         yield f"{done} ranks have finished; {left} should have"
 
 
-def _lost_over_a_slow_sample(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[int]:
+def _lost_over_a_slow_sample(run: FinishedRun, config: Config, faults: Sequence[Fault]) -> Iterator[int]:
     """A sample that takes longer than the limit may cost the first replica that is given it, and no other."""
     notes = {int(path.stem): json.loads(path.read_text()) for path in (run.run_dir / "ranks").glob("*.slot")}
     for fault in faults:
@@ -149,7 +151,7 @@ def must_strike(fault: Fault, steps: int) -> bool:
     return fault.lethal and fault.step > 0 and fault.location not in IN_RECOVERY and in_time
 
 
-def leftovers(run: Left) -> Iterator[str]:
+def leftovers(run: FinishedRun) -> Iterator[str]:
     """Processes and directories of the job that are still there."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

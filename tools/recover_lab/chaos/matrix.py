@@ -17,13 +17,13 @@ from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.campaign import run_job
 from recover_lab.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
-from recover_lab.chaos.ground import OneRun
 from recover_lab.chaos.invariants import violations
+from recover_lab.chaos.platforms import CampaignRun
 
 POLICY = ("policy=static", "samples=partitioned")  # the one with all roles
 LIMIT = 180.0  # seconds for one launch: then it hangs
 BEGIN, END = "<!-- matrix: {} -->", "<!-- end of matrix: {} -->"
-L = TypeVar("L", bound="Laid")
+L = TypeVar("L", bound="PlannedLaunch")
 
 
 def matrix(
@@ -45,7 +45,7 @@ def matrix(
     def run(launch: Launch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
         return list(run_launch([*POLICY, *words], launch, run_dir, LIMIT * jobs, running))
 
-    broken = carry_out(plan, run, jobs)
+    broken = run_launches(plan, run, jobs)
     text = list(_summary(config, whole, plan, broken, jobs, time.monotonic() - started))
     print("\n".join(text))
     if write is not None:
@@ -60,14 +60,14 @@ def slice_of(whole: Sequence[L], launches: int | None, skip: int) -> Sequence[L]
     return whole[skip:][:launches]
 
 
-class Laid(Protocol):
+class PlannedLaunch(Protocol):
     """One launch of a plan."""
 
     faults: list[Fault]
     cells: set[Any]
 
 
-def carry_out(
+def run_launches(
     plan: Sequence[L], run: Callable[[L, Path, set[subprocess.Popen[bytes]]], list[str]], jobs: int
 ) -> set[Any]:
     """Run all launches, so many at a time. Returns the cells of those that broke a law; their evidence stays."""
@@ -109,7 +109,7 @@ def carry_out(
     return broken
 
 
-def _named(launch: Laid) -> str:
+def _named(launch: PlannedLaunch) -> str:
     return "deaths" if all(fault.action == "kill" for fault in launch.faults) else "faults"
 
 
@@ -178,7 +178,7 @@ def run_launch(
     replicas = prepare_run(words, None, (), None).config.replicas
     theirs = launch_words(words, launch, replicas)
     config = prepare_run(theirs, None, [str(fault) for fault in launch.faults], None).config
-    run = run_job(OneRun(theirs, run_dir, limit, launch.faults, running))
+    run = run_job(CampaignRun(theirs, run_dir, limit, launch.faults, running))
     if run.code == -9:
         yield f"it hung for {limit:.0f} s"
     laws = list(violations(run, config, launch.faults))

@@ -25,10 +25,10 @@ from recover.job.authentication import make_token_file
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.campaign import RETURN, last_struck, strike_newcomers
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.host_agents import AgentLife, HostAgents, litter_on, show_stacks
-from recover_lab.chaos.invariants import Left, violations
+from recover_lab.chaos.host_agents import AgentLife, HostAgents, leftovers_on, show_stacks
+from recover_lab.chaos.invariants import FinishedRun, violations
 from recover_lab.chaos.lab_strikes import LEASE, PORT, LabStrikes
+from recover_lab.chaos.platforms import CampaignRun
 from recover_lab.lab.hosts import Host, Lab
 
 ACTIONS = {
@@ -76,19 +76,19 @@ PYTHON_BEGINS = (
 
 
 @dataclass(frozen=True)
-class LeftOnHosts:
+class FinishedHostRun:
     """A run on hosts that has ended."""
 
     run_dir: Path
     code: int  # 0, or -9: it took too long
     places: Mapping[str, Path]  # the run directory of each host
     lives: tuple[AgentLife, ...]  # of all agents, in the order in which they came
-    litter: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
 
-    def first(self, host: str) -> Left:
+    def first(self, host: str) -> FinishedRun:
         """What the agent that began there left."""
         life = self._began(host)
-        return Left(self.places[host], life.code, life.process.pid)
+        return FinishedRun(self.places[host], life.code, life.process.pid)
 
     def struck(self, host: str) -> Fault | None:
         return self._began(host).struck
@@ -106,7 +106,7 @@ class LeftOnHosts:
         return next(life for life in self.lives if life.host == host)
 
 
-class Hosts:
+class HostPlatform:
     """So many; each takes the same number of ranks. The first ones hold a member of etcd, an odd number of them.
 
     `shared`: they see the same run directory, as on a cluster's file system, also one whose cable is cut.
@@ -188,7 +188,7 @@ class Hosts:
                     left -= 1
             yield fault
 
-    def _felt(self, run: LeftOnHosts, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
+    def _felt(self, run: FinishedHostRun, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
         """What replicas suffer by it. Without its agent a host has some time left, in which the job may end."""
         for fault in faults:
             if fault.action not in OF_HOST:
@@ -208,7 +208,7 @@ class Hosts:
 
     # The run.
 
-    def run(self, job: OneRun) -> LeftOnHosts:
+    def run(self, job: CampaignRun) -> FinishedHostRun:
         """On a lab of its own, ended if it takes longer than it may."""
         config = prepare_run(job.words, None, (), None).config
         run_dir = job.run_dir.absolute()
@@ -244,12 +244,12 @@ class Hosts:
             hung = not all(life.ended for life in agents.lives)
             if hung:
                 show_stacks(lab)
-            litter = (
+            leftovers = (
                 []
                 if hung
-                else [f"{host.name}: {what}" for host in lab for what in litter_on(host, lab.shared, ENDS)]
+                else [f"{host.name}: {what}" for host in lab for what in leftovers_on(host, lab.shared, ENDS)]
             )
-        return LeftOnHosts(run_dir, -9 if hung else 0, places, tuple(agents.lives), litter)
+        return FinishedHostRun(run_dir, -9 if hung else 0, places, tuple(agents.lives), leftovers)
 
     def _command(self, words: Sequence[str], config: Config, run_dir: Path) -> list[str]:
         command = [sys.executable, "-P", "-m", "recover.cli", "train", *words]
@@ -263,12 +263,16 @@ class Hosts:
     # What must hold of it.
 
     def violations(
-        self, run: LeftOnHosts, config: Config, faults: Sequence[Fault], calm: LeftOnHosts | None = None
+        self,
+        run: FinishedHostRun,
+        config: Config,
+        faults: Sequence[Fault],
+        calm: FinishedHostRun | None = None,
     ) -> Iterator[str]:
         if run.code:
             yield f"the agents of {[life.host for life in run.lives if life.code == -9]} have not ended"
             return
-        yield from (f"{what} was left behind" for what in run.litter)
+        yield from (f"{what} was left behind" for what in run.leftovers)
         undisturbed = calm.first(self.names[0]) if calm is not None else None
         felt, whole = tuple(self._felt(run, faults, config)), 0
         for name in self.names:
@@ -288,7 +292,7 @@ class Hosts:
             yield "no host has come to the end"
 
     def _of_a_lost_host(
-        self, left: Left, fault: Fault | None, config: Config, calm: Left | None
+        self, left: FinishedRun, fault: Fault | None, config: Config, calm: FinishedRun | None
     ) -> Iterator[str]:
         """It has committed nothing that the others have not, and nothing after it was struck."""
         if left.code not in (expected := _codes_after(fault)):
@@ -307,7 +311,7 @@ class Hosts:
                 yield f"it was struck by {fault}, and has committed step {kept[-1][0]}"
 
 
-def _saved(left: Left, config: Config) -> Iterator[str]:
+def _saved(left: FinishedRun, config: Config) -> Iterator[str]:
     """The last state, whole and compared, whoever was writing when its host was lost."""
     if not config.checkpoint.every or left.code:
         return

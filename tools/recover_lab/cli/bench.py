@@ -146,15 +146,15 @@ def bench_hosts(
     json: Json = None,
 ) -> None:
     """Several hosts, emulated where possible: agreements, a step, lost ranks, hosts and cables, and other systems."""
-    from recover_lab.bench.several_hosts import PARTS, Wanted
+    from recover_lab.bench.several_hosts import PARTS, HostsOptions
     from recover_lab.bench.several_hosts import bench_hosts as measure
 
     with refusals("recover bench hosts"):
         chosen = _chosen("--parts", parts, PARTS)
         voters, sizes = ([int(count) for count in text.split(",")] for text in (replicas, hosts))
     struck_job = (struck, per_host, rounds, pace, lease, timeout)
-    wanted = Wanted(chosen, voters, agreements, sizes, model, turns, *struck_job)
-    _measure(measure, wanted, venv, json)
+    options = HostsOptions(chosen, voters, agreements, sizes, model, turns, *struck_job)
+    _measure(measure, options, venv, json)
 
 
 @app.command("return")
@@ -205,9 +205,9 @@ def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
 
 
 def _measure(measure: Any, *arguments: Any) -> None:
-    from recover_lab.bench.measure import BenchmarkError, tidy_on_sigterm
+    from recover_lab.bench.measure import BenchmarkError, exit_on_sigterm
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     try:
         measure(*arguments)
     except BenchmarkError as error:
@@ -276,9 +276,9 @@ def bench_multi(
     """Failure after failure, until half of the replicas are gone: throughput and tokens against checkpoint-restart."""
     scene = _scene(words, replicas=replicas, accum=accum, pace=pace)
     if returns:
-        from recover_lab.bench.rejoin import bench_multi_returning
+        from recover_lab.bench.rejoin import bench_multi_rejoining
 
-        _measure(bench_multi_returning, scene, interval, _factors("multi", factors), json)
+        _measure(bench_multi_rejoining, scene, interval, _factors("multi", factors), json)
         return
     from recover_lab.bench.multi import bench_multi as measure
 
@@ -386,10 +386,10 @@ def bench_all(
     ] = False,
 ) -> None:
     """Every benchmark, and one page of them all. Goes on where it was interrupted."""
-    from recover_lab.bench.measure import tidy_on_sigterm
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.bench.suite import bench_all as measure
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     raise typer.Exit(1 if measure(output, fresh, long) else 0)
 
 

@@ -10,7 +10,7 @@ import typer
 from recover.cli.errors import refusals
 
 if TYPE_CHECKING:
-    from recover_lab.chaos.on_hosts import Hosts
+    from recover_lab.chaos.on_hosts import HostPlatform
 
 Words = Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")]
 HowManyHosts = Annotated[
@@ -53,15 +53,15 @@ def chaos(
 ) -> None:
     """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
     from recover.faults.command import read_range
-    from recover_lab.bench.measure import tidy_on_sigterm
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.chaos import campaign as campaign
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
-        ground = _hosts(hosts, shared, returns) if hosts else campaign.OneMachine(returns)
-        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, ground))
+        platform = _hosts(hosts, shared, returns) if hosts else campaign.LocalMachine(returns)
+        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, platform))
 
 
 def matrix(
@@ -78,24 +78,24 @@ def matrix(
     shared: SharedDirectory = False,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
-    from recover_lab.bench.measure import tidy_on_sigterm
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.chaos import matrix as campaign
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     with refusals("recover faults matrix"):
         if hosts:
             from recover_lab.chaos.host_matrix import host_matrix
 
-            ground = _hosts(hosts, shared)
-            raise typer.Exit(host_matrix(_keys(words), ground, launches, write, jobs, skip=skip))
+            platform = _hosts(hosts, shared)
+            raise typer.Exit(host_matrix(_keys(words), platform, launches, write, jobs, skip=skip))
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs, skip=skip))
 
 
-def _hosts(count: int, shared: bool, returns: bool = False) -> Hosts:
-    from recover_lab.chaos.on_hosts import Hosts
+def _hosts(count: int, shared: bool, returns: bool = False) -> HostPlatform:
+    from recover_lab.chaos.on_hosts import HostPlatform
     from recover_lab.lab.hosts import unavailable
 
-    hosts = Hosts(count, shared, returns)
+    hosts = HostPlatform(count, shared, returns)
     if reason := unavailable():
         raise ValueError(f"--hosts {count}: {reason}")
     return hosts

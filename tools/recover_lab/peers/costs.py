@@ -24,7 +24,7 @@ PAPER = {
 
 
 @dataclass(frozen=True)
-class Restarting:
+class RestartCosts:
     """The baseline's seconds."""
 
     step: float
@@ -59,7 +59,7 @@ class Costs:
     """Both sides, measured under the same failures."""
 
     replicas: int
-    baseline: Restarting
+    baseline: RestartCosts
     recovery: float  # ours: what a failure adds to the step that it strikes
     steps_of: dict[int, float]  # ours: a step with so many replicas alive
 
@@ -107,11 +107,11 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class ReturningCosts:
+class RejoinCosts:
     """Both sides, where our lost replicas come back. Seconds, measured under the same failures."""
 
     replicas: int
-    baseline: Restarting
+    baseline: RestartCosts
     recovery: float  # ours: what a failure adds to the step that it strikes
     join: float  # what the others wait for when one comes back
     away: float  # from a death until that replica is at work again

@@ -21,7 +21,7 @@ from recover_lab.peers.ended import BenchmarkError
 SOMEWHERE = ("192.0.2.1", 9)  # of a network for examples: nothing is sent there
 
 
-class HostStage(Protocol):
+class HostPool(Protocol):
     names: list[str]
     emulated: bool  # by namespaces, with a network of their own
 
@@ -34,7 +34,7 @@ class HostStage(Protocol):
     def cut(self, name: str) -> None: ...
 
 
-class LabStage:
+class LabPool:
     emulated = True
 
     def __init__(self, lab: Lab) -> None:
@@ -53,7 +53,7 @@ class LabStage:
         self._lab[name].cut()
 
 
-class OwnStage:
+class LocalPool:
     emulated = False
 
     def __init__(self, hosts: int, address: str) -> None:
@@ -91,18 +91,18 @@ class OwnStage:
 
 
 @contextmanager
-def stage(hosts: int, shared: Path) -> Iterator[HostStage]:
+def open_pool(hosts: int, shared: Path) -> Iterator[HostPool]:
     """`shared`: a directory that all of them see."""
     if unavailable() is None:
         with Lab(hosts, shared=[shared]) as lab:
-            yield LabStage(lab)
+            yield LabPool(lab)
         return
     address = leads_to(*SOMEWHERE)
     if address is None:
         raise BenchmarkError(
             f"no hosts can be made here ({unavailable()}), and this machine has no address but its loopback"
         )
-    own = OwnStage(hosts, address)
+    own = LocalPool(hosts, address)
     try:
         yield own
     finally:

@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.peers.costs import Restarting
+from recover_lab.peers.costs import RestartCosts
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ def warm_steps(events: Sequence[Event]) -> dict[int, float]:
     return {step: took for step, took in step_seconds(events).items() if step not in first}
 
 
-def restarting(runs: Sequence[Sequence[Event]]) -> Restarting:
+def restart_costs(runs: Sequence[Sequence[Event]]) -> RestartCosts:
     """What restarts have cost in these runs of a baseline."""
     found = [restart for events in runs for restart in restarts(events)]
-    return Restarting(
+    return RestartCosts(
         step=median(took for events in runs for took in warm_steps(events).values()),
         save=median(restart.B - restart.A for restart in found),
         stall=fmean(restart.stall for restart in found),

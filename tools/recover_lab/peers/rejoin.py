@@ -14,7 +14,7 @@ from recover_lab.peers.metrics import failures
 
 
 @dataclass(frozen=True)
-class CameBack:
+class RejoinTimes:
     """Seconds from a death."""
 
     again: float  # until the next step was committed
@@ -25,7 +25,7 @@ class CameBack:
         return {name: round(seconds, 4) for name, seconds in vars(self).items()}
 
 
-def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> CameBack:
+def rejoin_times(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> RejoinTimes:
     """After the first death of a run. `is_whole`: of a committed step, whether all replicas were in it."""
     died = failures(events)[0]["at"]
     steps: dict[tuple[int, int], list[Event]] = {}
@@ -42,7 +42,7 @@ def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> Cam
     commits = [at for at, _ in ends if at <= whole]
     pauses = [later - before for before, later in pairwise(commits)]
     wait = max(pauses) - median(pauses) if len(pauses) > 1 else 0.0
-    return CameBack(commits[0] - died, whole - died, wait)
+    return RejoinTimes(commits[0] - died, whole - died, wait)
 
 
 STAGES = ("placed", "imports", "builds", "rehearses", "joins")

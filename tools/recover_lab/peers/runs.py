@@ -55,7 +55,7 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
     return read_events(place)
 
 
-def run_returning(scene: Scene, place: Path, awaited: int = 0, ready: bool = True) -> list[Event]:
+def run_ours_rejoining(scene: Scene, place: Path, awaited: int = 0, ready: bool = True) -> list[Event]:
     """Our side, where a lost replica is started again at once, and joins. `awaited`: how many must have, at the end;
     `ready`: processes wait for it."""
     config = configure(scene, place)

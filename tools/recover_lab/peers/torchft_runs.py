@@ -30,7 +30,7 @@ TORCHFT = "torchft==0.2.0"
 PATIENCE = 120.0  # seconds: its timeouts add up to less
 
 
-class Absent(Exception):
+class TorchftUnavailable(Exception):
     """This peer cannot be run here."""
 
 
@@ -43,7 +43,7 @@ def install_torchft(directory: Path, console: Console) -> Path:
     """A virtual environment of its own, which takes torch from ours."""
     python = directory / "bin" / "python"
     if platform.machine() != "x86_64":
-        raise Absent(f"it has no wheel for {platform.machine()}")
+        raise TorchftUnavailable(f"it has no wheel for {platform.machine()}")
     if not python.exists():
         console.print(f"installing torchft into {directory} ...", style="dim")
         venv.create(directory, with_pip=True)
@@ -55,7 +55,9 @@ def install_torchft(directory: Path, console: Console) -> Path:
     if _run(python, "-c", "import torchft"):
         command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCHFT]
         if said := _run(python, *command) or _run(python, "-c", "import torchft"):
-            raise Absent(f"it could not be installed ({said.splitlines()[-1]}); try again with --venv")
+            raise TorchftUnavailable(
+                f"it could not be installed ({said.splitlines()[-1]}); try again with --venv"
+            )
     return python
 
 
@@ -101,7 +103,7 @@ def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: 
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return judged_events(directory, scene)
+    return checked_events(directory, scene)
 
 
 def lighthouse(python: Path, port: int) -> list[Any]:
@@ -141,10 +143,10 @@ def torchft_job(way: str, directory: Path, scene: Scene) -> dict[str, Any]:
     }
 
 
-def judged_events(directory: Path, scene: Scene) -> list[Event]:
+def checked_events(directory: Path, scene: Scene) -> list[Event]:
     """Raises Absent if it did not come to what was to be seen."""
     events = read_events(directory)
     if not events or (scene.kills and not failures(events)):
         text = (directory / "log").read_text(errors="replace").strip().splitlines()
-        raise Absent(f"it did not come to the kill ({text[-1] if text else 'no output'})")
+        raise TorchftUnavailable(f"it did not come to the kill ({text[-1] if text else 'no output'})")
     return events

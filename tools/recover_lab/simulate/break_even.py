@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
@@ -46,8 +46,8 @@ def curve(
     for value in values:
         other = quick(scenario, **{key.replace(".", "__"): value})
         between.append(other.between_failures)
-        for name, placing in race(other, names).items():
-            goodput[name].append(placing.goodput.mean)
+        for name, summarize in race(other, names).items():
+            goodput[name].append(summarize.goodput.mean)
     return Curve(key, tuple(values), {name: tuple(row) for name, row in goodput.items()}, tuple(between))
 
 
@@ -108,11 +108,11 @@ def worth(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Chan
         "nodes repaired twice as fast": {"failures__repair_hours": scenario.failures.repair_hours / 2},
     }
     return [
-        Change(what, name, _gain(base[name], placing))
+        Change(what, name, _gain(base[name], summarize))
         for what, values in changes.items()
-        for name, placing in race(few.but(**values), names).items()
+        for name, summarize in race(few.but(**values), names).items()
     ]
 
 
-def _gain(before: Placing, after: Placing) -> float:
+def _gain(before: SystemResult, after: SystemResult) -> float:
     return after.tokens_per_day.mean / before.tokens_per_day.mean - 1 if before.tokens_per_day.mean else 0.0

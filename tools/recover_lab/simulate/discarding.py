@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from recover_lab.simulate.elastic import GoingOn
-from recover_lab.simulate.failures import Mishap
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.elastic import ElasticRun
+from recover_lab.simulate.failures import NodeFailure
+from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 
 
-class Discarded(GoingOn):
+class DiscardingRun(ElasticRun):
     """Who discards the step in which somebody is lost: the batch shrinks, or spares that did not count keep it."""
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, spares: int = 0) -> None:
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, spares: int = 0) -> None:
         self.counting = scenario.replicas - spares if spares else 0  # so many, always
         self.blocked = -1.0
         super().__init__(scenario, shares, seed, returning=True)
@@ -57,9 +57,9 @@ class Discarded(GoingOn):
         if waited:  # whoever waits for nodes is not stalled by one that comes
             parts["waiting" if self.blocked < 0 else "joining"] -= parts["joining"] - before
 
-    def replicas_lost(self, now: float, number: int, chance: float, mishap: Mishap) -> None:
+    def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
         cost, parts = self.scenario.discarding, self.account.parts
-        noticed = max(cost.timeout_s, self.scenario.recovery.lease_s if mishap.silent else 0.0)
+        noticed = max(cost.timeout_s, self.scenario.recovery.lease_s if failure.silent else 0.0)
         self.replicas -= number
         if self.blocked >= 0:
             return

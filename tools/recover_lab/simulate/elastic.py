@@ -10,16 +10,16 @@ import math
 from heapq import heappop, heappush
 
 from recover_lab.simulate.account import TimeSpent
-from recover_lab.simulate.failures import Fleet, Mishap, hits, slow_spells
-from recover_lab.simulate.plan_cache import Losses, ShareOuts
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.plan_cache import Losses, PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 
-class GoingOn:
+class ElasticRun:
     """One run of ReCoVer, from one seed."""
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, returning: bool) -> None:
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, returning: bool) -> None:
         self.scenario, self.shares, self.returning = scenario, shares, returning
         self.horizon = scenario.run.days * DAY
         self.account = TimeSpent(self.horizon)
@@ -117,7 +117,7 @@ class GoingOn:
             if due >= self.horizon:
                 break
             if due == repair:
-                fleet.mend(due)
+                fleet.return_repaired(due)
             else:
                 self.advance(due)
                 if due == failure:
@@ -136,28 +136,28 @@ class GoingOn:
 
     # Losses.
 
-    def _struck(self, now: float, mishap: Mishap) -> None:
+    def _struck(self, now: float, failure: NodeFailure) -> None:
         fleet = self.fleet
         self.account.failures += 1
         inside, healthy = self.units * self.per_unit, fleet.healthy
-        lost = hits(mishap, inside, healthy)
+        lost = hits(failure, inside, healthy)
         units = min(-(-lost // self.per_unit), self.units)
         if units:
             self.units -= units
             fleet.free += units * self.per_unit
         else:
-            self._idle_lost(mishap)
-        fleet.lose(now, mishap.nodes, mishap)
+            self._idle_lost(failure)
+        fleet.lose(now, failure.nodes, failure)
         if units:
             self.account.struck += 1
-            chance = mishap.chance * healthy / inside if mishap.nodes == 1 else mishap.chance
+            chance = failure.chance * healthy / inside if failure.nodes == 1 else failure.chance
             number = units * self.in_unit
             if now < self.pause_ends:  # while all are started
                 self._struck_in_restart(now)
             elif number >= self.replicas:
                 self.all_lost(now)
             else:
-                self.replicas_lost(now, number, min(chance, 1 - 1e-9), mishap)
+                self.replicas_lost(now, number, min(chance, 1 - 1e-9), failure)
 
     def _struck_in_restart(self, now: float) -> None:
         if self.scenario.restart.struck == "again":
@@ -170,9 +170,9 @@ class GoingOn:
             self.pause_ends = ends
             self.begin(ends)
 
-    def _idle_lost(self, mishap: Mishap) -> None:
+    def _idle_lost(self, failure: NodeFailure) -> None:
         """A node that is not in the job: of a replica that is warm or warms up, or a free one."""
-        place = mishap.chance * self.fleet.healthy - self.units * self.per_unit
+        place = failure.chance * self.fleet.healthy - self.units * self.per_unit
         if place < (self.warm + self.asking) * self.per_unit:
             if self.warm:
                 self.warm -= 1
@@ -185,9 +185,9 @@ class GoingOn:
             return
         self.fleet.free += self.per_unit
 
-    def replicas_lost(self, now: float, number: int, chance: float, mishap: Mishap) -> None:
+    def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
         """In the step that is being run."""
-        noticed = now + (self.lease_s if mishap.silent else self.detect_s)
+        noticed = now + (self.lease_s if failure.silent else self.detect_s)
         if not self.losses:
             computing = self.shares.plan(self.at_start).accum * self.microbatch
             self.ready = self.began + computing * self.stretch * self.slow_then
@@ -243,7 +243,7 @@ class GoingOn:
         begun = now
         while not self._whole():
             now = fleet.next_repair()
-            fleet.mend(now)
+            fleet.return_repaired(now)
         self.units = self._whole()
         fleet.free -= self.units * self.per_unit
         self.replicas = self.units * self.in_unit
@@ -312,7 +312,7 @@ class GoingOn:
         parts["stragglers"] += steps * (took - undelayed)
 
 
-def best_floor(scenario: Scenario, shares: ShareOuts) -> int:
+def best_floor(scenario: Scenario, shares: PlanCache) -> int:
     """How far a job without return should shrink before all are started anew: where the work per hour is most.
 
     From one start to the next, while it loses one placed replica after the other; what recoveries cost is left out,

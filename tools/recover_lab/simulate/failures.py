@@ -21,7 +21,7 @@ from recover_lab.simulate.scenario_keys import DAY, HOUR
 _CHUNK = 2048
 
 
-class Mishap(NamedTuple):
+class NodeFailure(NamedTuple):
     gap: float  # exposure since the one before, in node-seconds
     chance: float  # which of the nodes, from 0 to 1
     nodes: int  # how many it takes
@@ -30,7 +30,7 @@ class Mishap(NamedTuple):
     repair: float  # seconds
 
 
-def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
+def draw_failures(scenario: Scenario, seed: int) -> Iterator[NodeFailure]:
     """For ever."""
     rng = np.random.default_rng([seed, 1])
     failures, cluster = scenario.failures, scenario.cluster
@@ -61,7 +61,7 @@ def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
             draws[4] < failures.silent,
             times * failures.repair_hours * HOUR,
         )
-        yield from map(Mishap._make, zip(*(column.tolist() for column in columns), strict=True))
+        yield from map(NodeFailure._make, zip(*(column.tolist() for column in columns), strict=True))
 
 
 def slow_spells(scenario: Scenario, seed: int, horizon: float) -> list[float]:
@@ -89,7 +89,7 @@ class Fleet:
         self.free = self.total
         self.down = 0
         self._repairs: list[tuple[float, int]] = []
-        self._mishaps = mishaps(scenario, seed)
+        self._mishaps = draw_failures(scenario, seed)
         self._since = 0.0
         self._left = 0.0
         self._draw()
@@ -105,25 +105,25 @@ class Fleet:
     def next_repair(self) -> float:
         return self._repairs[0][0] if self._repairs else math.inf
 
-    def strike(self, now: float) -> Mishap:
+    def strike(self, now: float) -> NodeFailure:
         """The failure that is due."""
         struck = self._next
         self._draw()
         self._since = now
         return struck
 
-    def lose(self, now: float, nodes: int, mishap: Mishap) -> None:
+    def lose(self, now: float, nodes: int, failure: NodeFailure) -> None:
         """So many nodes, which are counted as free, are gone until they are repaired."""
         nodes = min(nodes, self.free)
-        if mishap.transient or not nodes:
+        if failure.transient or not nodes:
             return
         self._left -= (now - self._since) * (self.total - self.down)
         self._since = now
         self.free -= nodes
         self.down += nodes
-        heappush(self._repairs, (now + mishap.repair, nodes))
+        heappush(self._repairs, (now + failure.repair, nodes))
 
-    def mend(self, now: float) -> int:
+    def return_repaired(self, now: float) -> int:
         """The nodes whose repair is due are free again."""
         self._left -= (now - self._since) * (self.total - self.down)
         self._since = now
@@ -137,10 +137,10 @@ class Fleet:
         self._left = self._next.gap
 
 
-def hits(mishap: Mishap, inside: int, healthy: int) -> int:
+def hits(failure: NodeFailure, inside: int, healthy: int) -> int:
     """How many of the nodes that a failure takes are among `inside` of all healthy ones."""
-    if mishap.nodes == 1:
-        return int(mishap.chance * healthy < inside)
-    expected = min(mishap.nodes, healthy) * inside / healthy
+    if failure.nodes == 1:
+        return int(failure.chance * healthy < inside)
+    expected = min(failure.nodes, healthy) * inside / healthy
     whole = int(expected)
-    return min(inside, whole + (mishap.chance < expected - whole))
+    return min(inside, whole + (failure.chance < expected - whole))

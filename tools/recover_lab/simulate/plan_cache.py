@@ -39,7 +39,7 @@ class Response:
     kinds: tuple[int, ...]  # how many of each
 
 
-class ShareOuts:
+class PlanCache:
     def __init__(self, policy: str, initial: int, global_batch: int) -> None:
         self.global_batch, self.initial = global_batch, initial
         self.asked = 0  # how often the policy itself was

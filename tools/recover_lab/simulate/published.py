@@ -41,8 +41,8 @@ def rsc_rows(seeds: int) -> Iterator[Compared]:
     for gpus, told in ((16384, 1.8), (131072, 0.23)):
         scenario = scenario_of("rsc-16k", cluster__nodes=gpus // 8, cluster__spares=0, run__seeds=seeds)
         scenario = scenario.but(failures__transient=1.0, run__days=60)
-        placing = race(scenario, ["restart"])["restart"]
-        hours = scenario.run.days * DAY / placing.failures / HOUR
+        summarize = race(scenario, ["restart"])["restart"]
+        hours = scenario.run.days * DAY / summarize.failures / HOUR
         yield Compared(
             f"mean time to failure, {gpus:,} GPUs, 6.5 failures per 1,000 node-days",
             f"{told:g} h",
@@ -58,20 +58,20 @@ def rsc_rows(seeds: int) -> Iterator[Compared]:
 
 def llama_rows(seeds: int) -> Iterator[Compared]:
     scenario = scenario_of("llama3-16k", run__seeds=seeds, cluster__spares=512)
-    placing = race(scenario, ["restart"])["restart"]
+    summarize = race(scenario, ["restart"])["restart"]
     # Its spares are not counted: they belonged to others.
     effective = (
-        placing.goodput.mean * (scenario.cluster.nodes + scenario.cluster.spares) / scenario.cluster.nodes
+        summarize.goodput.mean * (scenario.cluster.nodes + scenario.cluster.spares) / scenario.cluster.nodes
     )
     yield Compared(
         "Llama 3 405B: unexpected interruptions in 54 days on 16,384 GPUs",
         "419",
-        f"{placing.struck:.0f}",
-        f"{placing.struck / 419 - 1:+.1%}",
+        f"{summarize.struck:.0f}",
+        f"{summarize.struck / 419 - 1:+.1%}",
         "input",
         "the rate is put in",
         LLAMA3,
-        placing.struck,
+        summarize.struck,
         419,
     )
     stall = scenario.restart.seconds / 60
@@ -129,8 +129,8 @@ def ft_hsdp_rows(seeds: int) -> Iterator[Compared]:
         )
     for process in ("regular", "poisson"):
         scenario = scenario_of("meta-100k", **plain, failures__process=process)
-        placing = race(scenario, ["torchft"])["torchft"]
-        value, parts = placing.goodput.mean, placing.parts
+        summarize = race(scenario, ["torchft"])["torchft"]
+        value, parts = summarize.goodput.mean, summarize.parts
         stall = parts["detect"] + parts["repair"]
         lost = f"stall {stall:.1%}, the step thrown away {parts['discarded']:.1%}, replicas that are gone "
         lost += f"{parts['missing']:.1%}, waiting for joiners {parts['joining']:.1%}"
@@ -171,8 +171,8 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
     )
     placings = race(scenario, ["replication", "stacked", "recover", "recover-return"])
     for name, told, up in (("replication", copied, up_copied), ("stacked", stacked, up_stacked)):
-        placing = placings[name]
-        available = 1 - sum(placing.parts[part] for part in ("restart", "rework", "checkpoint"))
+        summarize = placings[name]
+        available = 1 - sum(summarize.parts[part] for part in ("restart", "rework", "checkpoint"))
         said = "3 copies of everything" if name == "replication" else f"stacks of {stack} (SPARe itself)"
         yield Compared(
             f"SPARe, {groups} groups: {said}, availability",
@@ -185,7 +185,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
             available,
             up,
         )
-        slowed = 1 / placing.goodput.mean
+        slowed = 1 / summarize.goodput.mean
         yield Compared(
             f"SPARe, {groups} groups: {said}, time to train against none failing",
             f"{told:.2f} times",

@@ -6,17 +6,17 @@ import math
 
 from recover_lab.simulate.account import TimeSpent
 from recover_lab.simulate.closed_forms import best_interval, endured
-from recover_lab.simulate.failures import Fleet, Mishap, hits, slow_spells
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 
-class StartingOver:
+class RestartRun:
     """One run of checkpoint-restart, from one seed. `every`: seconds between checkpoints."""
 
     def __init__(
-        self, scenario: Scenario, shares: ShareOuts, seed: int, every: float, memory: bool = False
+        self, scenario: Scenario, shares: PlanCache, seed: int, every: float, memory: bool = False
     ) -> None:
         self.scenario, self.shares, self.memory = scenario, shares, memory
         self.horizon = scenario.run.days * DAY
@@ -52,7 +52,7 @@ class StartingOver:
                 self.account.failures += 1
                 self._struck(fleet.strike(due))
             elif due == repair:
-                fleet.mend(due)
+                fleet.return_repaired(due)
             else:
                 self._spells.pop()
                 self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
@@ -132,22 +132,22 @@ class StartingOver:
 
     # Failures.
 
-    def _struck(self, mishap: Mishap) -> None:
+    def _struck(self, failure: NodeFailure) -> None:
         inside, healthy = self.units * self.per_unit, self.fleet.healthy
-        lost = hits(mishap, inside, healthy)
+        lost = hits(failure, inside, healthy)
         units = min(-(-lost // self.per_unit), self.units)
         self.fleet.free += units * self.per_unit
         self.units -= units
-        self.fleet.lose(self.now, mishap.nodes, mishap)
+        self.fleet.lose(self.now, failure.nodes, failure)
         if units:
             self.account.struck += 1
-            chance = mishap.chance * healthy / inside if mishap.nodes == 1 else mishap.chance
-            self.lost(units * self.in_unit, min(chance, 1 - 1e-9), mishap)
+            chance = failure.chance * healthy / inside if failure.nodes == 1 else failure.chance
+            self.lost(units * self.in_unit, min(chance, 1 - 1e-9), failure)
 
-    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
-        self.restart(mishap)
+    def lost(self, number: int, chance: float, failure: NodeFailure) -> None:
+        self.restart(failure)
 
-    def restart(self, mishap: Mishap) -> None:
+    def restart(self, failure: NodeFailure) -> None:
         parts, now, cost = self.account.parts, self.now, self.scenario.restart
         if now < self.started and cost.struck == "goes-on" and self.fleet.healthy >= self.per_unit:
             return self._place()
@@ -156,7 +156,7 @@ class StartingOver:
         else:
             parts["rework"] += self.at + sum(self.shifted.values())
             self.account.take_back(max(0.0, self.resume - now), "repair", "detect")
-        from_memory = self.memory and mishap.nodes < self.scenario.checkpoint.memory_copies
+        from_memory = self.memory and failure.nodes < self.scenario.checkpoint.memory_copies
         if self.memory and not from_memory:
             lost = min(self.scenario.recovery.checkpoint_every_s / 2, now)
             parts["rework"] += lost
@@ -164,13 +164,13 @@ class StartingOver:
         self.account.restarts += 1
         while self.fleet.healthy < self.per_unit:
             now = self.fleet.next_repair()
-            self.fleet.mend(now)
+            self.fleet.return_repaired(now)
         parts["waiting"] += now - self.now
         self._place()
         seconds = cost.seconds - cost.detect_s
         if from_memory:
             seconds += self.scenario.checkpoint.memory_load_s - cost.load_s
-        seconds += max(cost.detect_s, self.scenario.recovery.lease_s if mishap.silent else 0.0)
+        seconds += max(cost.detect_s, self.scenario.recovery.lease_s if failure.silent else 0.0)
         parts["restart"] += seconds
         self.resume = self.started = now + seconds
         self.account.living += (self.resume - self.now) * self.replicas
@@ -185,14 +185,14 @@ class StartingOver:
         self.account.parts["checkpoint"] += max(0.0, self.at - self.steps * self.step)
 
 
-class Copied(StartingOver):
+class ReplicatedRun(RestartRun):
     """Every shard lies on several neighbours in a ring; a restart comes when all of some shard's are lost.
 
     Replication computes all of its shards in every step. A stacked system (SPARe) computes as few of them as the
     living can cover all with: ceil(N / living). Either way nobody comes back before the restart.
     """
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, copies: int, stacked: bool) -> None:
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, copies: int, stacked: bool) -> None:
         self.copies, self.stacked = copies, stacked
         between = scenario.between_failures * endured(scenario.replicas, copies)
         super().__init__(scenario, shares, seed, best_interval(scenario.checkpoint.save_s, between))
@@ -218,9 +218,9 @@ class Copied(StartingOver):
         parts["redundant"] += steps * (undelayed - alone)
         parts["stragglers"] += steps * (self.step - undelayed)
 
-    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
+    def lost(self, number: int, chance: float, failure: NodeFailure) -> None:
         if self.now < self.started:
-            return self.restart(mishap)
+            return self.restart(failure)
         gone = []
         for _ in range(min(number, len(self._living))):
             place = int(chance * len(self._living))
@@ -228,19 +228,19 @@ class Copied(StartingOver):
             gone.append(self._living.pop())
             self._dead[gone[-1]] = 1
         if not self._living or any(self._wiped(group) for group in gone):
-            return self.restart(mishap)
+            return self.restart(failure)
         parts = self.account.parts
         self.account.take_back(max(0.0, self.resume - self.now), "repair", "detect")
-        detect = self.scenario.recovery.lease_s if mishap.silent else self.scenario.recovery.detect_s
+        detect = self.scenario.recovery.lease_s if failure.silent else self.scenario.recovery.detect_s
         parts["detect"] += detect
-        parts["repair"] += self._masking(mishap) - detect
-        self.resume = self.now + self._masking(mishap)
+        parts["repair"] += self._masking(failure) - detect
+        self.resume = self.now + self._masking(failure)
         self.replicas = len(self._living)
         self._pace("redundant")
 
-    def _masking(self, mishap: Mishap) -> float:
+    def _masking(self, failure: NodeFailure) -> float:
         recovery = self.scenario.recovery
-        noticed = recovery.lease_s if mishap.silent else recovery.detect_s
+        noticed = recovery.lease_s if failure.silent else recovery.detect_s
         return noticed + self.scenario.repairing(len(self._living))
 
     def _wiped(self, group: int) -> bool:

@@ -70,13 +70,13 @@ def _parts(study: Study) -> Any:
     axes = figure.subplots()
     left = [0.0] * len(placings)
     for part, name in PARTS.items():
-        widths = [100 * max(placing.parts[part], 0.0) for placing in placings]
+        widths = [100 * max(summarize.parts[part], 0.0) for summarize in placings]
         if max(widths) < 0.05:
             continue
         axes.barh(range(len(placings)), widths, left=left, height=0.66, color=_PART_COLOURS[part], label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, placing in enumerate(placings):
-        good = placing.goodput.mean
+    for place, summarize in enumerate(placings):
+        good = summarize.goodput.mean
         inside = good > 0.12
         axes.annotate(
             f"{good:.1%}",
@@ -87,7 +87,7 @@ def _parts(study: Study) -> Any:
             va="center",
             fontsize=10.5,
         )
-    axes.set_yticks(range(len(placings)), [name_of(placing.system) for placing in placings])
+    axes.set_yticks(range(len(placings)), [name_of(summarize.system) for summarize in placings])
     axes.set_ylim(len(placings) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.grid(visible=False, axis="y")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recover_lab.simulate.account import PARTS
 from recover_lab.simulate.published import Compared
-from recover_lab.simulate.replay import Held
+from recover_lab.simulate.replay import ReplayComparison
 from recover_lab.simulate.scenario import flat_scenario, keys_of_scenario
 from recover_lab.simulate.study import Question, Study, name_of, span
 
@@ -26,20 +26,20 @@ def system_rows(study: Study) -> Rows:
             "came back",
         ]
     ]
-    for name, placing in study.placings.items():
-        good, days = placing.goodput, placing.days_to_budget
-        held = f"{placing.batch:,.0f}"
-        if placing.smallest_batch and placing.smallest_batch < placing.batch:
-            held = f"{placing.batch:,.1f}, least {placing.smallest_batch:,}"
+    for name, summarize in study.placings.items():
+        good, days = summarize.goodput, summarize.days_to_budget
+        held = f"{summarize.batch:,.0f}"
+        if summarize.smallest_batch and summarize.smallest_batch < summarize.batch:
+            held = f"{summarize.batch:,.1f}, least {summarize.smallest_batch:,}"
         rows.append(
             [
                 name_of(name),
                 f"{good.mean:.1%} ({good.low:.1%} to {good.high:.1%})",
-                quantity_of_tokens(placing.tokens_per_day.mean),
+                quantity_of_tokens(summarize.tokens_per_day.mean),
                 f"{days.mean:,.1f}" if days.mean < 1e5 else "never",
                 held,
-                f"{placing.restarts:,.0f}",
-                f"{placing.joined:,.0f}",
+                f"{summarize.restarts:,.0f}",
+                f"{summarize.joined:,.0f}",
             ]
         )
     return rows
@@ -48,11 +48,11 @@ def system_rows(study: Study) -> Rows:
 def lost_rows(study: Study) -> Rows:
     """The three largest parts of what each system loses."""
     rows: Rows = [["system", "where the rest goes"]]
-    for name, placing in study.placings.items():
+    for name, summarize in study.placings.items():
         parts = sorted(
             (
                 (share, part)
-                for part, share in placing.parts.items()
+                for part, share in summarize.parts.items()
                 if part != "productive" and share > 0.0005
             ),
             reverse=True,
@@ -121,7 +121,7 @@ def published_rows(compared: Sequence[Compared]) -> Rows:
     return rows
 
 
-def held_rows(held: Held) -> Rows:
+def held_rows(held: ReplayComparison) -> Rows:
     rows: Rows = [["step", "recorded", "played", "difference"]]
     rows.append(["all but the first", f"{held.seconds:.1f} s", "", f"{held.total:+.1%}"])
     for step, (took, said, apart) in held.incidents.items():

@@ -12,7 +12,7 @@ from recover.train.config import read
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, worth
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import preset
-from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario, flat_scenario, keys_of_scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
 
@@ -44,7 +44,7 @@ class Question:
 @dataclass(frozen=True)
 class Study:
     question: Question
-    placings: dict[str, Placing]
+    placings: dict[str, SystemResult]
     rates: Curve | None = None
     worth: tuple[Change, ...] = ()
     sweep: Curve | None = None
@@ -53,7 +53,7 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         return {
             **self.question.to_json(),
-            "systems": {name: placing.to_json() for name, placing in self.placings.items()},
+            "systems": {name: summarize.to_json() for name, summarize in self.placings.items()},
             "rates": self.rates.to_json() if self.rates else None,
             "crossings": [
                 {"one": one, "other": other, "failures.per_node_day": rate}

@@ -13,7 +13,7 @@ from recover.train.config import Config
 
 
 @dataclass(frozen=True)
-class OneRun:
+class CampaignRun:
     """One `recover train` of a campaign."""
 
     words: Sequence[str]
@@ -23,7 +23,7 @@ class OneRun:
     running: set[subprocess.Popen[bytes]] | None = None  # its processes, while they run: others may end them
 
 
-class Ground(Protocol):
+class Platform(Protocol):
     """What may strike there, how a job is run, and what must hold of it. `returns`: lost replicas are started again."""
 
     returns: bool
@@ -32,7 +32,7 @@ class Ground(Protocol):
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]: ...
 
-    def run(self, job: OneRun) -> Any: ...
+    def run(self, job: CampaignRun) -> Any: ...
 
     def violations(
         self, run: Any, config: Config, faults: Sequence[Fault], calm: Any = None
