@@ -117,8 +117,8 @@ def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--replicas", "6:4"], "6 to 4 replicas: somebody must be left; give a range from 2 on"),
-        (["--replicas", "1:4"], "1 to 4 replicas: somebody must be left"),
+        (["--replicas", "6:4"], "--replicas 6:4: one replica must be left; give a range from 2 on"),
+        (["--replicas", "1:4"], "--replicas 1:4: one replica must be left"),
         (["--replicas", "2:9"], "replicas=7 are more than the 6 microbatches of a step"),
     ],
 )
@@ -197,7 +197,7 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     assert list(violations(back, config, faults, calm)) == []
     command = [sys.executable, "-c", "import time; time.sleep(100000)"]
     with subprocess.Popen(command, env={"RECOVER_RUN_DIR": str(good.run_dir)}) as straggler:
-        told(good, f"process {straggler.pid} of the run is still there")
+        told(good, f"process {straggler.pid} of the run is still running")
         straggler.kill()
 
 

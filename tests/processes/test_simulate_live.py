@@ -68,8 +68,8 @@ changes = {"run.days": 1, "run.seeds": 5, "run.systems": "restart,recover-return
 scenario = parse_scenario({**preset("meta-100k").values, **changes})
 found = []
 for races._SHARED in (float("inf"), 0):  # failures from which on several processes share them: none of these, all
-    placings = races.race(scenario)
-    found.append({name: [placing.goodput.mean, placing.failures] for name, placing in placings.items()})
+    results = races.race(scenario)
+    found.append({name: [placing.goodput.mean, placing.failures] for name, placing in results.items()})
 print(json.dumps(found))
 """
 

@@ -61,7 +61,7 @@ def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
     (join,) = joins(returning_run())
     assert (join["stall"], join["bytes"]) == (0.7, 5_000_000), "of those who waited, not of the one who came"
     assert list(stages(returning_run()).values()) == pytest.approx([0.4, 0.5, 0.6, 0.4, 2.5])
-    with pytest.raises(BenchmarkError, match="has not come back"):
+    with pytest.raises(BenchmarkError, match="has not rejoined"):
         rejoin_times(returning_run(), lambda each: each["replicas"] == 4)
 
 
@@ -120,7 +120,7 @@ def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
     ]
     assert strikes[0].words() == "4:5:in-reduce"
     assert strikes[-1].words() == "13:4:in-reduce=stall:120"
-    with pytest.raises(BenchmarkError, match="no cable can be cut"):
+    with pytest.raises(BenchmarkError, match="no link can be cut"):
         LocalPool(3, "10.0.0.1").cut("h3")
 
 
@@ -227,7 +227,7 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
     assert (costs["full"], costs["less"], costs["join"]) == pytest.approx((1.0, 1.5, 0.25))
     assert json.loads((tmp_path / "rejoin.json").read_text())["returning"]["crossing"] is None
     monkeypatch.setattr(rejoin, "run_ours_rejoining", lambda scene, place: failing_run(scene, 1000))
-    with pytest.raises(BenchmarkError, match="no replica came back within 12 steps"):
+    with pytest.raises(BenchmarkError, match="no replica rejoined within 12 steps"):
         rejoin.bench_multi_rejoining(scene, 12, (1,), None)
 
 

@@ -35,7 +35,7 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["replicas=1"], "replicas=1: nobody would be left"),
+        (["replicas=1"], "replicas=1: no replica would be left"),
         (["replicas=4", "policy=balanced"], "leave it out"),
         (["replicas=4", "parallel=hsdp"], "add shard=2"),
     ],

@@ -113,7 +113,7 @@ def test_more_failures_never_help(system: str) -> None:
         ]
         for rate in rates
     ]
-    values = [summarize.goodput.mean for summarize in found]
+    values = [result.goodput.mean for result in found]
     assert all(b <= a + 0.004 for a, b in itertools.pairwise(values)), values
 
 
@@ -124,7 +124,7 @@ def test_a_spare_never_hurts_tokens_per_hour(system: str) -> None:
         race(scenario(cluster__spares=spares, run__seeds=8, run__days=10), [system])[system]
         for spares in (0, 2, 4, 8, 16)
     ]
-    values = [summarize.tokens_per_day.mean for summarize in found]
+    values = [result.tokens_per_day.mean for result in found]
     assert all(b >= 0.99 * a for a, b in itertools.pairwise(values)), values
     assert values[-1] > values[0]
 

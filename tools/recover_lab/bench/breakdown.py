@@ -1,4 +1,4 @@
-"""`recover bench breakdown`: where the time goes after a single failure, as the checkpoint interval N grows."""
+"""`recover bench breakdown`: parts of the time after a single failure, as the checkpoint interval N grows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recover_lab.publish.figure import Figure, Headline, Results, Rows, describe
 
 
 def bench_breakdown(scene: Scene, intervals: Sequence[int], output: Path | None) -> dict[str, Any]:
-    """A failure in step 1.5N, N steps between checkpoints: the paper's stamps, on both sides."""
+    """A failure in step 1.5N, N steps between checkpoints: the paper's stamps, of both systems."""
     console = begin(output)
     rows: list[dict[str, Any]] = []
     theirs_all = []

@@ -38,9 +38,9 @@ def bench_gpu(
     device: str,
     output: Path | None,
 ) -> Facts:
-    """Every launch is written down as it ends, beside what the same sources have measured into the file before.
+    """Every launch is written to the file when it ends, and adds to what the same sources have measured before.
 
-    One that fails is told, and costs no other. `device` is cpu where the benchmark itself is tried.
+    A launch that fails is reported at the end. `device` is cpu for tests of the benchmark itself.
     """
     console = begin(output)
     if device == "cuda":
@@ -82,7 +82,7 @@ def bench_gpu(
     console.print(machine_line())
     if lost:
         told = "; ".join(f"{what} ({why})" for what, why in lost.items())
-        raise BenchmarkError(f"not measured: {told}; what was is written down")
+        raise BenchmarkError(f"not measured: {told}; all other results are written")
     return results
 
 
@@ -98,14 +98,14 @@ def _check_cuda() -> None:
 
 
 def _stocks(carrier: str, device: str) -> str:
-    """Torch's own that ours is held against: NCCL where ours uses it, gloo always."""
+    """Backends of torch to compare with: NCCL where ours uses it, and gloo."""
     return "nccl,gloo" if device == "cuda" and carrier == "nccl" else "gloo"
 
 
 def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> Facts:
     seq_len = sequence_length(model)
     words = [device, model, str(seq_len), str(ACCUM), str(turns), _stocks(carrier, device)]
-    # On a CPU the two ways to take turns are tried: by carrier, for want of a memory that could be too small.
+    # On a CPU both orders of turns are tested, one by each carrier, since memory is never too small there.
     words.append("auto" if device == "cuda" else "no" if carrier == "gloo" else "yes")
     ranks = _run("gpu_step.py", replicas, words, carrier, "step-*.json")
     seconds = {
@@ -164,9 +164,7 @@ def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: 
     ) as run_dir:
         found = [json.loads(path.read_text()) for path in sorted(run_dir.glob(pattern))]
     if len(found) != ranks:
-        raise BenchmarkError(
-            f"{program}: {ranks - len(found)} of {ranks} ranks were lost, and nobody was killed"
-        )
+        raise BenchmarkError(f"{program}: {ranks - len(found)} of {ranks} ranks were lost without a kill")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: a run directory to launch into, medians with spread, the machine, tables and JSON."""
+"""Shared by all benchmarks: launches, medians with spread, paired ratios, the machine, JSON files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAMS = LAB / "bench" / "programs"
 PEER_PROGRAMS = LAB / "peers" / "programs"
 WIDE = 132  # columns of a table where no terminal sets a limit
 
-_origin: dict[str, Any] | None = None  # of the benchmark that is being run
+_origin: dict[str, Any] | None = None  # of the running benchmark
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def launch_program(
     replica_size: int = 1,
     carrier: str = "auto",
 ) -> Iterator[Path]:
-    """Run a program of this package under the launcher; its run directory, removed afterwards."""
+    """Run a program of this package under the launcher; yields its run directory, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         run_dir = Path(directory)
         code = launch(
@@ -57,13 +57,13 @@ def launch_program(
 
 
 def exit_on_sigterm() -> None:
-    """A SIGTERM ends us as Ctrl-C does: what was started is ended, and scratch files go."""
+    """Let SIGTERM end the process as Ctrl-C does: started processes are ended, and scratch files removed."""
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def make_console() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough in a file."""
+    """A console for tables: as wide as the terminal, or `WIDE` columns in a file."""
     return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
@@ -88,9 +88,9 @@ def _student_95(freedom: int) -> float:
 
 
 def begin(output: Path | None) -> Console:
-    """The first line of every benchmark: all that can fail but the measuring itself, while nothing is lost by it.
+    """Called first by every benchmark: everything but measuring that can fail, before time is spent.
 
-    Refuses an `output` that cannot be written, and learns where the figures come from. Returns the screen.
+    Raises BenchmarkError for an `output` that cannot be written, and reads machine and commit. Returns the console.
     """
     global _origin
     if output is not None:
@@ -101,13 +101,13 @@ def begin(output: Path | None) -> Console:
             if not output.stat().st_size:
                 output.unlink()
         except OSError as error:
-            raise BenchmarkError(f"the figures cannot be written to {output}: {error.strerror}") from None
+            raise BenchmarkError(f"the results cannot be written to {output}: {error.strerror}") from None
     _origin = origin()
     return make_console()
 
 
 def machine_line() -> str:
-    """One line under every table."""
+    """The line under every table."""
     here = _begun()["machine"]
     return (
         f"measured on {here['cores']} cores ({here['processor']}, {here['architecture']}), torch {here['torch']}, "
@@ -126,13 +126,13 @@ def _begun() -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """By which program, where and when."""
+    """Command, machine, commit and time of a measurement."""
     here = machine()
     git = ["git", "-C", str(LAB), "rev-parse", "--short=12", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = ""  # installed without its history
+        commit = ""  # not a checkout
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return {
         "command": shlex.join(["recover", *sys.argv[1:]]),

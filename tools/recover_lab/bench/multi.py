@@ -1,4 +1,4 @@
-"""`recover bench multi`: failures one after the other, until half of the replicas are gone."""
+"""`recover bench multi`: failure after failure, until half of the replicas are lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bench_multi(
 ) -> dict[str, Any]:
     """Failures in steps 1.5F, 2.5F, ...; the baseline saves every F steps, as in the paper, and at its best.
 
-    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    `known` is a file of `recover bench breakdown` on the same scene, which has the costs of a restart.
     """
     begin(output)
     found = read_known("breakdown", scene, known)
@@ -54,8 +54,8 @@ def bench_multi(
 
 
 def calibrate(scene: Scene) -> RestartCosts:
-    """What one restart costs here."""
-    console.print("one restart, to learn what it costs here ...", style="dim")
+    """Measure the costs of one restart on this machine."""
+    console.print("measuring the costs of one restart ...", style="dim")
     with scratch() as directory:
         events = run_baseline(scene.but(steps=12, kills=((9, scene.replicas - 1),), save_every=4), directory)
     return restart_costs([events])
@@ -69,7 +69,7 @@ def print_costs(costs: RestartCosts) -> None:
 
 
 def read_known(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | None:
-    """What a file of this part holds, if it was measured with these sources on such a scene."""
+    """Results of benchmark `part` in a file, if they were measured on the present sources and on such a scene."""
     if known is None or not measured(known):
         return None
     found: dict[str, Any] = json.loads(known.read_text()).get(part, {})
@@ -79,7 +79,7 @@ def read_known(part: str, scene: Scene, known: Path | None) -> dict[str, Any] | 
 
 
 def compare_systems(scene: Scene, interval: int, saves: Sequence[int]) -> dict[str, Any]:
-    """Ours through these failures once, the baseline once for each of these checkpoint intervals."""
+    """Run ours once under these failures, and the baseline once for each of these checkpoint intervals."""
     victims = scene.victims()
     count = len(victims)
     kills = tuple(zip(kill_steps(scene, interval), victims, strict=True))

@@ -1,4 +1,4 @@
-"""`recover bench peers`: the same kill on other systems that go on after one."""
+"""`recover bench peers`: the same kill on other systems that continue after one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def judge(events: list[Event]) -> dict[str, Any]:
 
 
 def committed(events: list[Event]) -> dict[str, Any]:
-    """Of a run without a kill: is it the kill that it does not survive?"""
+    """Steps of a run without a kill, to tell whether it is the kill that a system does not survive."""
     done = [
         {e["step"] for e in events if e["what"] == "step-end" and e["rank"] == n}
         for n in range(SCENE.replicas)

@@ -1,4 +1,4 @@
-"""`recover bench multi --return`: failure after failure, and every lost replica comes back."""
+"""`recover bench multi --return`: failure after failure, and every lost replica rejoins."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def bench_multi_rejoining(
     output: Path | None,
     known: Path | None = None,
 ) -> dict[str, Any]:
-    """Tokens an hour against checkpoint-restart: measured at these multiples of the interval, by arithmetic between.
+    """Tokens an hour against checkpoint-restart: measured at these multiples of the interval, arithmetic in between.
 
-    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    `known` is a file of `recover bench breakdown` on the same scene, which has the costs of a restart.
     """
     begin(output)
     console = make_console()
@@ -44,7 +44,7 @@ def bench_multi_rejoining(
         every = max(2, 2 * round(first * factor / 2))
         kills = tuple(zip(kill_steps(scene, every), scene.victims(), strict=True))
         whole = scene.but(steps=kills[-1][0] + every, kills=kills)
-        console.print(f"a failure every {every} steps: ours, with returning replicas ...", style="dim")
+        console.print(f"a failure every {every} steps: ours, with rejoining replicas ...", style="dim")
         with scratch() as directory:
             ours = run_ours_rejoining(whole, directory)
         best = costs.best_interval(every, [step for step, _ in kills])
@@ -65,7 +65,7 @@ def bench_multi_rejoining(
         "crossing": pieces.crossing(),
     }
     write(output, {"returning": results})
-    title = f"{scene.replicas} replicas of {scene.replica_size} that come back: tokens an hour"
+    title = f"{scene.replicas} replicas of {scene.replica_size} that rejoin: tokens an hour"
     show(console, title, FIGURE.rows(results))
     console.print(machine_line())
     return results
@@ -101,11 +101,11 @@ def _duel(
 
 
 def _pieces(duels: Sequence[dict[str, Any]]) -> RejoinCosts:
-    """Of the run with the rarest failures: there most steps are those of all, or of one less."""
+    """Costs from the run with the rarest failures: most of its steps have all replicas, or one less."""
     whole = [each for each in duels if "pieces" in each]
     if not whole:
         raise BenchmarkError(
-            f"no replica came back within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
+            f"no replica rejoined within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
             "or a larger --pace"
         )
     pieces: RejoinCosts = max(whole, key=lambda each: each["interval"])["pieces"]
@@ -120,7 +120,7 @@ def _tokens_an_hour(scene: Scene, events: Sequence[Event]) -> float:
 
 
 def _away(events: Sequence[Event], replicas: int) -> list[float]:
-    """From each death until as many are at work as before it, where that came to pass."""
+    """Seconds from each death until a commit with as many replicas as before, for replicas that rejoined."""
     seen = []
     commits = sorted((e["at"], e["replicas"]) for e in events if e["what"] == "step-end")
     for death in failures(events):

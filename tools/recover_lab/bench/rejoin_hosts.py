@@ -1,4 +1,4 @@
-"""`recover bench return`: a replica dies and comes back, by the size of its state, here and with others."""
+"""`recover bench return`: a replica dies and rejoins, by the size of its state; ours, torchrun and torchft."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from recover_lab.peers.scene import Scene, hidden_for
 from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, run_torchft, torchft_home
 from recover_lab.publish.figure import Figure, Results, Rows, show
 
-KILL = 36  # the step in which it dies: in a job at work, where processes are ready
-LEAST, SLACK = 0.15, 1.3  # the stall of the others: seconds that are fine, and times what the link needs
-PROBED = 64 << 20  # bytes that tell what the link can do, at the least
+KILL = 36  # the step of the death: late enough for prewarmed processes to be ready
+# Allowed stall of the others: seconds that are always allowed, or so many times the transfer by the link's bandwidth.
+LEAST, SLACK = 0.15, 1.3
+PROBED = 64 << 20  # bytes of a bandwidth measurement, at least
 
 
 def bench_return(
@@ -34,11 +35,11 @@ def bench_return(
     environment: Path | None,
     output: Path | None,
 ) -> dict[str, Any]:
-    """From the death of a replica until it is back at work: how long that takes, and what the others wait for.
+    """From the death of a replica until it is in a step again, and how long the others wait.
 
-    One of the replicas dies inside a reduction; its process is started again at once, by us, by torchrun together with
-    all others, and by whoever looks after torchft's replicas. Theirs are started from nothing; so ours are as well
-    (`cold`), beside what we do by default: become a process that has imported torch before.
+    One of the replicas dies inside a reduction, and its process is restarted at once: by us, by torchrun together with
+    all others, and for torchft by this benchmark. Theirs are new processes. Ours are prewarmed by default, and measured
+    without prewarming, too (`cold`).
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
@@ -50,7 +51,7 @@ def bench_return(
         )
         console.print(f"{size:g} MB of state: ours ...", style="dim")
         ours = [_ours(scene) for _ in range(rounds)]
-        console.print(f"{size:g} MB of state: ours, started from nothing ...", style="dim")
+        console.print(f"{size:g} MB of state: ours, without prewarmed processes ...", style="dim")
         cold = [_ours(scene, ready=False) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
         systems: dict[str, Any] = {"restart": _restart(scene)}
@@ -63,7 +64,7 @@ def bench_return(
     write(output, {"return": results})
     show(
         console,
-        f"One of {replicas} replicas dies and comes back, steps of {pace:g} s",
+        f"One of {replicas} replicas dies and rejoins, steps of {pace:g} s",
         FIGURE.rows(results),
     )
     console.print(machine_line())
@@ -107,7 +108,7 @@ def _restart(scene: Scene) -> dict[str, float]:
     with scratch() as directory:
         events = run_baseline(scene.but(steps=KILL + 4, save_every=2), directory)
     (restart,) = restarts(events)
-    # What some have committed in the life that ended is run again.
+    # Steps that some ranks have committed in the life that ended are run again.
     back = rejoin_times([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
     return {**back.to_json(), "wait": restart.stall}
 
@@ -122,7 +123,7 @@ def _torchft_returns(python: Path, scene: Scene) -> dict[str, Any]:
 
 
 def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, str]:
-    """Its Python, or why there is none."""
+    """Its Python, or the reason why it cannot run."""
     try:
         return install_torchft(environment or torchft_home(), console), ""
     except TorchftUnavailable as reason:
@@ -131,7 +132,7 @@ def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, s
 
 
 def link_bandwidth(nbytes: int, turns: int = 3) -> float:
-    """Bytes per second that one plain connection carries, on the way that a joiner's state takes here: the loopback."""
+    """Bytes per second of one plain connection over the loopback, as a joining replica receives its state here."""
     size = max(nbytes, PROBED)
     return size / median(_one_transfer(size) for _ in range(turns))
 

@@ -1,4 +1,4 @@
-"""`recover bench hosts`: what several hosts cost: agreements, a step, and the loss of a rank, a host, a cable."""
+"""`recover bench hosts`: agreements and steps on several hosts, and the loss of a rank, a host or a link."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from recover_lab.peers.stage_runs import (
 from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, torchft_home
 from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
-WORK = 0.3  # seconds between two agreements at the most: replicas do not come all at once
+WORK = 0.3  # seconds between two agreements, at most: replicas do not arrive all at once
 PARTS = ("agreement", "step", "kill", "peers")
-BETWEEN = 3  # steps from one strike to the next
-FIRST = 4  # the first step that is struck
+BETWEEN = 3  # steps from one fault to the next
+FIRST = 4  # the first step with a fault
 
 
 @dataclass(frozen=True)
 class HostsOptions:
-    """What is measured. `replicas`: those that agree; `hosts`: those that take a step; `struck`: those of a kill."""
+    """What is measured. `replicas`: numbers that agree; `hosts`: numbers for a step; `struck`: hosts of a kill."""
 
     parts: Sequence[str]
     replicas: Sequence[int]
@@ -58,11 +58,11 @@ class HostsOptions:
     rounds: int
     pace: float
     lease: float
-    timeout: float  # seconds after which stock torch and torchft take a peer for lost
+    timeout: float  # seconds after which stock torch and torchft count a peer as lost
 
     @property
     def scene(self) -> Scene:
-        """Of what is struck."""
+        """The job of kills and power cuts."""
         return Scene(replicas=self.struck * self.per_host, accum=1, pace=self.pace, seq_len=32)
 
 
@@ -93,7 +93,7 @@ def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | 
 
 
 def _agreements(options: HostsOptions, console: Console) -> dict[str, Any]:
-    """From the last vote to the last one who holds the result, for every number of replicas, one etcd in memory."""
+    """From the last vote to the last replica that holds the result, by number of replicas, one etcd in memory."""
     latencies, own = {}, {}
     for count in options.replicas:
         console.print(f"{count} replicas agree ...", style="dim")
@@ -118,7 +118,7 @@ def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]
         processes.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
         ranks = [json.loads(path.read_text()) for path in processes.place.glob("overhead-*.json")]
         if len(ranks) != hosts:
-            processes.wait(lambda: False, lambda: True)  # tells what was said
+            processes.wait(lambda: False, lambda: True)  # raises with the logs
     seconds = {
         name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
         for name in ("stock", "ours")
@@ -132,12 +132,12 @@ def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]
 
 
 def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
-    """From a strike inside a reduction to the commit of that step by all survivors, by what was struck."""
+    """From a fault inside a reduction to the commit of that step by all survivors, by kind of fault."""
     samples: dict[str, list[dict[str, float]]] = {}
     steps: list[float] = []
     for number in range(options.rounds):
         console.print(
-            f"a rank, a host and a cable are lost, run {number + 1} of {options.rounds} ...", style="dim"
+            f"a rank, a host and a link are lost, run {number + 1} of {options.rounds} ...", style="dim"
         )
         with scratch() as directory, open_pool(options.struck, directory) as pool:
             strikes = strikes_on(pool, options.per_host)
@@ -153,7 +153,7 @@ def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
 
 
 def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
-    """A rank on every host, the last ones first; then the last host loses its power, and the one before its cable."""
+    """A rank of every host, from the last; then the last host loses its power, and the one before it its link."""
     names, last = pool.names, len(pool.names) - 1
     struck = [("rank", number, per_host - 1) for number in range(last, -1, -1)]
     struck += [("host", last, 0)] + [("link", last - 1, 0)] * pool.emulated
@@ -164,7 +164,7 @@ def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
 
 
 def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
-    """A sample of each strike. Raises BenchmarkError if its step was not committed on the whole batch."""
+    """A sample of each fault. Raises BenchmarkError if its step was not committed on the whole batch."""
     found = []
     for failure in failures(events):
         ended = [
@@ -211,9 +211,9 @@ def _peers(options: HostsOptions, environment: Path | None, console: Console) ->
 
 
 def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
-    """Without steps that were committed by all although one was struck in them.
+    """Without steps that all replicas committed although one was lost in them.
 
-    torchft commits a step as soon as its sum is there. One that waits to be struck has given its part already.
+    torchft commits a step as soon as the sum is complete, and the victim has contributed before it waits.
     """
     struck = failures(events)[0]["at"]
     return [
@@ -224,9 +224,9 @@ def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
 
 
 def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
-    """By rank and agreement: when it came, when it held the result."""
+    """By rank and agreement: time of the vote, time of the result."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
-        warnings.simplefilter("ignore")  # which etcd it is does not matter to its speed
+        warnings.simplefilter("ignore")  # about the version of etcd, which does not change its speed
         with EtcdServer() as server:
             arguments = [
                 server.endpoint,

@@ -14,8 +14,8 @@ from recover_lab.simulate.race import SystemRunner, race
 from recover_lab.simulate.scenario import Scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
 
-_FAILURES = 4000  # in each measurement, whatever the size of the cluster
-_GPUS, _REPLICA = 600_000, 1000  # the large case
+_FAILURES = 4000  # of each measurement, for every size of the cluster
+_GPUS, _REPLICA = 600_000, 1000  # of the whole study
 
 
 def cluster(gpus: int, days: float, seeds: int, replica: int = 0) -> Scenario:
@@ -53,7 +53,7 @@ def bench_simulate(sizes: Sequence[int], output: Path | None) -> dict[str, Any]:
     write(output, {"simulate": results})
     show(
         console,
-        "Failures simulated per second of one core, the policy's first answers aside",
+        "Failures simulated per second of one core, with a filled plan cache",
         FIGURE.rows(results),
     )
     console.print(machine_line())
@@ -61,7 +61,7 @@ def bench_simulate(sizes: Sequence[int], output: Path | None) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has started: other load on the machine is not in it."""
+    """CPU seconds of this process and its children: not changed by other load on the machine."""
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in spent)
 
@@ -70,7 +70,7 @@ def _measure(scenario: Scenario) -> dict[str, Any]:
     track = SystemRunner(scenario)
     found = {}
     for name in ("restart", "recover-return"):
-        track.run(name, 0)  # the policy is asked now
+        track.run(name, 0)  # fills the plan cache
         began = time.process_time()
         account = track.run(name, 1)
         found[name] = account.failures / (time.process_time() - began)

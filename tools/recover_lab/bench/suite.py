@@ -1,4 +1,4 @@
-"""`recover bench all`: every benchmark, one after the other, and one page of them all."""
+"""`recover bench all`: every benchmark in turn, and one page of them all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from recover_lab.peers.scene import Scene
 from recover_lab.publish.measured_sources import measured
 from recover_lab.publish.page import build
 
-DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
+DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
 HOSTS = HostsOptions(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
@@ -32,7 +32,7 @@ Part = Callable[[Path], Any]
 
 
 def parts(long: bool) -> dict[str, Part]:
-    """Name and call, in the order of the page."""
+    """Benchmarks by the name of their file, in the order in which they run."""
     calm = DDP.but(replicas=16 if long else DDP.replicas, steps=260 if long else 32)
     intervals = (2, 4, 8, 16, 32, 64) if long else (2, 6, 16)
     factors = (0.5, 3, 10) if long else (2,)
@@ -70,7 +70,7 @@ def parts(long: bool) -> dict[str, Part]:
 
 
 def bench_all(output: Path, fresh: bool, long: bool) -> int:
-    """The number of parts that could not be measured."""
+    """Returns the number of benchmarks that failed."""
     if long:
         output /= "long"
     console = begin(output / "figures.md")
@@ -80,18 +80,18 @@ def bench_all(output: Path, fresh: bool, long: bool) -> int:
         path = output / f"{name}.json"
         head = f"[{number} of {len(all_parts)}] {name}"
         if not fresh and measured(path):
-            console.print(f"{head}: measured already with these sources, see {path}", markup=False)
+            console.print(f"{head}: already measured on these sources, see {path}", markup=False)
             continue
         console.print(f"{head} ...", style="bold", markup=False)
         began = time.monotonic()
         try:
             measure(path)
             console.print(f"{head}: {time.monotonic() - began:.0f} s", style="dim", markup=False)
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # the other benchmarks still run
             lost.append(name)
             console.print(f"{head}: {type(error).__name__}: {error}", style="red", markup=False)
     page = build(output, FIGURES)
     console.print(f"page: {page}")
     if lost:
-        console.print(f"not measured: {', '.join(lost)}; the same command goes on with them")
+        console.print(f"not measured: {', '.join(lost)}; the same command continues with them")
     return len(lost)

@@ -1,4 +1,4 @@
-"""`recover bench sweep`: how rare failures must be for checkpoint-restart to be as good."""
+"""`recover bench sweep`: the rate of failures at which checkpoint-restart is as good."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from recover_lab.peers.scene import Scene
 from recover_lab.publish import pictures
 from recover_lab.publish.figure import STALL_SHARE, Figure, Headline, Results, Rows, percent, show
 
-SHARES = [10 ** (exponent / 10) for exponent in range(-22, 6)]  # of the stall in the time between failures
+SHARES = [
+    10 ** (exponent / 10) for exponent in range(-22, 6)
+]  # the stall as a share of the time between failures
 console = make_console()
 
 
 def bench_sweep(
     scene: Scene, factors: Sequence[float], known: Path | None, output: Path | None
 ) -> dict[str, Any]:
-    """Other rates of failure than production's: some measured end to end, all by arithmetic on production's pieces.
+    """Other rates of failure than in production: some measured end to end, all by arithmetic on measured parts.
 
-    `known` is a file of `recover bench multi` on the same scene; what it holds is not measured again.
+    `known` is a file of `recover bench multi` on the same scene, which is then not measured again.
     """
     begin(output)
     base = read_known("multi", scene, known)

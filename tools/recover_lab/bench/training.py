@@ -1,4 +1,4 @@
-"""`recover bench overhead` and `recover bench recovery`: what the protection costs, and what a death costs."""
+"""`recover bench overhead` and `recover bench recovery`: the cost of fault tolerance, and the cost of a death."""
 
 from __future__ import annotations
 

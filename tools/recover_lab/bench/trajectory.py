@@ -1,4 +1,4 @@
-"""`recover bench trajectory`: does losing half of the replicas change what is learned, and what does it cost?"""
+"""`recover bench trajectory`: loss curves and speed of runs that lose half of their replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recover_lab.peers.scene import Scene
 from recover_lab.publish import pictures
 from recover_lab.publish.figure import Figure, Headline, Results, Rows, describe_grid, show, unpaced_warning
 
-RUNS = {  # name, policy, whether replicas are killed
+RUNS = {  # by name: policy, and whether replicas are killed
     "failure-free": ("balanced", False),
     "ours": ("balanced", True),
     "adaptive": ("adaptive", True),  # the paper's strawman: the batch shrinks with the world
@@ -25,7 +25,7 @@ RUNS = {  # name, policy, whether replicas are killed
 
 
 def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str, Any]:
-    """Stock torch, and three runs of `recover train`, from one seed; in two a replica dies every so many steps."""
+    """Stock torch and three runs of `recover train`, from one seed; in two a replica dies every `every` steps."""
     console = begin(output)
     victims = scene.victims()
     scene = scene.but(kills=tuple((every * n, victim) for n, victim in enumerate(victims, start=1)))
@@ -34,7 +34,7 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
             f"{len(victims)} deaths, one every {every} steps, need {scene.kills[-1][0]} steps, not {scene.steps}; "
             "give more --steps or a smaller --every"
         )
-    console.print("stock, nobody dies ...", style="dim")
+    console.print("stock torch, without failures ...", style="dim")
     with scratch() as directory:
         lines = lines_of(run_baseline(scene.but(kills=()), directory), scene)
         runs: dict[str, Any] = {"stock": follow(lines, scene)}
@@ -43,7 +43,7 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
             console.print(f"\n{name}:")
             words = [*scene.words(directory), f"policy={policy}"]
             if train(words, directory / name, scene.kill_words() if deadly else ()):
-                raise BenchmarkError(f"the run {name} was lost")
+                raise BenchmarkError(f"the run {name} failed")
             lines = list(read_lines(directory / name / "steps.jsonl"))
             if len(lines) < scene.steps:
                 raise SystemExit(f"recover bench: stopped in step {len(lines)} of {scene.steps}")
@@ -59,7 +59,7 @@ def bench_trajectory(scene: Scene, every: int, output: Path | None) -> dict[str,
 
 
 def lines_of(events: Sequence[Event], scene: Scene) -> list[Line]:
-    """The baseline's run as lines of `steps.jsonl`, where a step takes what it takes its writer, rank 0."""
+    """The baseline's run as lines of `steps.jsonl`, with the durations that rank 0, its writer, has noted."""
     events = [event for event in events if event["rank"] == 0]
     losses = {e["step"]: e["loss"] for e in events if e["what"] == "step-end"}
     same = {
@@ -74,14 +74,14 @@ def lines_of(events: Sequence[Event], scene: Scene) -> list[Line]:
 
 
 def follow(lines: Sequence[Line], scene: Scene) -> dict[str, Any]:
-    """What is kept of a run: every step, and the whole."""
+    """Results of a run: every step, and the totals."""
     keys = ("step", "loss", "microbatches", "replicas", "seconds")
     steps = [{key: line[key] for key in keys} | throughput(line, scene) for line in lines]
     return {"steps": steps, **totals(lines, scene)}
 
 
 def throughput(line: Line, scene: Scene) -> dict[str, float]:
-    """Tokens per second and rank of one step: per living rank, as the paper has it, and per rank at the start."""
+    """Tokens per second and rank of one step: per living rank, the paper's metric, and per rank at the start."""
     alive = line["replicas"] * scene.replica_size
     return {
         "effective_throughput": line["tokens"] / (line["seconds"] * alive),
@@ -92,7 +92,7 @@ def throughput(line: Line, scene: Scene) -> dict[str, float]:
 def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
     """The same over a whole run."""
     tokens = sum(line["tokens"] for line in lines)
-    # Who dies in a step has lived in it, too.
+    # A replica that dies in a step counts as alive in it.
     before = [scene.replicas, *(line["replicas"] for line in lines)]
     alive = sum(
         line["seconds"] * living * scene.replica_size for line, living in zip(lines, before, strict=False)
@@ -106,7 +106,7 @@ def totals(lines: Sequence[Line], scene: Scene) -> dict[str, float]:
 
 
 def distance(reference: Sequence[Line], run: Sequence[Line]) -> dict[str, float]:
-    """How far the losses of two runs are apart, step by step."""
+    """Differences of the losses of two runs, step by step."""
     apart = [abs(a["loss"] - b["loss"]) for a, b in zip(reference, run, strict=True)]
     return {"largest_distance": max(apart), "mean_distance": sum(apart) / len(apart)}
 

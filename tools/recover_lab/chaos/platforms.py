@@ -1,4 +1,4 @@
-"""What the jobs of a campaign run on, and what it is asked for."""
+"""Interface of what the jobs of a campaign run on: one machine, or the hosts of a lab."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class CampaignRun:
 
     words: Sequence[str]
     run_dir: Path
-    limit: float | None = None  # seconds; then it hangs, and is ended
+    limit: float | None = None  # seconds after which it counts as hung and is ended
     faults: Sequence[Fault] = ()
-    running: set[subprocess.Popen[bytes]] | None = None  # its processes, while they run: others may end them
+    running: set[subprocess.Popen[bytes]] | None = (
+        None  # its processes while they run, so that the caller can end them
+    )
 
 
 class Platform(Protocol):
-    """What may strike there, how a job is run, and what must hold of it. `returns`: lost replicas are started again."""
+    """Draws the faults of a job, runs it and checks its invariants. `returns`: lost replicas are restarted."""
 
     returns: bool
 

@@ -17,11 +17,11 @@ HowManyHosts = Annotated[
     int,
     typer.Option(
         metavar="H",
-        help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
+        help="Run on H emulated hosts (3 or more; needs root); faults strike hosts, links and etcd, too.",
     ),
 ]
 SharedDirectory = Annotated[
-    bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
+    bool, typer.Option("--shared", help="With --hosts: the hosts share one run directory.")
 ]
 
 
@@ -35,23 +35,27 @@ def add_matrix(app: typer.Typer) -> None:
 
 def chaos(
     words: Words,
-    seed: Annotated[int, typer.Option(help="Of the first run; the next ones count on from it.")] = 0,
-    minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
-    runs: Annotated[int | None, typer.Option(help="How many.  [default: 10, or as --minutes says]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first run; the following runs count up.")] = 0,
+    minutes: Annotated[float | None, typer.Option(help="Start no run after this time.")] = None,
+    runs: Annotated[
+        int | None, typer.Option(help="Number of runs.  [default: 10, or as --minutes says]")
+    ] = None,
     replicas: Annotated[
-        str | None, typer.Option(metavar="LOW:HIGH", help="Draw their number, too; B stays the same.")
+        str | None,
+        typer.Option(metavar="LOW:HIGH", help="Draw the number of replicas, too; B stays the same."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where violations are kept.  [default: a temporary directory]")
+        Path | None,
+        typer.Option(help="Directory for runs with violations.  [default: a temporary directory]"),
     ] = None,
     returns: Annotated[
         bool,
-        typer.Option("--return", help="Lost replicas are started again, and struck again; lost hosts, too."),
+        typer.Option("--return", help="Lost replicas and hosts are restarted, and struck again."),
     ] = False,
     hosts: HowManyHosts = 0,
     shared: SharedDirectory = False,
 ) -> None:
-    """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
+    """Random fault schedules against a training job. Every step must have B microbatches, and nothing may hang."""
     from recover.faults.command import read_range
     from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.chaos import campaign as campaign
@@ -67,13 +71,12 @@ def chaos(
 def matrix(
     words: Words,
     launches: Annotated[
-        int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]", min=1)
+        int | None,
+        typer.Option(help="Launches to run; those with the most cells come first.  [default: all]", min=1),
     ] = None,
-    skip: Annotated[
-        int, typer.Option(help="Go on after the first so many launches, which were run before.", min=0)
-    ] = 0,
-    jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
-    write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
+    skip: Annotated[int, typer.Option(help="Skip this many launches, which were run before.", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="Launches at the same time.", min=1)] = 1,
+    write: Annotated[Path | None, typer.Option(help="Page whose table is replaced.")] = None,
     hosts: HowManyHosts = 0,
     shared: SharedDirectory = False,
 ) -> None:
@@ -102,5 +105,5 @@ def _hosts(count: int, shared: bool, returns: bool = False) -> HostPlatform:
 
 
 def _keys(words: list[str]) -> list[str]:
-    """Without the command that they are written after."""
+    """The words without a leading `recover train`."""
     return words[2:] if words[:2] == ["recover", "train"] else words

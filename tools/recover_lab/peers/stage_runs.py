@@ -1,6 +1,6 @@
-"""Starts each system of a comparison on several hosts, strikes a rank, a host or a cable, and reads what happened when.
+"""Runs each system of a comparison on several hosts, kills a rank, a host or a link, and returns the events.
 
-Whoever is to be struck from outside says that it is inside the reduction, and waits there for its end.
+A rank whose host or link is to be lost notes that it is inside the reduction, and waits there.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from recover_lab.peers.torchft_runs import (
     torchft_job,
 )
 
-PATIENCE = 240.0  # seconds after which a run is taken for hung
-LOOK = 0.02  # seconds between two looks at what has happened
-HELD = 120  # seconds that one who is to be struck waits for it
-# As quick as torchrun lets one set it: a lost host is left out after 3 s, and nobody is waited for in vain.
+PATIENCE = 240.0  # seconds after which a run counts as hung
+LOOK = 0.02  # seconds between two polls of the events
+HELD = 120  # seconds that a victim waits for its fault
+# The fastest settings of torchrun: a lost host is removed after 3 s, and the rendezvous does not wait for it.
 RENDEZVOUS = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 STORE_PORT, LIGHTHOUSE_PORT, ETCD_PORT = 29411, 29412, 29413
-OUTSIDE = 10**6  # who writes down what was done from outside, as if it was a rank
+OUTSIDE = 10**6  # rank number of events that this process notes
 
 
 @dataclass(frozen=True)
 class Strike:
-    """In the reduction of that step: a rank is killed, or the host that it runs on loses its power or its cable."""
+    """In the reduction of that step: a rank is killed, or its host loses its power or its link."""
 
     what: str  # rank, host or link
     step: int
@@ -75,7 +75,7 @@ class HostProcesses:
         return process
 
     def await_waiting(self, step: int, over: Callable[[], bool]) -> None:
-        """Until the one that is to be struck in this step waits for it."""
+        """Wait until the victim of this step waits for its fault."""
         self.wait(lambda: any(_is(event, "waiting", step) for event in self.events()), over)
 
     def strike(self, what: str, host: str, step: int) -> None:
@@ -90,7 +90,7 @@ class HostProcesses:
                     f"{path.name}: {path.read_text(errors='replace')[-1500:]}"
                     for path in self.place.glob("*.log")
                 )
-                raise BenchmarkError(f"a run on several hosts did not come to its end:\n{told}")
+                raise BenchmarkError(f"a run on several hosts did not finish:\n{told}")
             time.sleep(LOOK)
 
     def events(self) -> list[Event]:
@@ -105,7 +105,7 @@ class HostProcesses:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()  # what it has started ends with its host
+                process.kill()  # its children end with their host
                 process.wait()
 
 
@@ -122,7 +122,7 @@ def processes_on(pool: HostPool, place: Path) -> Iterator[HostProcesses]:
 def start_ours(
     processes: HostProcesses, per_host: int, lease: float, script: Path, arguments: Sequence[str]
 ) -> dict[str, subprocess.Popen[Any]]:
-    """One agent on each host; its ranks have the numbers that its place among the hosts says."""
+    """Start one agent on each host; ranks are numbered in the order of the hosts."""
     pool = processes.pool
     endpoint = f"{pool.address(pool.names[0])}:{ETCD_PORT}"
     agents = {}
@@ -148,7 +148,7 @@ def start_ours(
 def run_ours_struck(
     pool: HostPool, scene: Scene, per_host: int, lease: float, strikes: Sequence[Strike], place: Path
 ) -> list[Event]:
-    """One strike after the other, in one run; the first host stays to the end."""
+    """One fault after the other, in one run; the first host stays to the end."""
     config = configure(scene, place)
     with processes_on(pool, place) as processes:
         words = [config.model_dump_json(), "0", *(strike.words() for strike in strikes)]
@@ -166,7 +166,7 @@ def run_ours_struck(
 def run_restart_struck(
     pool: HostPool, scene: Scene, per_host: int, timeout: float, place: Path
 ) -> list[Event]:
-    """torchrun on every host: the last one loses its power, and the others start again from the last checkpoint."""
+    """torchrun on every host: the last one loses its power, and the others restart from the last checkpoint."""
     ((step, _),) = scene.kills
     job = restart_job(scene, place) | {"struck_from_outside": True, "timeout": timeout}
     hosts = len(pool.names)
@@ -193,7 +193,7 @@ def run_restart_struck(
 def run_torchft_struck(
     pool: HostPool, scene: Scene, per_host: int, python: Path, way: str, place: Path
 ) -> list[Event]:
-    """The last host loses its power. The lighthouse is on the first one."""
+    """torchft: the last host loses its power; the lighthouse is on the first one."""
     ((step, _),) = scene.kills
     job = torchft_job(way, place, scene) | {"struck_from_outside": True}
     with processes_on(pool, place) as processes:
@@ -208,7 +208,7 @@ def run_torchft_struck(
         processes.strike("host", pool.names[-1], step)
         deadline = time.monotonic() + PATIENCE / 2
         while replicas[0].poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK)  # what was written until then tells enough
+            time.sleep(LOOK)  # the events until then suffice
         (place / "log").write_bytes((place / "log.log").read_bytes())
     return checked_events(place, scene)
 

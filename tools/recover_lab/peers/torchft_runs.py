@@ -1,4 +1,4 @@
-"""Starts torchft on a scene, in a virtual environment of its own."""
+"""Runs torchft on a scene, in a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from recover_lab.peers.runs import PROGRAMS, configure
 from recover_lab.peers.scene import VOCAB, Scene
 
 TORCHFT = "torchft==0.2.0"
-PATIENCE = 120.0  # seconds: its timeouts add up to less
+PATIENCE = 120.0  # seconds: more than its timeouts together
 
 
 class TorchftUnavailable(Exception):
-    """This peer cannot be run here."""
+    """torchft cannot run here."""
 
 
 def torchft_home() -> Path:
-    """Where it is installed, unless somebody says otherwise."""
+    """Default directory of its virtual environment."""
     return Path.home() / ".cache" / "recover" / "torchft"
 
 
 def install_torchft(directory: Path, console: Console) -> Path:
-    """A virtual environment of its own, which takes torch from ours."""
+    """Make its virtual environment, which takes torch from ours; returns its Python."""
     python = directory / "bin" / "python"
     if platform.machine() != "x86_64":
         raise TorchftUnavailable(f"it has no wheel for {platform.machine()}")
@@ -48,7 +48,7 @@ def install_torchft(directory: Path, console: Console) -> Path:
         console.print(f"installing torchft into {directory} ...", style="dim")
         venv.create(directory, with_pip=True)
     own = next(directory.glob("lib/python3*/site-packages"))
-    # Each time: who made it may have had its torch elsewhere.
+    # Each time: the environment may have been made from another one with torch elsewhere.
     (own / "torch_from_recover.pth").write_text(
         "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
     )
@@ -62,7 +62,7 @@ def install_torchft(directory: Path, console: Console) -> Path:
 
 
 def _run(python: Path, *arguments: str) -> str:
-    """What it said, if it failed."""
+    """Its error output if it failed, otherwise nothing."""
     try:
         done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
@@ -71,7 +71,7 @@ def _run(python: Path, *arguments: str) -> str:
 
 
 def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: bool = False) -> list[Event]:
-    """On this machine. `returns`: who dies is started again at once, and the run goes on until all are in it."""
+    """On this machine. `returns`: a dead replica is restarted at once, and the run goes on until all are in it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -144,9 +144,9 @@ def torchft_job(way: str, directory: Path, scene: Scene) -> dict[str, Any]:
 
 
 def checked_events(directory: Path, scene: Scene) -> list[Event]:
-    """Raises Absent if it did not come to what was to be seen."""
+    """Events of a run. Raises TorchftUnavailable if it ended before the kill."""
     events = read_events(directory)
     if not events or (scene.kills and not failures(events)):
         text = (directory / "log").read_text(errors="replace").strip().splitlines()
-        raise TorchftUnavailable(f"it did not come to the kill ({text[-1] if text else 'no output'})")
+        raise TorchftUnavailable(f"it ended before the kill ({text[-1] if text else 'no output'})")
     return events

@@ -1,4 +1,4 @@
-"""Systems that discard the step in which somebody is lost, as torchft and FT-HSDP do, in virtual time."""
+"""Systems that discard the step of a failure, as torchft and FT-HSDP do, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from recover_lab.simulate.scenario import Scenario
 
 
 class DiscardingRun(ElasticRun):
-    """Who discards the step in which somebody is lost: the batch shrinks, or spares that did not count keep it."""
+    """A run that discards the step of a failure: the batch shrinks, or spare replicas that did not count keep it."""
 
     def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, spares: int = 0) -> None:
-        self.counting = scenario.replicas - spares if spares else 0  # so many, always
+        self.counting = scenario.replicas - spares if spares else 0  # replicas that count; 0: all
         self.blocked = -1.0
         super().__init__(scenario, shares, seed, returning=True)
         self.start_s = scenario.discarding.start_s
@@ -29,7 +29,7 @@ class DiscardingRun(ElasticRun):
                 self.account.parts["waiting"] += at - self.blocked
                 self.blocked = -1.0
             return super().begin(at)
-        if self.blocked < 0 or at == self.pause_ends:  # from now on, or from the end of a restart
+        if self.blocked < 0 or at == self.pause_ends:  # from now, or from the end of a restart
             self.blocked = at
         self.began = self.end = math.inf
         self.losses, self.trail, self.at_start, self.slow_then = (), [], self.replicas, self.slow
@@ -54,7 +54,7 @@ class DiscardingRun(ElasticRun):
         waited, parts = self.blocked >= 0, self.account.parts
         before = parts["joining"]
         super().boundary(now)
-        if waited:  # whoever waits for nodes is not stalled by one that comes
+        if waited:  # a job that waits for nodes is not stalled by a joining replica
             parts["waiting" if self.blocked < 0 else "joining"] -= parts["joining"] - before
 
     def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
@@ -64,7 +64,7 @@ class DiscardingRun(ElasticRun):
         if self.blocked >= 0:
             return
         parts["discarded"] += max(0.0, now - self.began)
-        # Still in the pause of another loss: its rest is not waited for.
+        # Still in the pause of another loss: the rest of that pause is cancelled.
         self.account.take_back(max(0.0, self.began - now), "repair", "detect", "joining")
         parts["detect"] += noticed
         agreeing = cost.quorum_s + self.scenario.recovery.repair_ms_per_replica / 1e3 * self.replicas

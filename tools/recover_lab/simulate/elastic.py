@@ -1,7 +1,7 @@
-"""ReCoVer in virtual time, and whoever else goes on without the lost.
+"""ReCoVer in virtual time; also the base of other systems that continue without lost replicas.
 
-Between two events nothing is computed but how many steps fit. A step in which somebody is lost runs as
-`docs/protocol.md` says: survivors finish what they were dealt, repair, run what the policy deals them, reduce, commit.
+Between two events only the number of steps that fit is computed. A step with a loss runs as in `docs/protocol.md`:
+survivors finish their share, repair, run what the policy deals them, reduce and commit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ElasticRun:
         self.floor = self.lowest()
         self.warming = self.warm = self.asking = self.forgotten = 0
         self.slow, self.pause_ends = 1.0, 0.0
-        self.repairing = self.ready_before = 0.0  # of the step that is being repaired
-        self._ready: list[float] = []  # when replicas that warm up are warm
+        self.repairing = self.ready_before = 0.0  # of the step under repair
+        self._ready: list[float] = []  # times at which starting replicas are ready
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
         self._durations: dict[tuple[int, float], float] = {}
-        self._calm: dict[tuple[int, float], int] = {}  # steps, by replicas and slowness
+        self._calm: dict[tuple[int, float], int] = {}  # undisturbed steps, by replicas and slowness
         self.begin(0.0)
 
     # A step.
@@ -55,14 +55,14 @@ class ElasticRun:
         return self._durations[key]
 
     def begin(self, at: float) -> None:
-        """With whoever is there."""
+        """Begin a step with the replicas that are in the job."""
         self.began, self.at_start, self.slow_then = at, self.replicas, self.slow
         self.losses: Losses = ()
-        self.trail: list[tuple[str, float]] = []  # what losses have added to it
+        self.trail: list[tuple[str, float]] = []  # parts that losses have added to the step
         self.end = at + self.duration(self.replicas, self.slow)
 
     def advance(self, now: float) -> None:
-        """Commit the steps that have ended by now."""
+        """Commit the steps that have ended until now."""
         if now < self.end:
             return
         self._commit()
@@ -89,7 +89,7 @@ class ElasticRun:
                 self.account.parts[part] += seconds
 
     def boundary(self, now: float) -> None:
-        """Between two steps: joiners come in, or all start anew."""
+        """Between two steps: replicas join, or the whole job restarts."""
         admitted = min(self.asking, self.full - self.units)
         if admitted:
             self.asking -= admitted
@@ -152,7 +152,7 @@ class ElasticRun:
             self.account.struck += 1
             chance = failure.chance * healthy / inside if failure.nodes == 1 else failure.chance
             number = units * self.in_unit
-            if now < self.pause_ends:  # while all are started
+            if now < self.pause_ends:  # during a restart
                 self._struck_in_restart(now)
             elif number >= self.replicas:
                 self.all_lost(now)
@@ -171,7 +171,7 @@ class ElasticRun:
             self.begin(ends)
 
     def _idle_lost(self, failure: NodeFailure) -> None:
-        """A node that is not in the job: of a replica that is warm or warms up, or a free one."""
+        """Loss of a node outside the job: of a replica that is ready or starting, or a free one."""
         place = failure.chance * self.fleet.healthy - self.units * self.per_unit
         if place < (self.warm + self.asking) * self.per_unit:
             if self.warm:
@@ -186,14 +186,14 @@ class ElasticRun:
         self.fleet.free += self.per_unit
 
     def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
-        """In the step that is being run."""
+        """Loss of replicas in the current step."""
         noticed = now + (self.lease_s if failure.silent else self.detect_s)
         if not self.losses:
             computing = self.shares.plan(self.at_start).accum * self.microbatch
             self.ready = self.began + computing * self.stretch * self.slow_then
             self.tail = self.end - self.ready
             self.repaired = -math.inf
-        elif now < self.repaired:  # inside the repair of others: one repair, with all of the dead
+        elif now < self.repaired:  # during the repair of another loss: one repair for both
             number += len(self.losses[-1])
             self.replicas += len(self.losses[-1])
             self.losses = self.losses[:-1]
@@ -214,27 +214,27 @@ class ElasticRun:
         self.end = self.ready + self.tail
 
     def all_lost(self, now: float) -> None:
-        """Back to the last checkpoint, half an interval ago on the mean; the step that was run is gone, too."""
+        """Back to the last checkpoint, half an interval ago in the mean; the current step is lost, too."""
         lost = min(self.scenario.recovery.checkpoint_every_s / 2, self.began)
         self.account.parts["rework"] += lost + now - self.began
         self.account.parts["productive"] -= lost
         self.restart(now)
 
-    # Returning, and starting anew.
+    # Rejoins and restarts.
 
     def lowest(self) -> float:
-        """With fewer replicas than this, all are started anew. Where they return, nobody needs it."""
+        """With fewer replicas than this, the whole job restarts; not needed where replicas rejoin."""
         given = self.scenario.recovery.restart_at
         if self.returning or given == 0:
             return 0
         return best_floor(self.scenario, self.shares) if given is None else given * self.replicas
 
     def _whole(self) -> int:
-        """Replicas, as they are placed, that all healthy nodes would make."""
+        """Placement units of replicas for which there are healthy nodes."""
         return min(self.full, self.fleet.healthy // self.per_unit)
 
     def restart(self, now: float, save: float = 0.0) -> None:
-        """Everybody who is healthy. With `save`, nothing is lost but the time."""
+        """Restart on all healthy nodes. With `save`, no work is lost."""
         fleet, parts = self.fleet, self.account.parts
         self.account.restarts += 1
         fleet.free += (self.units + self.warm + self.warming + self.asking) * self.per_unit
@@ -262,7 +262,7 @@ class ElasticRun:
             self.warm += 1
 
     def manage(self, now: float) -> None:
-        """Who is warm asks to join; free nodes become a replica that warms up."""
+        """Replicas that are ready ask to join; free nodes start a new replica."""
         if not self.returning:
             return
         while self.warm and self.units + self.asking < self.full:
@@ -276,10 +276,10 @@ class ElasticRun:
             coming += 1
             heappush(self._ready, now + self.start_s)
 
-    # The books.
+    # Accounting.
 
     def _close(self) -> None:
-        """The steps' time in its parts; of the last step, what there was of it."""
+        """Account for the time of all steps, and of the unfinished last one."""
         for (replicas, slow), steps in self._calm.items():
             self.account.commit(self.shares.plan(replicas).committed, steps)
             self.spend(replicas, slow, steps)
@@ -292,7 +292,7 @@ class ElasticRun:
             self.cut(self.began - self.horizon)
 
     def cut(self, over: float) -> None:
-        """The run ended inside a pause that was booked as a whole."""
+        """Correct a pause that was booked as a whole and is cut by the end of the run."""
         self.account.take_back(over, "restart", "joining", "waiting", "checkpoint")
 
     def spend(self, replicas: int, slow: float, steps: float) -> None:
@@ -301,7 +301,7 @@ class ElasticRun:
         undelayed = took / slow
         plain = undelayed / self.stretch
         useful = whole * plan.committed / self.shares.global_batch
-        # A batch that shrinks with the replicas takes as long as ever; a whole one longer, by as many as are missing.
+        # A batch that shrinks with the replicas takes the same time; the full batch takes longer.
         by_right = (
             plain if plan.committed < self.shares.global_batch else whole * self.scenario.replicas / replicas
         )
@@ -313,10 +313,10 @@ class ElasticRun:
 
 
 def best_floor(scenario: Scenario, shares: PlanCache) -> int:
-    """How far a job without return should shrink before all are started anew: where the work per hour is most.
+    """Number of replicas below which a job without rejoins should restart, to maximise work per hour.
 
-    From one start to the next, while it loses one placed replica after the other; what recoveries cost is left out,
-    and nodes are taken to be back by then.
+    From one restart to the next, while the job loses one placement unit after the other; costs of recoveries are left
+    out, and nodes are assumed to be repaired by then.
     """
     full, step = scenario.replicas, scenario.unit_replicas
     pause = scenario.restart.seconds + scenario.checkpoint.save_s
@@ -330,6 +330,6 @@ def best_floor(scenario: Scenario, shares: PlanCache) -> int:
         value = work / (time + pause)
         if value > best:
             best, found = value, replicas
-        elif speed < best:  # every hour with fewer of them is below the mean already
+        elif speed < best:  # from here on every hour is below the mean
             break
     return found

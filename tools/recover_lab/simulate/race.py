@@ -1,4 +1,4 @@
-"""All systems of a scenario, each in the same weather, and what came of it over the seeds."""
+"""Runs all systems of a scenario under the same failures, and summarizes them over the seeds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from recover_lab.simulate.restart import ReplicatedRun, RestartRun
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
-_SHARED = 40_000  # failures: from so many on, it pays to use a second core
+_SHARED = 40_000  # failures from which on a second core pays off
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the seeds."""
+    """Mean and deciles over the seeds."""
 
     mean: float
-    low: float  # a tenth of the seeds is below
-    high: float  # a tenth is above
+    low: float  # the lowest tenth of the seeds is below
+    high: float  # the highest tenth is above
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SystemResult:
-    """What came of one system."""
+    """Results of one system."""
 
     system: str
     goodput: Spread
@@ -73,7 +73,7 @@ def checkpoint_interval(scenario: Scenario, system: str) -> float | None:
 
 
 class SystemRunner:
-    """The policy's answers that the systems of a scenario share."""
+    """Runs systems of a scenario, which share one cache of plans."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -105,7 +105,7 @@ class SystemRunner:
 
 
 def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, SystemResult]:
-    """Every system over all seeds."""
+    """Run every system with all seeds."""
     names = list(systems or scenario.systems)
     seeds = range(scenario.run.first_seed, scenario.run.first_seed + scenario.run.seeds)
     expected = scenario.run.days * DAY / scenario.between_failures * len(seeds) * len(names)
@@ -122,7 +122,7 @@ def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, 
     return {name: summarize(scenario, name, accounts) for name, accounts in runs.items()}
 
 
-_runner: SystemRunner | None = None  # of a process of the pool
+_runner: SystemRunner | None = None  # in a process of the pool
 
 
 def _prepare(scenario: Scenario) -> None:

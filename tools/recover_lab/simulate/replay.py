@@ -1,4 +1,4 @@
-"""A schedule of deaths in the simulation, step by step: to be held against the run that suffered it for real."""
+"""Replays a schedule of deaths in the simulation, to compare it with a recorded run under the same schedule."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from recover_lab.simulate.scenario import Scenario
 
 _DEATH = NodeFailure(0.0, 0.0, 1, True, False, 0.0)
 _A_MOMENT = 1e-6
-_IN_REDUCTION = ("bucket", "in-reduce", "in-totals")  # all have computed by then, or nearly
+_IN_REDUCTION = ("bucket", "in-reduce", "in-totals")  # nearly all microbatches are computed by then
 
 
 @dataclass(frozen=True)
 class ReplayedRun:
     seconds: tuple[float, ...]  # of each step
-    incidents: dict[int, float]  # by step: seconds from the repair until the gradients are whole again
+    incidents: dict[int, float]  # by step: seconds from the repair until the gradients are complete
     microbatches: tuple[int, ...]
 
 
 class _ScheduledRun(ElasticRun):
-    """Deaths come when told, and nothing else happens."""
+    """A run whose only failures are the scheduled deaths."""
 
     def __init__(self, scenario: Scenario) -> None:
         shares = PlanCache(scenario.job.policy, scenario.replicas, scenario.global_batch)
@@ -44,7 +44,7 @@ class _ScheduledRun(ElasticRun):
         self.replicas_lost(self._moment(fault), 1, chance, _DEATH)
 
     def die_complete(self, fault: Fault) -> None:
-        """In the vote: everybody has the whole sum, and commits it."""
+        """Death in the vote: all survivors have the complete sum, and commit it."""
         self.numbers.remove(fault.replica)
         seconds = self.scenario.repairing(self.replicas - 1)
         self.trail.append(("repair", seconds))
@@ -60,7 +60,7 @@ class _ScheduledRun(ElasticRun):
 
 
 def replay(scenario: Scenario, faults: Sequence[Fault], steps: int) -> ReplayedRun:
-    """So many steps under these faults; only those that cost a replica are played."""
+    """Replay steps under these faults; only faults that cost a replica count."""
     lethal = [fault for fault in faults if fault.action in LETHAL and fault.action != "corrupt:weights"]
     of_step: dict[int, list[Fault]] = {}
     for fault in lethal:
@@ -84,17 +84,17 @@ def replay(scenario: Scenario, faults: Sequence[Fault], steps: int) -> ReplayedR
 
 @dataclass(frozen=True)
 class ReplayComparison:
-    """A played run against the recorded one: differences as parts of what was recorded."""
+    """A replayed run against the recorded one; differences are relative to the recorded one."""
 
     seconds: float  # recorded, of all steps but the first
     total: float
     tokens: float
-    incidents: dict[int, tuple[float, float, float]]  # by step: recorded, played, difference
-    microbatches: tuple[set[int], set[int]]  # that steps were committed on: recorded, played
+    incidents: dict[int, tuple[float, float, float]]  # by step: recorded, replayed, difference
+    microbatches: tuple[set[int], set[int]]  # of committed steps: recorded, replayed
 
 
 def compare_with_run(scenario: Scenario, faults: Sequence[Fault], run: Path) -> ReplayComparison:
-    """The first step starts everything up (imports, groups, the first allocation) and is left out on both sides."""
+    """Replay the schedule of a run and compare. The first step, which warms up, is left out on both sides."""
     steps = read(run / "steps.jsonl").whole
     recorded = {line["step"]: line for line in read(run / "incidents.jsonl").whole if line["dead_replicas"]}
     played = replay(scenario, faults, len(steps))

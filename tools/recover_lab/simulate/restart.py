@@ -1,4 +1,4 @@
-"""Checkpoint-restart in virtual time, from disk and from memory; and copies that put a restart off."""
+"""Checkpoint-restart in virtual time, from disk and from memory; and replicated shards, which delay a restart."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ class RestartRun:
         self.microbatch = scenario.microbatch
         self.save = scenario.checkpoint.memory_save_s if memory else scenario.checkpoint.save_s
         disk = scenario.recovery.checkpoint_every_s
-        self.stretch = (
-            (disk + scenario.checkpoint.save_s) / disk if memory else 1.0
-        )  # now and then to disk, too
+        # Checkpoints in memory are also written to disk from time to time.
+        self.stretch = (disk + scenario.checkpoint.save_s) / disk if memory else 1.0
         self.full = scenario.cluster.nodes // self.per_unit
         self.whole = scenario.full_step
         self.every = every
         self.slow = 1.0
         self._plains: dict[int, float] = {}
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
-        self.now = self.resume = self.started = (
-            0.0  # it works from `resume` on; a restart is over at `started`
-        )
+        # Steps run from `resume` on; a restart is complete at `started`.
+        self.now = self.resume = self.started = 0.0
         self._place()
 
     def run(self) -> TimeSpent:
@@ -64,7 +62,7 @@ class RestartRun:
     # Training.
 
     def _plain(self, replicas: int) -> float:
-        """Seconds of a step."""
+        """Seconds of an undisturbed step."""
         found = self._plains.get(replicas)
         if found is None:
             computing = self.shares.plan(replicas).accum * self.microbatch
@@ -73,25 +71,25 @@ class RestartRun:
         return found
 
     def _place(self) -> None:
-        """On all healthy nodes, as many whole replicas as there were at the start or fewer."""
+        """Place whole replicas on healthy nodes, at most as many as at the start."""
         self.fleet.free = self.fleet.healthy
         self.units = min(self.full, self.fleet.free // self.per_unit)
         self.fleet.free -= self.units * self.per_unit
         self.replicas = self.units * self.in_unit
         self.placed()
-        self.at = 0.0  # seconds into the segment, as steps take now
-        self.shifted: dict[str, float] = {}  # the difference to the seconds that it has really taken
+        self.at = 0.0  # seconds into the segment, at the present speed
+        self.shifted: dict[str, float] = {}  # by part: the difference to the seconds that it has taken
         self.step = self.step_seconds()
         self.steps = max(1, round(self.every / self.step))
 
     def placed(self) -> None:
-        """For who keeps copies."""
+        """Called after a placement; for systems with copies."""
 
     def step_seconds(self) -> float:
         return self._plain(self.replicas) * self.stretch * self.slow
 
     def _pace(self, part: str) -> None:
-        """Steps take another time from now on: the same place in the segment, in other seconds."""
+        """The speed of steps changes: convert the position in the segment."""
         before, self.step = self.step, self.step_seconds()
         done = min(self.at, self.steps * before)
         place = done * self.step / before + self.at - done
@@ -99,7 +97,7 @@ class RestartRun:
         self.at = place
 
     def _settle(self) -> None:
-        """The segment is through: what it took more or less than its steps take now was what changed them."""
+        """The segment is complete: book the differences to the present speed to the parts that caused them."""
         for part, seconds in self.shifted.items():
             self.account.parts[part] += seconds
         self.shifted.clear()
@@ -151,7 +149,7 @@ class RestartRun:
         parts, now, cost = self.account.parts, self.now, self.scenario.restart
         if now < self.started and cost.struck == "goes-on" and self.fleet.healthy >= self.per_unit:
             return self._place()
-        if now < self.started:  # once more
+        if now < self.started:  # a failure during a restart
             self.account.take_back(self.started - now, "restart", "waiting")
         else:
             parts["rework"] += self.at + sum(self.shifted.values())
@@ -186,10 +184,10 @@ class RestartRun:
 
 
 class ReplicatedRun(RestartRun):
-    """Every shard lies on several neighbours in a ring; a restart comes when all of some shard's are lost.
+    """Every shard is on several neighbours in a ring; the job restarts when all copies of a shard are lost.
 
-    Replication computes all of its shards in every step. A stacked system (SPARe) computes as few of them as the
-    living can cover all with: ceil(N / living). Either way nobody comes back before the restart.
+    Replication computes all of its shards in every step. A stacked system (SPARe) computes as few as the living groups
+    need to cover all shards: ceil(N / living). Lost groups do not rejoin before the restart.
     """
 
     def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, copies: int, stacked: bool) -> None:
@@ -244,7 +242,7 @@ class ReplicatedRun(RestartRun):
         return noticed + self.scenario.repairing(len(self._living))
 
     def _wiped(self, group: int) -> bool:
-        """Whether all holders of a shard of this group are dead: so many neighbours in a row."""
+        """Whether all holders of a shard of this group are dead: that many neighbours in a row."""
         row, here = 1, group
         while row < self.copies and self._dead[(here := (here + 1) % self.groups)]:
             row += 1

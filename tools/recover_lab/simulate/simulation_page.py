@@ -1,4 +1,4 @@
-"""One page about a simulated cluster: it stands alone, with its pictures inside."""
+"""One self-contained page about a simulated cluster, with its pictures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recover_lab.simulate.simulation_tables import (
     parameter_rows,
     rate_rows,
     system_rows,
-    worth_rows,
+    value_rows,
 )
 from recover_lab.simulate.study import Study
 
@@ -38,7 +38,7 @@ _HONEST = (
 
 
 def build_simulation(study: Study, output: Path) -> Path:
-    """The page, its pictures and `simulation.json`, in `output`; the path of the page."""
+    """Write the page, its pictures and `simulation.json` to `output`; returns the path of the page."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "simulation.json").write_text(json.dumps(study.to_json(), indent=1) + "\n")
     body = [f"<h1>What failures cost: {escape(study.question.title)}</h1>", f'<p class="lead">{_HONEST}</p>']
@@ -53,7 +53,7 @@ def build_simulation(study: Study, output: Path) -> Path:
             body.append(_table(rate_rows(study)))
     if rows := crossing_rows(study):
         body += ["<h2>Where they cross</h2>", _table(rows)]
-    if rows := worth_rows(study):
+    if rows := value_rows(study):
         body += ["<h2>What a change is worth</h2>", _table(rows)]
     body += ["<h2>Parameters</h2>", _table(parameter_rows(study.question), numbers=False)]
     page = output / "index.html"
