@@ -4,14 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
+DOCS   := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help setup demo test test-fast test-integrations check bench soak mutants dist clean
+.PHONY: help setup demo test test-fast test-integrations check docs reference bench soak mutants dist clean
 help:
 	@echo "make demo      train a small LLaMA twice, with and without deaths and returns, and draw both"
 	@echo "make test      the core suite (minus the soaks): 20 minutes on two cores; names its slowest tests"
 	@echo "make test-fast those that start no process: two minutes on two cores"
 	@echo "make test-integrations  tests with other trainers' packages, in an environment of their own"
-	@echo "make check     ruff (format, lint) and mypy"
+	@echo "make check     ruff (format, lint), mypy, and the documentation in strict mode"
+	@echo "make docs      the documentation site, in site/"
+	@echo "make reference the generated pages of docs/reference, from the code"
 	@echo "make bench     all benchmarks and one page of them, runs/bench/index.html: half an hour"
 	@echo "make soak      the long tests"
 	@echo "make mutants   break the code on purpose, piece by piece, and show which test notices; SHARD=2/4: a quarter of it"
@@ -53,6 +56,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(DOCS)
+
+# The reference pages are committed; a test fails where they are out of date.
+reference: setup
+	$(BIN)/python tools/generate_reference.py
+
+docs: reference
+	$(DOCS)
+	@echo "open site/index.html"
 
 bench: setup
 	$(BIN)/recover bench all
@@ -69,4 +81,4 @@ dist: setup
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist tools
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info build dist site

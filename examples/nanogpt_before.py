@@ -2,7 +2,7 @@
 
     python examples/nanogpt_before.py
 
-One process. `nanogpt.py` is the same script after porting it; `docs/porting.md` goes through what was changed.
+One process. `nanogpt.py` is the same script after porting it; `docs/guides/porting.md` goes through what was changed.
 """
 
 import math

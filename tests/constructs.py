@@ -1,6 +1,6 @@
 """Constructs of people's own training code, each as a plain loop has it: for runs under the launcher, and for one.
 
-What `docs/porting.md` says of a construct is shown with these; `tests/huggingface.py` adds the models of transformers.
+What the guide to porting says of a construct is shown with these; `tests/huggingface.py` adds more.
 """
 
 from __future__ import annotations

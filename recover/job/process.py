@@ -7,6 +7,7 @@ import os
 
 # Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables of its own.
 RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
+LOCAL_RANK = "LOCAL_RANK"  # as torchrun calls it; torch itself reads it
 # Of launchers under which every process would take itself for a world of its own.
 FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "another MPI's launcher"}
 _RUNTIME = ("OMPI_", "PMIX_")
@@ -61,6 +62,17 @@ def rank_of(pid: int) -> int | None:
 def rank_on_host() -> int:
     """Its number among the ranks of this host."""
     return int(_variable(RANK_ON_HOST, "OMPI_COMM_WORLD_LOCAL_RANK") or "0")
+
+
+def set_local_rank() -> None:
+    """Set LOCAL_RANK for the script, in a rank of a job.
+
+    Device meshes that a script makes take their GPU from it, and so do NCCL groups from torch 2.15 on, even if another
+    device is the current one. A value from the environment of the launcher is replaced: it is the same in all ranks,
+    and can be right in one of them at most.
+    """
+    if rank() is not None:
+        os.environ[LOCAL_RANK] = str(rank_on_host())
 
 
 def ranks_on_host() -> int:

@@ -32,6 +32,7 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
     script = ""
+    process.set_local_rank()
     process.given_environment = dict(os.environ)
     _record_code()
     try:

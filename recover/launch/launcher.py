@@ -89,6 +89,7 @@ def launch(
         if not alone or mpirun is not None:
             mpirun = preflight.find_mpirun(mpirun)
             preflight.check_mpirun(mpirun)
+        preflight.warn_of_untested_torch()
         directory, lock = preflight.open_run_dir(None if run_dir is None else Path(run_dir), script)
         FILES.report = say
         with (

@@ -16,7 +16,9 @@ from pathlib import Path
 from recover.faults import lab_requests, parse_faults
 from recover.faults.schedule import impossible
 from recover.job.gpus import sharing_refused
+from recover.job.output import say
 from recover.job.spec import CARRIERS, read_hang_limit, read_link_timeout
+from recover.job.torch_version import untested
 
 _OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
@@ -162,6 +164,12 @@ def check_faults(
     for problem in impossible(faults, ranks // replica_size, replica_size, later=room // replica_size):
         raise Refusal(f"{source}: {problem}")
     return tuple(map(str, faults))
+
+
+def warn_of_untested_torch() -> None:
+    """Once per host, by whoever starts the ranks."""
+    if found := untested():
+        say("warning: " + "; ".join(found))
 
 
 def check_script(script: Path) -> None:

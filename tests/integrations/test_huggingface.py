@@ -16,7 +16,7 @@ from worlds import run_world
 
 from recover.parallel.blocks import blocks_of, recompute_blocks
 
-PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
 def test_the_example_loses_replicas_and_keeps_the_losses_of_its_plain_twin(tmp_path: Path) -> None:

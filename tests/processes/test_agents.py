@@ -27,7 +27,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
     rank dies, then the first host loses its power; then one agent is asked to stop."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         words = ["--nnodes", "3", "--nproc-per-node", "2", "--rdzv-endpoint", THREE, "--rdzv-id", "j"]
-        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "directory.every=100000"]
+        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "checkpoint.every=100000"]
         job = LabJob(lab, tmp_path, ["train", *words, "--lease", "4", *keys])
         steps = {host: job.run_dir(host) / "steps.jsonl" for host in ("h2", "h3")}
 
@@ -130,14 +130,14 @@ def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Pa
 
 
 ACROSS = """
-import torch, torch.distributed as dist, recover
+import os, torch, torch.distributed as dist, recover
 from recover.parallel.torch_world import init_replica_world
 world = recover.init()
 init_replica_world(world)
 total = torch.tensor([10.0 ** world.shard])
 dist.all_reduce(total)
 assert world.agree(1) == 1
-print("replica", world.replica, "has", total.item(), flush=True)
+print("replica", world.replica, "has", total.item(), "by local rank", os.environ["LOCAL_RANK"], flush=True)
 """
 
 
@@ -160,7 +160,8 @@ def test_a_replica_may_lie_on_several_hosts(tmp_path: Path) -> None:
     assert [seat["host"] for seat in seats.values()] == ["h1", "h1", "h1", "h2"]
     assert "a secret" not in job.picture()
     # Each agent tells who speaks, and writes down what it sees of its ranks: of one launch.
-    assert "[rank 3] replica 1 has 11.0" in job.said("h2")
+    assert "[rank 3] replica 1 has 11.0 by local rank 0" in job.said("h2")
+    assert "[rank 2] replica 1 has 11.0 by local rank 2" in job.said("h1")
     lines = job_lines(job.run_dir("h1"))
     assert [lines[0]["what"], lines[-1]["what"]] == ["start", "end"]
     assert [line["what"] for line in lines].count("start") == 1

@@ -94,7 +94,7 @@ def test_a_node_dying_in_a_burst_costs_no_bystander(tmp_path: Path, carrier: str
 @pytest.mark.soak
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_two_hundred_bursts_cost_no_bystander_and_no_hang(tmp_path: Path, carrier: str) -> None:
-    """100 runs of two bursts each; the counts that this prints stand in docs/world.md."""
+    """100 runs of two bursts each; the counts that this prints stand in docs/explanation/world.md."""
     runs, deaths, violations = 100, 0, []
     for seed in range(1000, 1000 + runs):
         deaths += len(burst_scenario(seed)[2])

@@ -56,6 +56,7 @@ def test_a_script_with_habits_of_its_own_is_told_of_written_down_and_reported_on
     assert "[rank 1] step 6 loss" in outcome.output
     assert "[rank 1] bar 6/6" in outcome.output
     assert "[rank 1] launched by []" in outcome.output
+    assert all(f"[rank {rank}] local rank {rank}" in told for rank in range(3)), outcome.output
     assert outcome.output.count("breakpoint() is left out") == 3  # once by each rank
     assert "`recover run -n 1 own_script.py`" in outcome.output
 
@@ -149,8 +150,9 @@ class Terminal:
 def test_one_rank_has_the_terminal_and_its_debugger_works(tmp_path: Path) -> None:
     terminal = Terminal(
         tmp_path,
-        "import sys\nname = input('name? ')\nbreakpoint()\n"
-        "print('hello', name, sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty())\n",
+        "import os, sys\nname = input('name? ')\nbreakpoint()\n"
+        "print('hello', name, sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty())\n"
+        "print('local rank', os.environ['LOCAL_RANK'])\n",
         "-n",
         "1",
     )
@@ -162,6 +164,7 @@ def test_one_rank_has_the_terminal_and_its_debugger_works(tmp_path: Path) -> Non
     terminal.type("c\n")
     assert terminal.finish() == 0, terminal.text
     assert "hello Ada True True True" in terminal.text
+    assert "local rank 0" in terminal.text
     assert "never called recover.init()" in terminal.text
 
 

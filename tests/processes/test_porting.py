@@ -1,4 +1,4 @@
-"""`docs/porting.md`: what it says of a construct is what happens, against one process of plain PyTorch."""
+"""`docs/guides/porting.md`: what it says of a construct is what happens, against one process of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from constructs import CONSTRUCTS, plain
 from worlds import run_world
 
-PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
 def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE, wait_until
 
+from recover.job import process
 from recover.job.environment import leave_changes
+from recover.job.spec import VARIABLE, JobSpec
 from recover.launch.guardian import clean
 from recover.launch.prewarmed import ReadyProcesses
 
@@ -19,7 +21,7 @@ SCRIPT = """
 import json, os, sys
 before = "torch._dynamo" in sys.modules
 import torch
-names = "OMP_NUM_THREADS", "ADDED", "RANK_OF_MINE", "AWAY", "TORCHINDUCTOR_CACHE_DIR"
+names = "OMP_NUM_THREADS", "ADDED", "LOCAL_RANK", "AWAY", "TORCHINDUCTOR_CACHE_DIR"
 environment = {name: os.environ[name] for name in names if name in os.environ}
 told = sys.argv, __name__, sys.stdin.read(), before, torch.get_num_threads(), environment
 print(json.dumps(told))
@@ -41,12 +43,14 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
         (tmp_path / "environment.json").write_text(json.dumps(changes))
         ready.fill()
         ready.fill()  # no more than wanted
-        started = ready.take(given | {"RANK_OF_MINE": "7"})
+        job = JobSpec(1, 1, session=str(tmp_path))
+        rank = {VARIABLE: str(job.write()), process.RANK: "0", process.RANK_ON_HOST: "3"}
+        started = ready.take(given | rank)
         assert started is not None
         assert ready.take(given) is None
         out, err = started.communicate(timeout=PATIENCE)
         assert started.returncode == 0, err.decode()
-        environment = {"OMP_NUM_THREADS": "2", "RANK_OF_MINE": "7", "AWAY": "1"}
+        environment = {"OMP_NUM_THREADS": "2", "LOCAL_RANK": "3", "AWAY": "1"}
         assert json.loads(out) == [[str(script), "word"], "__main__", "", True, 1, environment]
     finally:
         ready.end()

@@ -52,5 +52,6 @@ def launched_by() -> list[str]:
 
 
 print("launched by", launched_by())
+print("local rank", os.environ["LOCAL_RANK"])
 take(3, lr=0.1)
 take(6, lr=0.05)

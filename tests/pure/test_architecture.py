@@ -1,4 +1,4 @@
-"""Imports between the parts of the package run in one direction, as docs/architecture.md draws it."""
+"""Imports between the parts of the package run in one direction, as docs/explanation/architecture.md draws it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def levels(page: str) -> dict[str, int]:
     return found
 
 
-LEVELS = levels((ROOT / "docs" / "architecture.md").read_text())
+LEVELS = levels((ROOT / "docs" / "explanation" / "architecture.md").read_text())
 
 
 def part_of(name: str) -> str:
@@ -89,7 +89,9 @@ def test_picture_shows_every_part_and_no_other() -> None:
 
 def test_imports_run_downwards() -> None:
     found = set.union(*(upwards(name, source) for name, source in files()))
-    assert sorted(found - UPWARDS.keys()) == [], "docs/architecture.md says which part may use which"
+    assert sorted(found - UPWARDS.keys()) == [], (
+        "docs/explanation/architecture.md says which part may use which"
+    )
     assert sorted(UPWARDS.keys() - found) == [], "these need no exception any more"
 
 

@@ -1,18 +1,20 @@
-"""The documents tell the truth about names: tests, files and links that they mention exist."""
+"""The documents tell the truth about names: tests, files and links that they mention exist; pages are complete."""
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-FILE = re.compile(r"`((?:recover|tests|examples|docs)/[\w./-]*)(?:::\w+)?`")
+FILE = re.compile(r"`((?:recover|tests|examples|docs|tools)/[\w./-]*)(?:::\w+)?`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -32,8 +34,9 @@ def test_every_test_that_the_docs_name_exists(page: Path) -> None:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{page.name}: there is no {file}::{name}"
 
 
-@pages
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_every_file_that_the_docs_name_exists(page: Path) -> None:
+    """A changelog tells of files that are gone."""
     missing = [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
     assert missing == [], f"{page.name} names {missing}"
 
@@ -49,10 +52,71 @@ def test_every_link_in_the_docs_resolves(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {path or page.name} has no #{anchor}"
 
 
+def documents() -> set[str]:
+    return {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+
+
 def test_the_index_lists_every_document() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    listed = {link for link in LINK.findall(index) if link.endswith(".md")}
-    assert listed == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"} | {"../CONTRIBUTING.md"}
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = {link.partition("#")[0] for link in LINK.findall(index)}
+    assert documents() - listed == {"index.md"}
+
+
+class SiteLoader(yaml.SafeLoader):
+    """Reads mkdocs.yml without importing the functions that it names."""
+
+
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda _loader, suffix, _node: suffix)
+
+
+def test_the_navigation_of_the_site_has_every_document() -> None:
+    def leaves(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        entries = entry.values() if isinstance(entry, dict) else entry
+        assert not isinstance(entries, str)
+        return [leaf for each in entries for leaf in leaves(each)]  # type: ignore[attr-defined]
+
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), SiteLoader)
+    assert sorted(leaves(site["nav"])) == sorted(documents())
+
+
+KINDS = ("*Tutorial", "*Guide", "*Reference", "*Explanation", "*Overview")
+
+
+@pytest.mark.parametrize("page", sorted(documents()))
+def test_every_document_says_in_its_first_line_which_kind_it_is(page: str) -> None:
+    heading, empty, first = (ROOT / "docs" / page).read_text().splitlines()[:3]
+    assert heading.startswith("# ")
+    assert empty == ""
+    assert first.startswith(KINDS), f"{page} begins with {first!r}, not with one of {KINDS}"
+
+
+def test_the_generated_reference_is_up_to_date() -> None:
+    generated = runpy.run_path(str(ROOT / "tools" / "generate_reference.py"))["pages"]()
+    stale = [path.name for path, text in generated.items() if path.read_text() != text]
+    assert stale == [], "run `make reference`"
+
+
+def test_the_readme_is_short_and_shows_the_commands_first() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) <= 1000
+    first_screen = "\n".join(readme.splitlines()[:30])
+    assert [
+        word for word in ("make demo", "make test", "pip install", ".png") if word not in first_screen
+    ] == []
+
+
+def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
+    """Lines with + are in the ported script and nowhere else, lines with - in the plain one."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    before, after = (
+        (ROOT / "examples" / name).read_text().split('"""', 2)[2].splitlines()
+        for name in ("plain_loop_before.py", "plain_loop.py")
+    )
+    for sign, lines, others in (("+", after, before), ("-", before, after)):
+        shown = {line[1:] for line in diff.splitlines() if line[0] == sign} - {""}
+        assert shown == set(lines) - set(others)
 
 
 SOAK, IN_PART = "*soak:* ", "*soak in part:* "
@@ -103,7 +167,7 @@ def soak_marks(file: Path) -> dict[str, str]:
 
 def test_guarantees_are_marked_as_soaks_where_their_tests_are() -> None:
     """What `make test` does not run may not look as if it did; and every guarantee names a test itself."""
-    page = (ROOT / "docs" / "guarantees.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text()
     rows = ROW.findall(page)
     assert len(rows) > 300
     assert [what for what, tests in rows if not re.search(r"`tests/|`recover |\]\(", tests)] == []
@@ -134,3 +198,39 @@ def test_soak_marks_are_read_from_decorators_parameters_and_files(tmp_path: Path
     assert list(soak_marks(file).values()) == ["", SOAK, SOAK, IN_PART, IN_PART]
     file.write_text("pytestmark = [pytest.mark.soak]\ndef test_it(): ...\n")
     assert soak_marks(file) == {"test_it": SOAK}
+
+
+def strings_of_the_package() -> str:
+    """All text constants of recover/, with a gap where a value is put in."""
+    found = []
+    for file in (ROOT / "recover").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+    return "\n".join(found)
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [
+        text
+        for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+        for text in re.findall(r"`([^`]+)`", row)
+    ]
+    pieces = [piece.strip() for text in quoted for piece in text.split("...") if len(piece.strip()) > 5]
+    assert len(pieces) > 30
+    code = strings_of_the_package()
+    assert [piece for piece in pieces if piece not in code] == []
+
+
+def test_aligned_lists_of_arguments_become_lists_of_the_api_reference() -> None:
+    with_lists = runpy.run_path(str(ROOT / "tools" / "griffe_arguments.py"))["with_lists"]
+    docstring = (
+        "Does it.\n\nworld:  from `init`\nclip:   limit of\n        the norm\n\n`size`: ranks\nMore: text."
+    )
+    assert with_lists(docstring) == (
+        "Does it.\n\n- **`world`**: from `init`\n- **`clip`**: limit of\n  the norm\n\n- **`size`**: ranks\nMore: text."
+    )

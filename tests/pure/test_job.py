@@ -106,6 +106,25 @@ def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.Mon
     assert (process.rank(), process.ranks_on_host(), process.on_one_host()) == (2, 4, False)
 
 
+def test_local_rank_is_the_number_of_the_rank_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Open MPI, after its variables are hidden, and under an agent; the launcher's own value is replaced."""
+    monkeypatch.setattr(process, "_hidden", {})
+    monkeypatch.setenv("LOCAL_RANK", "9")
+    for name in (process.RANK, process.RANK_ON_HOST, "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    process.set_local_rank()
+    assert os.environ["LOCAL_RANK"] == "9", "this process is no rank"
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "6")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    process.hide_runtime()
+    process.set_local_rank()
+    assert os.environ["LOCAL_RANK"] == "2"
+    monkeypatch.setenv(process.RANK, "5")
+    monkeypatch.setenv(process.RANK_ON_HOST, "1")
+    process.set_local_rank()
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
 def test_options_after_the_script_s_name_are_named() -> None:
     for words, late in (
         (["run", "train.py", "-n", "4"], "-n after train.py"),

@@ -1,6 +1,6 @@
 """The `nccl` carrier against a library of the same rules on this machine: who waits for the dead is freed by an abort.
 
-What the real library does is tried on GPUs (docs/gpu.md). Here it is the order that is tried: that results are there
+What the real library does is tried on GPUs. Here it is the order that is tried: that results are there
 when the work says so, that nobody is inside the library while a group is aborted, that buffers rest until the device is
 through with them.
 """

@@ -109,7 +109,7 @@ def test_published_figures_come_out_as_the_documents_say() -> None:
 
 def test_the_document_says_what_the_papers_ratio_becomes() -> None:
     """The same seeds give the same figures everywhere."""
-    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text()
     head, *rows = paper_rows()
     told = page.split("<!-- paper rows -->")[1].split("<!-- end of paper rows -->")[0]
     assert [f"| {' | '.join(row)} |" for row in (head, *rows)] == [

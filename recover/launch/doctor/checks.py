@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.gpus import sharing_refused
+from recover.job.torch_version import untested
 from recover.launch import preflight
 from recover.launch.session import MEMORY
 
@@ -60,7 +61,7 @@ def show(found: Iterable[Finding], fit: str) -> int:
 
 def findings(mpirun: str | None = None) -> Iterator[Finding]:
     yield _python()
-    yield _package("torch", (2, 9))
+    yield _torch()
     yield _package("mpi4py", (4, 1))
     yield _mpich()
     try:
@@ -96,6 +97,13 @@ def _package(name: str, least: tuple[int, int]) -> Finding:
         return Finding(name, "FAIL", "not installed", wanted)
     major, minor = (int(part) for part in release.split(".")[:2])
     return Finding(name, "ok", release) if (major, minor) >= least else Finding(name, "FAIL", release, wanted)
+
+
+def _torch() -> Finding:
+    finding = _package("torch", (2, 9))
+    if finding.status == "ok" and (found := untested(finding.seen)):
+        return Finding("torch", "warn", *found)
+    return finding
 
 
 def _mpich() -> Finding:

@@ -108,6 +108,7 @@ def launch_host(
         address = own_address(options.interface, _pairs(part), alone=part.most == 1)
         check_token(access, alone=part.most == 1)
         spec = replace(spec, address=address, interface=interface_of_address(address), lease=options.lease)
+        preflight.warn_of_untested_torch()
         FILES.report = say
         directory, lock = open_shared_run_dir(Path(run_dir or Path("runs", part.job)), part.job)
         facts = facts_of(

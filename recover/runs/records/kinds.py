@@ -14,103 +14,169 @@ from typing import Any, NotRequired, TypedDict
 class StepRecord(TypedDict):
     """A committed step: the same on all survivors, but for the time it took."""
 
+    # Number of the step, from 1.
     step: int
-    loss: float | None  # None: not finite
+    # Mean loss of the step; null if it is not finite.
+    loss: float | None
+    # Norm of the gradient before clipping; null if it is not finite.
     grad_norm: float | None
+    # Learning rate of the step.
     lr: float
+    # Microbatches in the sum: B.
     microbatches: int
+    # Living replicas at the end of the step.
     replicas: int
+    # Epoch of the world at the end of the step.
     epoch: int
+    # Microbatches of a major at the beginning of the step.
     accum: int
+    # Number of replicas in each role at the beginning of the step.
     roles: dict[str, int]
+    # Duration of the step.
     seconds: float
-    data_digest: str  # over the numbers of its samples
-    tokens: NotRequired[
-        int
-    ]  # a loop of one's own has `weight` instead: the sum of what it gave to step.backward
+    # SHA-256 of the sample numbers.
+    data_digest: str
+    # Tokens of the step (`recover train`).
+    tokens: NotRequired[int]
+    # Sum of the weights given to `step.backward` (scripts of your own).
     weight: NotRequired[float]
-    own_step: NotRequired[int]  # of a script with several Steps: the number in the Step that took it,
-    part: NotRequired[int]  # and which one that was, from 1 on; `step` counts them all
-    at: float  # when it was committed, in seconds since 1970
-    compute_ms: float  # that replicas have computed what they were dealt, over all of them
-    wait_ms: float  # that replicas waited meanwhile for the slowest of them, over all of them
-    checkpoint_ms: NotRequired[float]  # of the time since the step before: went into a checkpoint
-    evaluation_ms: NotRequired[float]  # and into an evaluation
+    # Scripts with several Steps: number of the step in its own Step.
+    own_step: NotRequired[int]
+    # Scripts with several Steps: which Step it was, from 1; `step` counts all of them.
+    part: NotRequired[int]
+    # When it was committed, in seconds since 1970.
+    at: float
+    # Time that all replicas together computed their shares.
+    compute_ms: float
+    # Time that all replicas together waited for the slowest one.
+    wait_ms: float
+    # Time of a checkpoint since the step before.
+    checkpoint_ms: NotRequired[float]
+    # Time of an evaluation since the step before.
+    evaluation_ms: NotRequired[float]
+    # Loss on held-out data, after an evaluation.
     heldout_loss: NotRequired[float]
-    gpu_peak_mib: NotRequired[int]  # memory of the writer's tensors on its GPU, the most so far
-    mfu: NotRequired[float]  # model FLOPs utilisation: recover/train/models/flops.py says what is counted
+    # Peak memory of the writer's tensors on its GPU so far.
+    gpu_peak_mib: NotRequired[int]
+    # Model FLOPs utilisation; `recover/train/models/flops.py` defines it.
+    mfu: NotRequired[float]
+    # Replicas far slower than the median of the others, with the factor.
     stragglers: NotRequired[dict[str, float]]
-    reruns: NotRequired[int]  # of the step, because a value was too large for its exponents
-    skipped: NotRequired[bool]  # True: the gradient was not finite, or all weights were 0
+    # How often the step was run again because a value was too large for its exponents.
+    reruns: NotRequired[int]
+    # True: the optimizer was skipped, because the gradient was not finite or all weights were 0.
+    skipped: NotRequired[bool]
 
 
 class IncidentRecord(TypedDict):
-    """A repair, and what it cost the step that it struck. Times are those of the rank that wrote it."""
+    """A repair, and what it cost the step in which it happened. Times are those of the writing rank."""
 
+    # The step in which the loss was noticed.
     step: int
+    # Where the schedule struck; for other deaths, where the survivors were when they noticed.
     location: str
+    # Ranks that were lost.
     dead_ranks: list[int]
+    # Replicas that were lost.
     dead_replicas: list[int]
+    # True: survivors had to run extra microbatches.
     boundary: bool
+    # What the loss meant for gradients reduced before it: `skip`, `blocking` or `non-blocking`.
     restore: str
+    # Microbatches that survivors ran in addition to their shares.
     extra_microbatches: int
+    # Those of them that repeat samples of the dead: all with `samples=exact`, none with `partitioned`.
     redone_microbatches: int
+    # Epoch of the world after the repair.
     epoch: int
+    # From the notice of the death until the repair began; the rank finishes its share first.
     detect_ms: float
+    # The repair itself.
     repair_ms: float
+    # Restoring gradients.
     restore_ms: float
+    # Running the missing microbatches.
     redo_ms: float
-    at: float  # when its writer first knew, in seconds since 1970
-    evicted: NotRequired[dict[str, str]]  # the replicas that the others went on without, and why
-    # Where replicas have joined; somebody may have been lost in the same repair.
-    kind: NotRequired[str]  # "joined"; a record without it tells of losses alone
+    # When the writer first knew, in seconds since 1970.
+    at: float
+    # Replicas that were evicted, with the reason.
+    evicted: NotRequired[dict[str, str]]
+    # `joined` if replicas joined in this repair; absent for losses alone.
+    kind: NotRequired[str]
+    # Ranks that joined.
     joined_ranks: NotRequired[list[int]]
+    # Replicas that joined.
     joined_replicas: NotRequired[list[int]]
-    hosts: NotRequired[list[str]]  # on which they run
-    warm_up_ms: NotRequired[float]  # from the start of their processes until they asked, the longest
-    transfer_ms: NotRequired[float]  # of the state, to them
-    transfer_bytes: NotRequired[int]  # to each of their ranks, of the writer's shard
-    stall_ms: NotRequired[float]  # that the others have not computed for
+    # Hosts of the joined replicas.
+    hosts: NotRequired[list[str]]
+    # From the start of the joining processes until they asked, the longest.
+    warm_up_ms: NotRequired[float]
+    # Transfer of the state.
+    transfer_ms: NotRequired[float]
+    # Bytes sent to each joining rank, of the writer's shard.
+    transfer_bytes: NotRequired[int]
+    # Time for which the other replicas did not compute.
+    stall_ms: NotRequired[float]
 
 
 class JobRecord(TypedDict):
-    """What only who stands beside the ranks can see.
+    """What the launcher, or the agent of a host, has seen.
 
-    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `heard` (of ranks that were lost on
-    another host), `ending` (from here on the launcher ends what is left), or `end`.
+    `what` is `start` (of the whole job, by its launcher alone), `exit` (of a rank), `heard` (of ranks that were lost
+    on another host), `ending` (afterwards the launcher ends the remaining ranks), or `end`.
     """
 
+    # Kind of the record.
     what: str
+    # Time, in seconds since 1970.
     at: float
-    # start: how the job was begun
+    # start: number of ranks.
     ranks: NotRequired[int]
+    # start: ranks per replica.
     replica_size: NotRequired[int]
-    session: NotRequired[str]  # its board lies there while it runs, on this host
+    # start: directory of the session, with the board, while the job runs.
+    session: NotRequired[str]
+    # start, heard: name of the host.
     host: NotRequired[str]
-    run: NotRequired[str]  # of several hosts: what their starts and ends have in common
+    # start, end: id that the records of all hosts of one run have in common.
+    run: NotRequired[str]
+    # start: scheduled faults.
     faults: NotRequired[list[str]]
-    # exit: a rank is gone, and what is known of it
+    # exit: the rank.
     rank: NotRequired[int]
+    # exit: its process id.
     pid: NotRequired[int]
-    signal: NotRequired[str]  # that ended it, where the kernel tells
-    code: NotRequired[int]  # that it ended with
-    step: NotRequired[int]  # what it was doing, as its board has it
+    # exit: the signal that ended it, where the kernel tells.
+    signal: NotRequired[str]
+    # exit: its exit code.
+    code: NotRequired[int]
+    # exit: the step it was in, from its board.
+    step: NotRequired[int]
+    # exit: what it was doing, from its board.
     doing: NotRequired[str]
+    # exit: the slots it was computing.
     slots: NotRequired[list[int]]
-    words: NotRequired[dict[str, Any]]  # its last ones
-    note: NotRequired[dict[str, Any]]  # on the slots that it was computing, if it died over them
-    crash: NotRequired[str]  # its stack, if native code crashed
-    kernel: NotRequired[
-        list[str]
-    ]  # what the kernel said of this process, or of the host's hardware just then
-    oom_kills: NotRequired[int]  # of the control group, since the start
+    # exit: its marker, `ranks/RANK.end`.
+    words: NotRequired[dict[str, Any]]
+    # exit: the note on its slots, if it died over them.
+    note: NotRequired[dict[str, Any]]
+    # exit: its stack, if native code crashed.
+    crash: NotRequired[str]
+    # exit: lines of the kernel's log on this process, or on the host's hardware at that time.
+    kernel: NotRequired[list[str]]
+    # exit: OOM kills of the control group since the start.
+    oom_kills: NotRequired[int]
+    # exit: the full file system.
     disk_full: NotRequired[str]
+    # exit: errors of GPUs.
     gpu: NotRequired[list[str]]
-    # heard: of another `host`, by its agent, or because there was no sign of it for so long
+    # heard: ranks that were lost on another host.
     lost_ranks: NotRequired[list[int]]
+    # heard: the cause.
     why: NotRequired[str]
-    lease: NotRequired[float]  # seconds; only if the host itself is lost
-    # ending
+    # heard: lease of the host in seconds, only if the host itself was lost.
+    lease: NotRequired[float]
+    # ending: why the launcher ends the job.
     reason: NotRequired[str]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from recover.job.process import rank_on_host
+
 
 class Event(Protocol):
     """A place in the order of a stream."""
@@ -38,6 +40,15 @@ def hold_back(data: Any, event: Any) -> None:
     import torch
 
     torch.cuda.current_stream(data.device).wait_event(event)
+
+
+def own_device() -> Any:
+    """This rank's GPU: the current device if one was chosen, otherwise by the rank's number on its host."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(rank_on_host() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class CudaStream:

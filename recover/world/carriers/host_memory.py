@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,20 @@ class HostCarrier(DataCarrier):
         super().__init__(worker, peers, rank)
         self._lanes = lanes
         self._epoch = object()  # in place of the carrier, which nobody else must keep
+        self._failed_views: list[_HostView] = []
+
+    @contextmanager
+    def _kept_on_failure(self, *views: _HostView) -> Iterator[None]:
+        """Keep the host copies of an operation that fails: the library may still write to them.
+
+        The failed work keeps this carrier, and the world keeps that work until the ranks have agreed again. Without
+        this the copies, which only the frames of the operation hold, would be freed as soon as the error is caught.
+        """
+        try:
+            yield
+        except BaseException:
+            self._failed_views += views
+            raise
 
     def arrive(self) -> None:
         """An operation begins: wait for the peers, where that is cheaper than in the library."""
@@ -74,16 +89,18 @@ class HostCarrier(DataCarrier):
         send = _HostView(source)
         receive = send if out is source else _HostView(out)
         send.load()
-        self.arrive()
-        self.sum(send.array, receive.array)
+        with self._kept_on_failure(send, receive):
+            self.arrive()
+            self.sum(send.array, receive.array)
         receive.store()
         return None
 
     def all_max(self, data: Data) -> Rest | None:
         staged = _HostView(data)
         staged.load()
-        self.arrive()
-        self.maximum(staged.array)
+        with self._kept_on_failure(staged):
+            self.arrive()
+            self.maximum(staged.array)
         staged.store()
         return None
 
@@ -97,16 +114,18 @@ class HostCarrier(DataCarrier):
             return self._lanes.to(data.device).through(data, data, begin, self._epoch)
         staged = _HostView(data)
         staged.load()
-        self.arrive()
-        self.copy_from(staged.array, root)
+        with self._kept_on_failure(staged):
+            self.arrive()
+            self.copy_from(staged.array, root)
         staged.store()
         return None
 
     def all_gather(self, source: Data, out: Data) -> Rest | None:
         send, receive = _HostView(source), _HostView(out)
         send.load()
-        self.arrive()
-        self.gather(send.array, receive.array)
+        with self._kept_on_failure(send, receive):
+            self.arrive()
+            self.gather(send.array, receive.array)
         receive.store()
         return None
 
@@ -115,7 +134,10 @@ class HostCarrier(DataCarrier):
         receive = {peer: _HostView(data) for peer, data in into.items()}
         for view in send.values():
             view.load()
-        self.swap({p: view.array for p, view in send.items()}, {p: view.array for p, view in receive.items()})
+        with self._kept_on_failure(*send.values(), *receive.values()):
+            self.swap(
+                {p: view.array for p, view in send.items()}, {p: view.array for p, view in receive.items()}
+            )
         for view in receive.values():
             view.store()
         return None

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from recover.job.grid import Grid
-from recover.job.process import on_one_host, rank_on_host
+from recover.job.process import on_one_host
 from recover.world.carriers.base import Data, DataCarrier, DataCarriers, Ready, wire_type
 from recover.world.carriers.contract import CarrierError, TookTooLongError
-from recover.world.carriers.device_streams import CudaStream
+from recover.world.carriers.device_streams import CudaStream, own_device
 from recover.world.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
 from recover.world.carriers.worker import Rest, Worker
 from recover.world.fabrics.base import Fabric
@@ -257,10 +257,3 @@ class NcclCarrier(DataCarrier):
         assert self._abort_thread is not None
         self._abort_thread.join()
         self._stream.record().synchronize()
-
-
-def own_device() -> torch.device:
-    """This rank's GPU: the one that it has chosen, or its own among those of this host."""
-    if not torch.cuda.is_initialized():
-        torch.cuda.set_device(rank_on_host() % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())

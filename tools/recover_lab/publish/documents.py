@@ -81,7 +81,7 @@ def read(root: Path = CHECKOUT) -> Published:
 
 
 def pages(root: Path = CHECKOUT) -> list[Path]:
-    return sorted([*root.glob("*.md"), *root.glob("docs/*.md")])
+    return sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")])
 
 
 def fill(text: str, published: Published) -> str:
@@ -98,9 +98,6 @@ def fill(text: str, published: Published) -> str:
         return f"{found[1]}{quoted}{found[4]}"
 
     def table(found: re.Match[str]) -> str:
-        short = {"gpu-short": _gpu_short, "hosts-short": _hosts_short}.get(found[2])
-        if short is not None:
-            return found[1] + short(published) + found[4]
         rows = (
             [HEADLINES, *(line for each in published.values() for line in each["lines"])]
             if found[2] == "headlines"
@@ -134,25 +131,3 @@ def _machine(entry: dict[str, Any]) -> str:
 def _rank(stem: str, order: Sequence[str]) -> tuple[int, int]:
     name, kind = split_name(stem)
     return order.index(name), KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-def _gpu_short(published: Published) -> str:
-    """A step and a death on one carrier, with the machine; empty while no GPU has been measured."""
-    if GPU not in published:
-        return ""
-    head, *rows = published[GPU]["rows"]
-    shown = (row for row in rows if row[1] == rows[0][1] and not row[0].startswith("sum"))
-    return f"On {published[GPU]['values']['place']}, by `recover bench gpu`:\n\n" + to_markdown(
-        [head, *shown]
-    )
-
-
-def _hosts_short(published: Published) -> str:
-    """Costs of several hosts and of rejoining replicas, with the machines; empty while they were not measured."""
-    names = (*SEVERAL_HOSTS, "return", "returning")
-    entries = [published[name] for name in names if published.get(name, {"rows": []})["rows"]]
-    return "\n".join(
-        f"On {_machine(entry)}, by `{entry['command'].partition(' --json')[0]}`:\n\n"
-        + to_markdown(entry["rows"])
-        for entry in entries
-    )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from recover.runs.report.page import document, inline
+from recover.runs.report.html import render
 from recover_lab.publish.documents import HEADLINES, to_markdown
 from recover_lab.publish.figure import Figure, Rows, split_name
 from recover_lab.publish.measured_sources import measured
 from recover_lab.publish.pictures import draw
 
-TITLE = "What failures cost"
 PACED = (
     "The comparisons are paced: every microbatch takes at least a set time, most of it waiting, as if each rank had "
     "an accelerator of its own. Ranks that share a few cores would get faster when one dies, which would flatter the "
@@ -33,47 +31,42 @@ def build(output: Path, figures: Mapping[str, Figure]) -> Path:
     order = list(figures)
     found = [path for path in output.glob("*.json") if split_name(path.stem)[0] in figures and measured(path)]
     found.sort(key=lambda path: (order.index(split_name(path.stem)[0]), path.stem))
-    contents = {path.stem: json.loads(path.read_text()) for path in found}
     headlines: Rows = [HEADLINES]
-    sections = []
-    for stem, content in contents.items():
-        name, kind = split_name(stem)
-        figure = figures[name]
+    parts = []
+    for path in found:
+        name, kind = split_name(path.stem)
+        figure, content = figures[name], json.loads(path.read_text())
         headlines += map(list, figure.headlines(kind, figure.results(content)))
-        sections += _section(figure, stem, content, output)
+        parts.append(_part(figure, path.stem, content, output))
     (output / "figures.md").write_text(to_markdown(headlines), encoding="utf-8")
-    body = [f"<h1>{TITLE}</h1>", f'<p class="lead">{PACED}</p>', f'<p class="lead">{BASELINE}</p>']
     page = output / "index.html"
-    page.write_text(document(TITLE, [*body, _table(headlines), *sections]), encoding="utf-8")
+    text = render(
+        Path(__file__).with_name("page.html"),
+        title="What failures cost",
+        leads=(PACED, BASELINE),
+        headlines=headlines,
+        parts=parts,
+    )
+    page.write_text(text, encoding="utf-8")
     return page
 
 
-def _section(figure: Figure, stem: str, content: dict[str, Any], output: Path) -> list[str]:
-    results, machine = figure.results(content), content["machine"]
-    section = [f"<h2>{escape(_heading(stem))}</h2>", f"<p>{escape(figure.text)}</p>"]
-    if figure.picture is not None:
-        section.append(inline(draw(figure.picture, results, output / f"{stem}.png"), stem))
-    section.append(_table(figure.rows(results)))
-    if figure.paper:
-        section.append(f"<p><i>The paper:</i> {escape(figure.paper)}</p>")
-    section.append(
-        f'<p class="lead">{machine["cores"]} cores ({escape(machine["processor"])}), torch {machine["torch"]}, '
-        f"Open MPI {machine['openmpi']}, commit {content.get('commit', 'not known')}, "
-        f"{content.get('measured_at', '')}</p>"
-    )
-    return section
+def _part(figure: Figure, stem: str, content: dict[str, Any], output: Path) -> dict[str, Any]:
+    """The section about one file of a benchmark."""
+    results = figure.results(content)
+    return {
+        "name": stem,
+        "heading": _heading(stem),
+        "before": figure.text,
+        "paper": figure.paper,
+        "picture": draw(figure.picture, results, output / f"{stem}.png") if figure.picture else None,
+        "rows": figure.rows(results),
+        "machine": content["machine"],
+        "commit": content.get("commit", "not known"),
+        "measured_at": content.get("measured_at", ""),
+    }
 
 
 def _heading(stem: str) -> str:
     name, kind = split_name(stem)
     return name.capitalize() + (f", {kind.upper()}" if kind else "")
-
-
-def _table(rows: Rows) -> str:
-    head, *others = rows
-    cells = "".join(f'<th class="number">{escape(str(cell))}</th>' for cell in head)
-    lines = [
-        "<tr>" + "".join(f'<td class="number">{escape(str(cell))}</td>' for cell in row) + "</tr>"
-        for row in others
-    ]
-    return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"
