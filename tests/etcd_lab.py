@@ -31,7 +31,7 @@ class LabRanks(EtcdRanks):
         self, lab: Lab, directory: Path, hosts: Sequence[Sequence[int]], members: int = 3, **options: Any
     ) -> None:
         self.lab, self.members = lab, [f"{host.address}:{PORT}" for host in lab][:members]
-        super().__init__(",".join(self.members), "/tools/recover_lab/lab/", directory, hosts, **options)
+        super().__init__(",".join(self.members), "/recover/lab/", directory, hosts, **options)
         for scenario in self._scenarios:
             number = int(scenario["name"][1:]) + 1
             scenario |= {"name": f"h{number}", "address": lab[f"h{number}"].address}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from recover_lab.bench import suite
 from recover_lab.bench.measure import BenchmarkError, begin, write
-from recover_lab.bench.multi import recall
+from recover_lab.bench.multi import read_known
 from recover_lab.bench.sweep import compare_with_arithmetic, costs_of
 from recover_lab.peers.scene import Scene
 
@@ -27,14 +27,14 @@ def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tm
         "baselines": [theirs],
     }
     known = tmp_path / "multi-ddp.json"
-    assert recall("multi", scene, known) is None
+    assert read_known("multi", scene, known) is None
     begin(known)
     write(known, {"multi": duel})
-    found = recall("multi", scene, known)
+    found = read_known("multi", scene, known)
     assert found is not None
-    assert recall("multi", scene.but(pace=1.0), known) is None
-    assert recall("multi", scene.but(tp=2), known) is None
-    assert recall("breakdown", scene, known) is None
+    assert read_known("multi", scene.but(pace=1.0), known) is None
+    assert read_known("multi", scene.but(tp=2), known) is None
+    assert read_known("breakdown", scene, known) is None
     (point,) = compare_with_arithmetic(costs_of(found), duel)
     # 16 steps, the 4 from the last checkpoint to the failure again, 4 saves, a stall; against 16 slower steps.
     assert point["predicted"] == pytest.approx((16 + 4 + 2 + 8) / (16 * 1.4 + 0.2) * 4 / 3)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.gpu import bench_gpu
 from recover_lab.bench.measure import BenchmarkError
-from recover_lab.peers.kills import judge
+from recover_lab.peers.kills import judge_launch
 from recover_lab.publish.page import build
 
 from recover.launch.doctor import checks
@@ -27,7 +28,9 @@ def test_every_part_of_the_gpu_benchmark_yields_its_figures(
     """Turn by turn over one carrier; a file that is there is added to, and what fails costs nothing else."""
     output = tmp_path / "gpu.json"
     bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 1, ["step", "kill"], "cpu", output)
-    with pytest.raises(BenchmarkError, match=r"not measured: reduce pigeon \(.*; what was is written down"):
+    with pytest.raises(
+        BenchmarkError, match=r"not measured: reduce pigeon \(.*; all other results are written"
+    ):
         bench_gpu(["tiny"], ["pigeon", "gloo"], 2, 2, 3, 1, ["reduce"], "cpu", output)
     found = json.loads(output.read_text())["gpu"]
 
@@ -49,7 +52,7 @@ def test_every_part_of_the_gpu_benchmark_yields_its_figures(
     assert {(size, way) for size, ways in sums.items() for way in ways} == {
         (size, way) for size in ("1", "4") for way in ("ours", "stock gloo")
     }
-    page = build(tmp_path).read_text()
+    page = build(tmp_path, FIGURES).read_text()
     assert "SIGKILL inside a reduction to the commit, tiny, 3 replicas" in page
     assert "sum of 4 MB" in capfd.readouterr().out
 
@@ -82,7 +85,7 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
             (place / f"rows-{rank}.json").write_text(json.dumps(facts))
         yield place
 
-    monkeypatch.setattr("recover_lab.bench.gpu.launched", launched)
+    monkeypatch.setattr("recover_lab.bench.kills.launch_program", launched)
     output = tmp_path / "gpu.json"
     with pytest.raises(BenchmarkError, match=r"a launch of kill mpi \(a bystander was lost"):
         bench_gpu(["tiny"], ["mpi"], 2, 3, 3, 3, ["kill"], "cpu", output)
@@ -94,17 +97,17 @@ def test_a_launch_that_is_lost_is_told_and_the_others_count(
 def survivor(**facts: Any) -> dict[str, Any]:
     incident = {
         "noticed_at": 10.02,
-        "detect_ms": 30.0,
-        "repair_ms": 40.0,
-        "restore_ms": 1.0,
-        "redo_ms": 100.0,
-        "discarded_microbatches": 0,
+        "detect": 0.03,
+        "repair": 0.04,
+        "restore": 0.001,
+        "redo": 0.1,
+        "discarded": 0,
     }
     row = {
         "step": 4,
         "committed": 10.2,
         "microbatches": 12,
-        "redone_seconds": 0.05,
+        "redone": 0.05,
         "incidents": [incident],
     }
     same = {"batch": 12, "left": [0, 2], "expected": [0, 2], "digest": "d"}
@@ -112,16 +115,16 @@ def survivor(**facts: Any) -> dict[str, Any]:
 
 
 def test_a_death_takes_what_its_slowest_survivor_took() -> None:
-    (sample,) = judge([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
+    (sample,) = judge_launch([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
     assert sample == pytest.approx(
         {
-            "total": 250.0,
-            "redone": 50.0,
-            "notice": 20.0,
-            "drain": 30.0,
-            "repair": 40.0,
-            "restore": 1.0,
-            "redo": 100.0,
+            "whole": 0.25,
+            "less_redone": 0.2,
+            "notice": 0.02,
+            "drain": 0.03,
+            "repair": 0.04,
+            "restore": 0.001,
+            "redo": 0.1,
             "discarded": 0,
         }
     )
@@ -138,9 +141,9 @@ def test_a_death_takes_what_its_slowest_survivor_took() -> None:
 )
 def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
     with pytest.raises(BenchmarkError, match=said):
-        judge([survivor(), other], {4: 10.0})
+        judge_launch([survivor(), other], {4: 10.0})
     with pytest.raises(BenchmarkError, match="should be"):
-        judge([survivor()], {4: 10.0})
+        judge_launch([survivor()], {4: 10.0})
 
 
 @pytest.mark.parametrize(

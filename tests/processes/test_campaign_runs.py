@@ -12,9 +12,9 @@ import pytest
 from recover_lab.chaos import campaign
 from recover_lab.chaos.campaign import run_job
 from recover_lab.chaos.cells import MODES, ROLES, all_cells, lay_out
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.invariants import Left, violations
+from recover_lab.chaos.invariants import FinishedRun, violations
 from recover_lab.chaos.matrix import matrix
+from recover_lab.chaos.platforms import CampaignRun
 from training import CAN_BE_CUT, small_world
 
 from recover.faults import parse_faults
@@ -110,15 +110,15 @@ def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: P
     inside = [] if kind == "ddp" else SUBSTRATES["hsdp"][1:]
     words = [*small_world(tmp_path, **CAN_BE_CUT), *inside, "replicas=4", "accum=2", "reduction=reproducible"]
     words += ["steps=300", "pace=0.05", "checkpoint.every=1", "checkpoint.keep=1"]
-    ground = campaign.OneMachine(returns=True)
-    assert campaign.chaos(words, 7000, None, 5, output=tmp_path / "kept", ground=ground) == 0
+    platform = campaign.LocalMachine(returns=True)
+    assert campaign.chaos(words, 7000, None, 5, output=tmp_path / "kept", platform=platform) == 0
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--replicas", "6:4"], "6 to 4 replicas: somebody must be left; give a range from 2 on"),
-        (["--replicas", "1:4"], "1 to 4 replicas: somebody must be left"),
+        (["--replicas", "6:4"], "--replicas 6:4: one replica must be left; give a range from 2 on"),
+        (["--replicas", "1:4"], "--replicas 1:4: one replica must be left"),
         (["--replicas", "2:9"], "replicas=7 are more than the 6 microbatches of a step"),
     ],
 )
@@ -131,7 +131,9 @@ def test_chaos_that_cannot_be_had_is_refused_and_leaves_nothing(
     assert not (tmp_path / "kept").exists()
 
 
-def pretend(place: Path, losses: tuple[float, ...] = (3.0, 2.0), digest: str = "d", dead: int = 1) -> Left:
+def pretend(
+    place: Path, losses: tuple[float, ...] = (3.0, 2.0), digest: str = "d", dead: int = 1
+) -> FinishedRun:
     """What a healthy run of 3 replicas leaves that has lost one of them in its second step."""
     (place / "ranks").mkdir(parents=True)
     lines = [
@@ -145,7 +147,7 @@ def pretend(place: Path, losses: tuple[float, ...] = (3.0, 2.0), digest: str = "
     (place / "summary.json").write_text(json.dumps({"parameters_digest": digest}))
     for rank in {0, 1, 2} - {dead}:
         (place / "ranks" / f"{rank}.end").write_text('{"end": "done"}')
-    return Left(place, 0, 999_999)
+    return FinishedRun(place, 0, 999_999)
 
 
 def test_every_broken_law_is_told(tmp_path: Path) -> None:
@@ -153,11 +155,11 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     faults = parse_faults(["2:1:vote"])
     calm, good = pretend(tmp_path / "calm"), pretend(tmp_path / "good")
 
-    def told(run: Left, said: str) -> None:
+    def told(run: FinishedRun, said: str) -> None:
         assert any(said in law for law in violations(run, config, faults, calm)), said
 
     assert list(violations(good, config, faults, calm)) == []
-    told(Left(good.run_dir, 1, 1), "exit code 1")
+    told(FinishedRun(good.run_dir, 1, 1), "exit code 1")
     told(pretend(tmp_path / "short", losses=(3.0,)), "steps.jsonl has the steps [1] of 2")
     told(pretend(tmp_path / "bits", digest="e"), "other parameters")
     told(pretend(tmp_path / "loss", losses=(3.0, 2.5)), "other losses")
@@ -195,12 +197,12 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
     assert list(violations(back, config, faults, calm)) == []
     command = [sys.executable, "-c", "import time; time.sleep(100000)"]
     with subprocess.Popen(command, env={"RECOVER_RUN_DIR": str(good.run_dir)}) as straggler:
-        told(good, f"process {straggler.pid} of the run is still there")
+        told(good, f"process {straggler.pid} of the run is still running")
         straggler.kill()
 
 
 def test_a_run_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=2", "steps=9", "pace=9"]
-    run = run_job(OneRun(words, tmp_path / "run", limit=4))
+    run = run_job(CampaignRun(words, tmp_path / "run", limit=4))
     assert run.code == -9
     assert list(violations(run, parse({}), ())) == ["exit code -9"]

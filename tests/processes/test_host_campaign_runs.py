@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.on_hosts import Hosts
+from recover_lab.chaos.on_hosts import HostPlatform
+from recover_lab.chaos.platforms import CampaignRun
 from training import CAN_BE_CUT, small_world
 
 from recover.faults import parse_faults
@@ -59,9 +59,9 @@ def test_the_whole_matrix_over_hosts(tmp_path: Path, hosts: int, replicas: int) 
 def test_a_host_that_has_lost_all_its_ranks_says_that_the_job_has_ended(tmp_path: Path) -> None:
     """It lives, and so does its agent, which ends as the others do."""
     words = [*small_world(tmp_path / "world"), "replicas=3", "accum=2", "steps=4"]
-    hosts = Hosts(3)
+    hosts = HostPlatform(3)
     config = prepare_run(words, None, (), None).config
     faults = parse_faults(["2:2:in-reduce"])
-    run = hosts.run(OneRun(words, tmp_path / "run", 120, faults))
+    run = hosts.run(CampaignRun(words, tmp_path / "run", 120, faults))
     assert list(hosts.violations(run, config, faults)) == []
     assert "ends with step 1" in (tmp_path / "run" / "h3.out").read_text()

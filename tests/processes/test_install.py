@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -32,7 +32,8 @@ while step.index < 4:
         step.backward(model(batch).sum())
 print(recover.__file__, world.members, sys.version_info[:2], torch.__version__)
 """
-# Blocks, in every process, what a plain `pip install` of the wheel would not have brought.
+# Hides, in every process, what a plain `pip install` of the wheel would not have brought: packages, their metadata with
+# its entry points, and packages that were installed in editable mode, which have finders of their own.
 BLOCK = """
 import sys
 from importlib.machinery import PathFinder
@@ -40,7 +41,11 @@ class WithoutExtras(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in {names!r} else super().find_spec(name, path, target)
+    @classmethod
+    def find_distributions(cls, *context):
+        return (each for each in super().find_distributions(*context) if each.name.lower() not in {hidden!r})
 sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutExtras
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__[:12] != "__editable__"]
 """
 
 
@@ -96,12 +101,23 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
     version = run(*command, "--version")
     assert version.returncode == 0, version.stderr
     assert re.match(r"recover \d", version.stdout)
+    helped = run(*command, "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "needs recover-lab" in helped.stdout
+    doctor = run(*command, "doctor")
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    lab = run(*command, "bench", "overhead")
+    assert lab.returncode == 2, lab.stderr
+    assert "pip install recover-lab" in lab.stderr
     job = run(*command, "run", "-n", "3", "--run-dir", "run", "--kill", "2:1:in-reduce", str(script))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("(0, 2)") == 2, job.stdout
     assert str(ROOT) not in job.stdout, "this is the checkout, not the wheel"
     assert "step 2: lost replica 1" in job.stderr
     assert json.loads((place / "run" / "summary.json").read_text())["failures"] == 1
+    status = run(*command, "status", "run")
+    assert status.returncode == 0, status.stderr
+    assert re.search(r"step +4\b", status.stdout), status.stdout
     for words, missing in (
         (("report", "run"), "matplotlib"),
         (("train", "steps=1"), "tensorboard"),
@@ -152,7 +168,13 @@ def test_the_wheel_alone_trains_through_a_death_and_names_what_is_missing(dist: 
         and module not in ("recover", "_distutils_hack")
     }
     assert names >= EXTRA
-    (site / "sitecustomize.py").write_text(BLOCK.format(names=names))
+    assert "recover_lab" in names
+    hidden = {
+        each.name.lower()
+        for each in distributions()
+        if plain_name(each.name) not in there | {"recover-train"}
+    }
+    (site / "sitecustomize.py").write_text(BLOCK.format(names=names, hidden=hidden))
     try_out(sys.executable, tmp_path, os.environ | {"PYTHONPATH": str(site)})
 
 

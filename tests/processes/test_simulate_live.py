@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 from recover_lab.chaos.campaign import run_job
-from recover_lab.chaos.ground import OneRun
+from recover_lab.chaos.platforms import CampaignRun
 from recover_lab.peers.scene import SHAPE
 from recover_lab.simulate.learned import learn
-from recover_lab.simulate.replay import hold_against
+from recover_lab.simulate.replay import compare_with_run
 from recover_lab.simulate.scenario import parse_scenario
 
 from recover.faults.draw import draw_schedule
@@ -49,9 +49,9 @@ def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
         for seed in seeds
     ]
     for name, schedule in zip(("learn", "held"), schedules, strict=True):
-        assert run_job(OneRun(words, tmp_path / name, 280, schedule)).code == 0
+        assert run_job(CampaignRun(words, tmp_path / name, 280, schedule)).code == 0
     scenario = parse_scenario(learn([tmp_path / "learn"]))
-    found = hold_against(scenario, schedules[1], tmp_path / "held")
+    found = compare_with_run(scenario, schedules[1], tmp_path / "held")
     assert abs(found.total) < 0.10, found
     assert found.tokens == 0
     assert found.incidents
@@ -68,8 +68,8 @@ changes = {"run.days": 1, "run.seeds": 5, "run.systems": "restart,recover-return
 scenario = parse_scenario({**preset("meta-100k").values, **changes})
 found = []
 for races._SHARED in (float("inf"), 0):  # failures from which on several processes share them: none of these, all
-    placings = races.race(scenario)
-    found.append({name: [placing.goodput.mean, placing.failures] for name, placing in placings.items()})
+    results = races.race(scenario)
+    found.append({name: [placing.goodput.mean, placing.failures] for name, placing in results.items()})
 print(json.dumps(found))
 """
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from recover_lab.bench import measure as measuring
 from recover_lab.bench import suite
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import BenchmarkError
 from recover_lab.bench.trajectory import distance, lines_of, throughput, totals
-from recover_lab.peers.costs import Costs, Restarting, rerun_steps
+from recover_lab.peers.costs import Costs, RestartCosts, rerun_steps
 from recover_lab.peers.events import Events, read_events
 from recover_lab.peers.metrics import (
     advantage,
@@ -21,7 +22,7 @@ from recover_lab.peers.metrics import (
     progress,
     recoveries,
     recovery_seconds,
-    restarting,
+    restart_costs,
     restarts,
     step_seconds,
     steps_by_alive,
@@ -29,8 +30,9 @@ from recover_lab.peers.metrics import (
     warm_steps,
 )
 from recover_lab.peers.scene import Scene, inside
+from recover_lab.publish import measured_sources
 from recover_lab.publish.measured_sources import measured, sources
-from recover_lab.publish.page import TEXTS, build
+from recover_lab.publish.page import build
 
 from recover.runs.records.kinds import Event
 
@@ -155,7 +157,7 @@ def test_the_stamps_of_a_recovery_are_the_papers() -> None:
 
 
 def test_what_a_restart_costs_is_taken_from_all_runs_that_had_one() -> None:
-    costs = restarting([restarted_run(), restarted_run()])
+    costs = restart_costs([restarted_run(), restarted_run()])
     assert (costs.step, costs.save, costs.stall) == pytest.approx((1.0, 0.3, 6.4))
 
 
@@ -228,7 +230,7 @@ def test_how_a_replica_is_built_is_said_as_to_recover_train() -> None:
             inside(words)
 
 
-RESTARTING = Restarting(step=1.0, save=0.5, stall=8.0)
+RESTARTING = RestartCosts(step=1.0, save=0.5, stall=8.0)
 
 
 def test_the_baseline_is_taken_at_its_best() -> None:
@@ -242,7 +244,7 @@ def test_the_baseline_is_taken_at_its_best() -> None:
 
 def test_the_best_checkpoints_for_failures_in_known_steps() -> None:
     """On average half of an interval is run again; in known steps it may be all of it, or one step alone."""
-    cheap = Restarting(step=1.0, save=0.1, stall=8.0)
+    cheap = RestartCosts(step=1.0, save=0.1, stall=8.0)
     assert cheap.best_interval(16) == 2
     assert cheap.best_interval(16, kills=[24, 40, 56]) == 3  # 3, 1 and 2 steps again; with 2 always both
     assert cheap.best_interval(16, kills=[23, 39, 55]) == 2  # one step again
@@ -291,6 +293,18 @@ def test_a_part_is_measured_again_when_the_sources_have_changed(tmp_path: Path) 
     assert not measured(path)
 
 
+def test_sources_digest_covers_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {package.name for package in measured_sources.PACKAGES} == {"recover", "recover_lab"}
+    packages = [tmp_path / "recover", tmp_path / "recover_lab"]
+    monkeypatch.setattr(measured_sources, "PACKAGES", packages)
+    digests = {sources()}
+    for package in packages:
+        package.mkdir()
+        (package / "module.py").write_text("x = 1")
+        digests.add(sources())
+    assert len(digests) == 3
+
+
 def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path) -> None:
     machine = {"cores": 2, "processor": "a processor", "torch": "2", "openmpi": "5"}
     (restart,), (recovery,) = restarts(restarted_run()), recoveries(surviving_run(), since=2)
@@ -301,7 +315,7 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
         json.dumps({"machine": machine, "sources": sources(), "breakdown": breakdown})
     )
     (tmp_path / "multi-ddp.json").write_text(json.dumps({"sources": "of another day", "multi": {}}))
-    text = build(tmp_path).read_text()
+    text = build(tmp_path, FIGURES).read_text()
     assert "Multi" not in text
     assert "7.7 s" in (tmp_path / "figures.md").read_text()
     assert "Breakdown, 3D" in text
@@ -317,7 +331,7 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
 def test_every_part_has_a_call_and_a_place_on_the_page() -> None:
     for long in (False, True):
         for name in suite.parts(long):
-            assert name.partition("-")[0] in TEXTS
+            assert name.partition("-")[0] in FIGURES
 
 
 @pytest.mark.parametrize(

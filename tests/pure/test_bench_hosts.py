@@ -11,12 +11,12 @@ from recover_lab.bench import measure, rejoin, rejoin_hosts
 from recover_lab.bench.peers import judge
 from recover_lab.bench.rejoin import _away
 from recover_lab.bench.several_hosts import kill_samples, strikes_on, without_the_lost
-from recover_lab.peers.costs import Restarting, ReturningCosts
+from recover_lab.peers.costs import RejoinCosts, RestartCosts
 from recover_lab.peers.ended import BenchmarkError
-from recover_lab.peers.host_stage import OwnStage
-from recover_lab.peers.rejoin import came_back, joins, stages
+from recover_lab.peers.host_stage import LocalPool
+from recover_lab.peers.rejoin import joins, rejoin_times, stages
 from recover_lab.peers.scene import VOCAB, Scene, hidden_for
-from recover_lab.peers.torchft_runs import Absent
+from recover_lab.peers.torchft_runs import TorchftUnavailable
 
 from recover.runs.records.kinds import Event
 
@@ -29,7 +29,7 @@ def incident(kind: str = "lost", **facts: float) -> dict[str, Any]:
     zeros = dict.fromkeys(
         ("detect", "repair", "restore", "redo", "noticed_at", "transfer", "stall", "warm_up"), 0.0
     )
-    return {"kind": kind, "bytes": 0, **zeros, **facts}
+    return {"kind": kind, "bytes": 0, "discarded": 0, **zeros, **facts}
 
 
 def step_end(at: float, step: int, replicas: int, rank: int = 0, **facts: Any) -> Event:
@@ -55,14 +55,14 @@ def returning_run() -> list[Event]:
 
 
 def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
-    back = came_back(returning_run(), lambda each: each["replicas"] == 3)
+    back = rejoin_times(returning_run(), lambda each: each["replicas"] == 3)
     assert (back.again, back.whole, back.wait) == pytest.approx((0.7, 4.5, 0.8))
     assert _away(returning_run(), 3) == pytest.approx([4.4]), "when the first one of all has committed it"
     (join,) = joins(returning_run())
     assert (join["stall"], join["bytes"]) == (0.7, 5_000_000), "of those who waited, not of the one who came"
     assert list(stages(returning_run()).values()) == pytest.approx([0.4, 0.5, 0.6, 0.4, 2.5])
-    with pytest.raises(BenchmarkError, match="has not come back"):
-        came_back(returning_run(), lambda each: each["replicas"] == 4)
+    with pytest.raises(BenchmarkError, match="has not rejoined"):
+        rejoin_times(returning_run(), lambda each: each["replicas"] == 4)
 
 
 def test_a_step_that_the_dead_one_had_voted_for_does_not_pass_for_its_return() -> None:
@@ -70,9 +70,9 @@ def test_a_step_that_the_dead_one_had_voted_for_does_not_pass_for_its_return() -
         step_end(3.55, 4, 3) if each["what"] == "step-end" and each["step"] == 4 else each
         for each in returning_run()
     ]
-    back = came_back(late, lambda each: each["replicas"] == 3)
+    back = rejoin_times(late, lambda each: each["replicas"] == 3)
     assert (back.again, back.whole) == pytest.approx((1.7, 4.5))
-    restarted = came_back(late, lambda each: True)  # where a step is all or nothing
+    restarted = rejoin_times(late, lambda each: True)  # where a step is all or nothing
     assert restarted.again == restarted.whole == pytest.approx(0.05)
 
 
@@ -93,6 +93,7 @@ def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_aga
             "repair": 0.2,
             "restore": 0.01,
             "redo": 0.5,
+            "discarded": 0,
         }
     )
     with pytest.raises(BenchmarkError, match="not committed on 7 microbatches"):
@@ -110,7 +111,7 @@ def test_a_step_that_nobody_was_missed_in_says_nothing_about_a_loss() -> None:
 
 
 def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
-    strikes = strikes_on(OwnStage(3, "10.0.0.1"), 2)
+    strikes = strikes_on(LocalPool(3, "10.0.0.1"), 2)
     assert [(strike.what, strike.host, strike.replica) for strike in strikes] == [
         ("rank", "h3", 5),
         ("rank", "h2", 3),
@@ -119,13 +120,13 @@ def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
     ]
     assert strikes[0].words() == "4:5:in-reduce"
     assert strikes[-1].words() == "13:4:in-reduce=stall:120"
-    with pytest.raises(BenchmarkError, match="no cable can be cut"):
-        OwnStage(3, "10.0.0.1").cut("h3")
+    with pytest.raises(BenchmarkError, match="no link can be cut"):
+        LocalPool(3, "10.0.0.1").cut("h3")
 
 
-def costs(**changes: float) -> ReturningCosts:
+def costs(**changes: float) -> RejoinCosts:
     pieces = {"recovery": 0.1, "join": 0.15, "away": 6.0, "full": 1.0, "less": 1.25} | changes
-    return ReturningCosts(5, Restarting(step=1.0, save=0.05, stall=9.0), **pieces)
+    return RejoinCosts(5, RestartCosts(step=1.0, save=0.05, stall=9.0), **pieces)
 
 
 def test_a_replica_that_is_away_for_a_while_costs_its_share_of_the_steps_meanwhile() -> None:
@@ -210,10 +211,10 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(replicas=4, accum=1)
-    monkeypatch.setattr(rejoin, "calibrate", lambda scene: Restarting(1.0, 0.1, 8.0))
-    monkeypatch.setattr(rejoin, "run_returning", lambda scene, place: failing_run(scene, 4))
+    monkeypatch.setattr(rejoin, "calibrate", lambda scene: RestartCosts(1.0, 0.1, 8.0))
+    monkeypatch.setattr(rejoin, "run_ours_rejoining", lambda scene, place: failing_run(scene, 4))
     monkeypatch.setattr(rejoin, "run_baseline", lambda scene, place: restarting_run(scene))
-    results = rejoin.bench_multi_returning(scene, 12, (1, 2), tmp_path / "rejoin.json")
+    results = rejoin.bench_multi_rejoining(scene, 12, (1, 2), tmp_path / "rejoin.json")
     assert [duel["interval"] for duel in results["duels"]] == [12, 24]
     first, second = results["duels"]
     assert first["away"] == pytest.approx([6.05, 6.05]), (
@@ -225,9 +226,9 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
     costs = results["costs"]
     assert (costs["full"], costs["less"], costs["join"]) == pytest.approx((1.0, 1.5, 0.25))
     assert json.loads((tmp_path / "rejoin.json").read_text())["returning"]["crossing"] is None
-    monkeypatch.setattr(rejoin, "run_returning", lambda scene, place: failing_run(scene, 1000))
-    with pytest.raises(BenchmarkError, match="no replica came back within 12 steps"):
-        rejoin.bench_multi_returning(scene, 12, (1,), None)
+    monkeypatch.setattr(rejoin, "run_ours_rejoining", lambda scene, place: failing_run(scene, 1000))
+    with pytest.raises(BenchmarkError, match="no replica rejoined within 12 steps"):
+        rejoin.bench_multi_rejoining(scene, 12, (1,), None)
 
 
 @pytest.mark.usefixtures("on_paper")
@@ -235,10 +236,12 @@ def test_a_return_is_told_beside_those_of_others_and_who_is_absent_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(*_: object) -> Path:
-        raise Absent("it has no wheel for oak")
+        raise TorchftUnavailable("it has no wheel for oak")
 
     monkeypatch.setattr(rejoin_hosts, "install_torchft", absent)
-    monkeypatch.setattr(rejoin_hosts, "run_returning", lambda scene, place, awaited, ready: returning_run())
+    monkeypatch.setattr(
+        rejoin_hosts, "run_ours_rejoining", lambda scene, place, awaited, ready: returning_run()
+    )
     baseline = Scene(replicas=3, steps=10, kills=((6, 2),), save_every=2)
     monkeypatch.setattr(rejoin_hosts, "run_baseline", lambda scene, place: restarting_run(baseline))
     results = rejoin_hosts.bench_return(3, 0.1, (1,), 2, None, tmp_path / "return.json")

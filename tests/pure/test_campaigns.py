@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recover_lab.chaos.campaign import OneMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
+from recover_lab.chaos.campaign import LocalMachine, chaos, pace_for_joins, schedule_for, strike_newcomers
 from recover_lab.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, all_cells, lay_out
-from recover_lab.chaos.ground import OneRun
 from recover_lab.chaos.matrix import POLICY, insert, plan_launches, slice_of, table
+from recover_lab.chaos.platforms import CampaignRun
 from training import small_world
 
 from recover.faults import LOCATIONS, parse_fault
@@ -35,7 +35,7 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["replicas=1"], "replicas=1: nobody would be left"),
+        (["replicas=1"], "replicas=1: no replica would be left"),
         (["replicas=4", "policy=balanced"], "leave it out"),
         (["replicas=4", "parallel=hsdp"], "add shard=2"),
     ],
@@ -95,14 +95,14 @@ class Run:
     took: tuple[float, float] = (4.0, 1.0)
 
 
-class FakeGround(OneMachine):
+class FakeGround(LocalMachine):
     """Runs nothing; in run number i the replicas `joins[i]` have joined. The first run is the one without faults."""
 
     def __init__(self, returns: bool, joins: Sequence[set[int]] = ()) -> None:
         super().__init__(returns)
-        self.joins, self.jobs = [set(), *joins], list[OneRun]()
+        self.joins, self.jobs = [set(), *joins], list[CampaignRun]()
 
-    def run(self, job: OneRun) -> Any:
+    def run(self, job: CampaignRun) -> Any:
         job.run_dir.mkdir(parents=True)
         self.jobs.append(job)
         return Run(job.run_dir, self.joins[len(self.jobs) - 1])
@@ -122,20 +122,20 @@ class FakeGround(OneMachine):
 def test_a_campaign_with_returns_in_which_nobody_joined_is_inconclusive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], returns: bool, joins: Any, code: int, said: str
 ) -> None:
-    ground = FakeGround(returns, joins)
+    platform = FakeGround(returns, joins)
     words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
-    assert chaos(words, 7, None, 2, output=tmp_path / "kept", ground=ground) == code
-    faults = sum(len(job.faults) for job in ground.jobs)
+    assert chaos(words, 7, None, 2, output=tmp_path / "kept", platform=platform) == code
+    faults = sum(len(job.faults) for job in platform.jobs)
     assert said.format(faults) in capsys.readouterr().out
     assert not list((tmp_path / "kept").iterdir())
 
 
 def test_runs_with_returns_last_until_lost_replicas_can_have_joined(tmp_path: Path) -> None:
     """Struck in the first third, and so slow that six of them could start one after the other."""
-    ground = FakeGround(True, [{4}] * 40)
+    platform = FakeGround(True, [{4}] * 40)
     words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
-    assert chaos(words, 0, None, 40, output=tmp_path / "kept", ground=ground) == 0
-    (calm, *struck) = ground.jobs
+    assert chaos(words, 0, None, 40, output=tmp_path / "kept", platform=platform) == 0
+    (calm, *struck) = platform.jobs
     assert not any(word.startswith("pace=") for word in calm.words)
     assert {word for job in struck for word in job.words if word.startswith("pace=")} == {"pace=0.200"}
     by_step = [fault.step for job in struck for fault in job.faults if fault.step]

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 from recover_lab.bench import suite
+from recover_lab.bench.figures import FIGURES
+from recover_lab.locations import CHECKOUT
 from recover_lab.peers.scene import Scene
-from recover_lab.publish.figures import FILE, ORIGIN, QUOTED, ROOT, TABLE, TELLERS, fill, pages, publish, read
+from recover_lab.publish.documents import FILE, ORIGIN, QUOTED, TABLE, fill, pages, publish, read
 
 SCENE = Scene(replicas=4, kills=((3, 1),)).to_json()
-COSTS = {"N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
+SPREAD = {"median": 100.0, "low": 90.0, "high": 110.0, "n": 9}
+PARTS = {"baseline": {"pieces": {"restart": 4.7}}, "ours": {"pieces": {"redo": 0.2}}}
+COSTS = {**PARTS, "N": 2, "baseline_cost": 8.04, "ours_cost": 0.31, "step_seconds": 0.6}
 LATER = {**COSTS, "N": 16, "baseline_cost": 12.0, "ours_cost": 0.4}
-STEPS = {"steps": [{"microbatches": 16, "seconds": 0.6}], "per_provisioned_rank": 50.0}
+STEPS = {"steps": [{"microbatches": 16, "seconds": 0.6, "loss": 5.5}], "per_provisioned_rank": 50.0}
 RESULTS: dict[str, Any] = {
     "trajectory": {
         "scene": SCENE,
@@ -31,8 +35,18 @@ RESULTS: dict[str, Any] = {
     "multi": {
         "scene": SCENE,
         "interval": 12,
-        "ours": {"steps_of": {"4": 0.6}},
-        "baselines": [{"ratios": [2.0], "advantage": {"more": 0.5, "rank_seconds_ratio": 1.5}}],
+        "ours": {
+            "steps_of": {"4": 0.6},
+            "intervals": [{"alive": 3, "effective_throughput": 90.0, "per_provisioned_rank": 70.0}],
+        },
+        "baselines": [
+            {
+                "save_every": 4,
+                "ratios": [2.0],
+                "intervals": [{"effective_throughput": 45.0}],
+                "advantage": {"more": 0.5, "rank_seconds_ratio": 1.5},
+            }
+        ],
     },
     "sweep": {
         "scene": SCENE,
@@ -40,6 +54,7 @@ RESULTS: dict[str, Any] = {
             {"alive": n, "crossing_effective": None, "crossing_wall": 0.2, "paper": {"2.23 times": 0.9}}
             for n in (5, 4, 3)
         ],
+        "measured": [{"alive": 5, "share": 0.5, "measured": 1.9, "predicted": 1.8}],
     },
     "peers": {
         "scene": SCENE,
@@ -49,6 +64,9 @@ RESULTS: dict[str, Any] = {
         },
     },
     "overhead": {
+        "peer": "stock HSDP",
+        "tokens_per_second": dict.fromkeys(("stock", "ours", "reproducible"), SPREAD),
+        "peak_bytes": {"stock": 400 << 20, "ours": 410 << 20},
         "replicas": 2,
         "shard": 2,
         "parameters": 27_800_000,
@@ -58,10 +76,14 @@ RESULTS: dict[str, Any] = {
     },
     "recovery": {
         "replicas": 4,
-        "recovery_ms": {"median": 123.4, "low": 100.0, "high": 150.0},
+        "recovery_ms": {"median": 123.4, "low": 100.0, "high": 150.0, "n": 15},
+        "step_ms": SPREAD,
         "discarded": 0,
     },
-    "repair": {"repair_ms": {"mpi": {"median": 77.0}, "gloo": {"median": 55.0}}, "ranks": 8},
+    "repair": {
+        "repair_ms": {"mpi": SPREAD | {"median": 77.0}, "gloo": SPREAD | {"median": 55.0}},
+        "ranks": 8,
+    },
     "collectives": {
         "collectives_ms": {
             str(ranks): {
@@ -170,10 +192,10 @@ def test_a_figure_that_is_edited_alone_is_seen_wherever_it_is_quoted() -> None:
 
 
 def test_no_figure_of_a_benchmark_is_given_by_hand() -> None:
-    page = (ROOT / "docs" / "explanation" / "evaluation.md").read_text()
+    page = (CHECKOUT / "docs" / "explanation" / "evaluation.md").read_text()
     rows = [line for line in page.splitlines() if "| `recover bench" in line[1:]]
     assert len(rows) >= 11
-    readme = (ROOT / "README.md").read_text()
+    readme = (CHECKOUT / "README.md").read_text()
     assert re.findall(r"\d[\d.]* m?s\b|\d\.\d+x", QUOTED.sub("", readme)) == []
     for row in rows:
         assert QUOTED.search(row), row
@@ -182,7 +204,7 @@ def test_no_figure_of_a_benchmark_is_given_by_hand() -> None:
 
 def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
     evaluation, faults, world = (
-        (ROOT / name).read_text()
+        (CHECKOUT / name).read_text()
         for name in (
             "docs/explanation/evaluation.md",
             "docs/explanation/campaigns.md",
@@ -204,9 +226,9 @@ def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
 
 def checkout(directory: Path) -> Path:
     """The documents and nothing else."""
-    for page in [*pages(), ROOT / FILE]:
-        (directory / page.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(page, directory / page.relative_to(ROOT))
+    for page in [*pages(), CHECKOUT / FILE]:
+        (directory / page.relative_to(CHECKOUT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, directory / page.relative_to(CHECKOUT))
     return directory
 
 
@@ -230,7 +252,7 @@ def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path:
         part = name.partition("-")[0]
         content = RESULTS[part] if part in ("repair", "collectives") else {part: RESULTS[part]}
         (runs / f"{name}.json").write_text(json.dumps(origin | content))
-    assert sorted(publish([runs], root)) == sorted(suite.parts(long=False))
+    assert sorted(publish([runs], FIGURES, root)) == sorted(suite.parts(long=False))
     readme, world, evaluation = (
         QUOTED.sub(r"\3", (root / name).read_text())
         for name in ("README.md", "docs/explanation/world.md", "docs/explanation/evaluation.md")
@@ -257,7 +279,7 @@ def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path:
     assert all(figures[name][key] == origin[key] for name in suite.parts(long=False) for key in ORIGIN)
     assert not any("carried_over" in each for each in figures.values())
     published = (root / FILE).read_text()
-    publish([runs / "recovery.json"], root)
+    publish([runs / "recovery.json"], FIGURES, root)
     assert (root / FILE).read_text() == published
 
 
@@ -299,7 +321,7 @@ def test_the_gpu_page_has_a_table_only_if_gpus_were_measured(tmp_path: Path) -> 
     without = {name: each for name, each in figures.items() if name != "gpu"}
     assert "No table has been published yet" in fill(table[0], without)
     run.write_text(json.dumps({key: figures["overhead"][key] for key in ORIGIN} | {"gpu": GPU}))
-    publish([run], root)
+    publish([run], FIGURES, root)
     text = page.read_text()
     assert "| step without failures, 1b (1,056M parameters) | nccl | 1,560 ms, 23.0 GiB |" in text
     assert "stock nccl 1,554 ms (1.00x, 0.98 to 1.01)" in text
@@ -310,7 +332,7 @@ def test_the_gpu_page_has_a_table_only_if_gpus_were_measured(tmp_path: Path) -> 
 
 def test_every_benchmark_has_figures_to_publish() -> None:
     for long in (False, True):
-        assert {name.partition("-")[0] for name in suite.parts(long)} <= TELLERS.keys()
+        assert {name.partition("-")[0] for name in suite.parts(long)} <= FIGURES.keys()
 
 
 def test_a_run_that_lacks_what_a_document_quotes_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -320,12 +342,12 @@ def test_a_run_that_lacks_what_a_document_quotes_is_refused_and_changes_nothing(
     few = {"collectives_ms": {"2": RESULTS["collectives"]["collectives_ms"]["2"]}}
     small.write_text(json.dumps({key: read()["collectives"][key] for key in ORIGIN} | few))
     with pytest.raises(ValueError, match=r"quotes collectives.4-25"):
-        publish([small], root)
+        publish([small], FIGURES, root)
     for name in ("shopping", "repair"):
         other = tmp_path / f"{name}.json"
         other.write_text(json.dumps(RESULTS["repair"]))
-        with pytest.raises(ValueError, match=f"{name} is not a benchmark's file"):
-            publish([other], root)
+        with pytest.raises(ValueError, match=f"{name} is not a file of a benchmark"):
+            publish([other], FIGURES, root)
     with pytest.raises(ValueError, match="in a checkout"):
-        publish([small], tmp_path / "elsewhere")
+        publish([small], FIGURES, tmp_path / "elsewhere")
     assert {page: page.read_text() for page in before} == before

@@ -20,8 +20,8 @@ from recover_lab.chaos.on_hosts import (
     QUIET,
     TAKES_A_MEMBER,
     TO_NEWCOMERS,
-    Hosts,
-    LeftOnHosts,
+    FinishedHostRun,
+    HostPlatform,
 )
 
 from recover.faults import Fault, lab_requests, parse_fault, parse_faults
@@ -37,7 +37,7 @@ def config_of(replicas: int, steps: int = 12, **more: str) -> Config:
     return parse(keys | {"checkpoint.every": "1"} | more)
 
 
-def check(faults: list[Fault] | tuple[Fault, ...], hosts: Hosts, config: Config, steps: int) -> None:
+def check(faults: list[Fault] | tuple[Fault, ...], hosts: HostPlatform, config: Config, steps: int) -> None:
     assert list(impossible(faults, config.replicas, config.replica_size, steps, 1)) == [], faults
     lost = {fault.replica for fault in faults if fault.lethal}
     members = Counter[str]()
@@ -55,7 +55,7 @@ def check(faults: list[Fault] | tuple[Fault, ...], hosts: Hosts, config: Config,
 def test_schedules_over_hosts_can_strike_spare_somebody_and_leave_most_of_etcd(
     count: int, replicas: int
 ) -> None:
-    hosts, config = Hosts(count), config_of(replicas)
+    hosts, config = HostPlatform(count), config_of(replicas)
     schedules = [hosts.schedule(config, seed) for seed in range(400)]
     assert schedules == [hosts.schedule(config, seed) for seed in range(400)]
     for schedule in schedules:
@@ -78,7 +78,7 @@ def test_schedules_over_hosts_can_strike_spare_somebody_and_leave_most_of_etcd(
 
 
 def test_where_replicas_come_back_those_who_come_are_struck_as_well() -> None:
-    hosts, config = Hosts(3, returns=True), config_of(3, steps=300)
+    hosts, config = HostPlatform(3, returns=True), config_of(3, steps=300)
     schedules = [hosts.schedule(config, seed) for seed in range(300)]
     for schedule in schedules:
         check([fault for fault in schedule if fault.replica < 3], hosts, config, config.steps // 2)
@@ -93,7 +93,7 @@ def test_where_replicas_come_back_those_who_come_are_struck_as_well() -> None:
 )
 def test_hosts_that_cannot_be_had_are_refused(count: int, replicas: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Hosts(count).check(config_of(replicas))
+        HostPlatform(count).check(config_of(replicas))
 
 
 def test_what_a_lab_must_do_is_asked_of_it_and_refused_where_there_is_none(
@@ -116,7 +116,7 @@ def test_what_a_lab_must_do_is_asked_of_it_and_refused_where_there_is_none(
     lab_requests.have_done(fault)
 
 
-def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: int = 4) -> LeftOnHosts:
+def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: int = 4) -> FinishedHostRun:
     """What a healthy run on three hosts leaves, one replica on each, of which these were lost."""
     names, lives = ["h1", "h2", "h3"], []
     for number, name in enumerate(names):
@@ -137,7 +137,7 @@ def pretend(place: Path, dead: dict[str, Fault], ends: dict[str, int], steps: in
             if names[other] not in dead and name not in dead:
                 (place / name / "ranks" / f"{other}.end").write_text('{"end": "done"}')
         lives.append(life(name, ends.get(name, 0), place, 999_990 + number, dead.get(name)))
-    return LeftOnHosts(place, 0, {name: place / name for name in names}, tuple(lives))
+    return FinishedHostRun(place, 0, {name: place / name for name in names}, tuple(lives))
 
 
 def life(
@@ -155,18 +155,18 @@ def life(
 
 
 def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
-    hosts, config = Hosts(3), config_of(3, steps=4, **{"checkpoint.every": "0"})
+    hosts, config = HostPlatform(3), config_of(3, steps=4, **{"checkpoint.every": "0"})
     (cut,) = faults = parse_faults(["3:1:vote=lab:cut"])
     calm = pretend(tmp_path / "calm", {}, {})
     good = pretend(tmp_path / "good", {"h2": cut}, {"h2": 1})
 
-    def told(run: LeftOnHosts, said: str) -> None:
+    def told(run: FinishedHostRun, said: str) -> None:
         laws = list(hosts.violations(run, config, faults, calm))
         assert any(said in law for law in laws), laws
 
     assert list(hosts.violations(good, config, faults, calm)) == []
     told(replace(good, code=-9), "have not ended")
-    told(replace(good, litter=["h2: sleep 9"]), "h2: sleep 9 was left behind")
+    told(replace(good, leftovers=["h2: sleep 9"]), "h2: sleep 9 was left behind")
     told(pretend(tmp_path / "code", {"h2": cut}, {"h2": 0}), "h2: exit code 0, not 1")
     told(pretend(tmp_path / "other-code", {"h2": cut}, {"h2": 1, "h3": 1}), "h3: exit code 1")
     told(

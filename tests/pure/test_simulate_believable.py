@@ -8,8 +8,8 @@ import pytest
 from recover_lab.simulate.closed_forms import best_interval, daly, endured, restart_goodput, young
 from recover_lab.simulate.learned import fit_alpha_beta, learn
 from recover_lab.simulate.published import ft_hsdp_rows, llama_rows, paper_rows, rsc_rows, spare_rows
-from recover_lab.simulate.race import Track
-from recover_lab.simulate.replay import hold_against, play
+from recover_lab.simulate.race import SystemRunner
+from recover_lab.simulate.replay import compare_with_run, replay
 from recover_lab.simulate.scenario import parse_scenario
 
 from recover.faults import parse_faults
@@ -58,7 +58,7 @@ def test_checkpoint_restart_is_within_one_percent_of_the_exact_expectation(
             "run.days": 15_000 * between / DAY,
         }
     )
-    account = Track(scenario).run("restart", 5)
+    account = SystemRunner(scenario).run("restart", 5)
     expected = restart_goodput(round(every), save, restart, between)
     assert account.goodput(scenario) == pytest.approx(expected, rel=0.01)
     if factor == 1.0:
@@ -85,7 +85,7 @@ def test_copies_last_as_long_as_the_closed_form_says(groups: int, copies: int) -
             "run.days": 400,
         }
     )
-    account = Track(scenario).run("replication", 1)
+    account = SystemRunner(scenario).run("replication", 1)
     assert account.struck / account.restarts == pytest.approx(endured(groups, copies), rel=0.12)
 
 
@@ -143,7 +143,7 @@ def test_the_case_of_spare_is_predicted() -> None:
 def test_a_run_that_happened_is_played_again_with_the_parameters_of_another(learned: str, held: str) -> None:
     """Chaos schedules on 6 replicas of one rank and on 4 of two: time within 10%, each incident within 20%."""
     scenario = parse_scenario(learn([RECORDED / learned]))
-    found = hold_against(scenario, read_schedule(RECORDED / held / "faults.yaml"), RECORDED / held)
+    found = compare_with_run(scenario, read_schedule(RECORDED / held / "faults.yaml"), RECORDED / held)
     assert abs(found.total) < 0.10
     assert found.tokens == 0
     assert found.incidents
@@ -156,8 +156,8 @@ def test_a_run_that_happened_is_played_again_with_the_parameters_of_another(lear
 def test_a_death_in_the_vote_costs_a_repair_and_no_microbatch() -> None:
     """The recorded runs have none that is alone: everybody holds the whole sum then, and commits it."""
     scenario = parse_scenario(learn([RECORDED / "ddp-learn"]))
-    (voting,) = play(scenario, parse_faults(["3:2:vote"]), 4).incidents.values()
-    (reducing,) = play(scenario, parse_faults(["3:2:in-reduce"]), 4).incidents.values()
+    (voting,) = replay(scenario, parse_faults(["3:2:vote"]), 4).incidents.values()
+    (reducing,) = replay(scenario, parse_faults(["3:2:in-reduce"]), 4).incidents.values()
     assert voting == pytest.approx(scenario.repairing(5))
     assert reducing == pytest.approx(voting + scenario.microbatch)
 

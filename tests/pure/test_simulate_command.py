@@ -53,7 +53,7 @@ def simulate(*args: str) -> Any:
         (["run.seeds=many"], "run.seeds='many'", "must be a whole number"),
         (["--sweep", "node=1:2"], "'node' is no key", "cluster.nodes=8:80000"),
         (["--sweep", "nodes=80000:8"], "nodes=80000:8", "0 < LOW < HIGH"),
-        (["--from", "/nowhere/run"], "/nowhere/run", "name a run or a file"),
+        (["--from", "/nowhere/run"], "/nowhere/run", "give a run directory or a file"),
         (["/nowhere.yaml"], "/nowhere.yaml", "check the path"),
     ],
 )
@@ -137,9 +137,9 @@ def test_parameters_come_from_runs_and_from_benchmarks(tmp_path: Path) -> None:
     assert scenario.recovery.repair_s == pytest.approx(0.09)
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
-    with pytest.raises(ValueError, match="nothing in it to learn from"):
+    with pytest.raises(ValueError, match="has no parameters of a scenario"):
         learn([empty])
-    with pytest.raises(ValueError, match=r"needs steps\.jsonl"):
+    with pytest.raises(ValueError, match=r"has no steps\.jsonl"):
         learn([tmp_path])
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from recover_lab.simulate.account import PARTS
-from recover_lab.simulate.race import Track, race
+from recover_lab.simulate.race import SystemRunner, race
 from recover_lab.simulate.scenario import Scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import SYSTEMS
 
@@ -65,7 +65,7 @@ clusters = st.fixed_dictionaries(
 def test_all_time_is_accounted_for_and_every_step_of_recover_has_exactly_b(values: dict[str, Any]) -> None:
     """Racks, bursts, silence, slow nodes, standbys, repairs that are struck again: nothing is lost sight of."""
     there = scenario(**values)
-    track = Track(there)
+    track = SystemRunner(there)
     for system in SYSTEMS:
         account = track.run(system, there.run.first_seed)
         assert sum(account.shares(there).values()) == pytest.approx(1.0, abs=1e-6), (system, account.parts)
@@ -83,7 +83,7 @@ def test_all_time_is_accounted_for_and_every_step_of_recover_has_exactly_b(value
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_same_seed_gives_the_same_run_and_another_one_another(system: str) -> None:
     there = scenario(cluster__spares=4, failures__burst=0.2)
-    one, again, other = (Track(there).run(system, seed) for seed in (7, 7, 8))
+    one, again, other = (SystemRunner(there).run(system, seed) for seed in (7, 7, 8))
     assert one == again
     assert one.parts != other.parts
 
@@ -113,7 +113,7 @@ def test_more_failures_never_help(system: str) -> None:
         ]
         for rate in rates
     ]
-    values = [placing.goodput.mean for placing in found]
+    values = [result.goodput.mean for result in found]
     assert all(b <= a + 0.004 for a, b in itertools.pairwise(values)), values
 
 
@@ -124,7 +124,7 @@ def test_a_spare_never_hurts_tokens_per_hour(system: str) -> None:
         race(scenario(cluster__spares=spares, run__seeds=8, run__days=10), [system])[system]
         for spares in (0, 2, 4, 8, 16)
     ]
-    values = [placing.tokens_per_day.mean for placing in found]
+    values = [result.tokens_per_day.mean for result in found]
     assert all(b >= 0.99 * a for a, b in itertools.pairwise(values)), values
     assert values[-1] > values[0]
 
@@ -143,12 +143,12 @@ def test_failures_come_as_often_as_they_are_told_to() -> None:
         there = scenario(
             failures__process=process, failures__shape=0.7, failures__transient=1.0, run__days=200
         )
-        account = Track(there).run("recover-return", 3)
+        account = SystemRunner(there).run("recover-return", 3)
         expected = 200 * 64 * 0.05
         assert account.failures == pytest.approx(expected, rel=0.002 if process == "regular" else 0.1)
     dying = scenario(failures__repair_hours=1e6, run__days=20, failures__process="regular")
     left = 64 * math.exp(-0.05 * 20)  # who is gone fails no more
-    assert Track(dying).run("recover-return", 3).failures == pytest.approx(64 - left, abs=3)
+    assert SystemRunner(dying).run("recover-return", 3).failures == pytest.approx(64 - left, abs=3)
 
 
 def test_a_rack_takes_its_nodes_along() -> None:
@@ -159,7 +159,7 @@ def test_a_rack_takes_its_nodes_along() -> None:
         failures__transient=1.0,
         job__replica_gpus=16,
     )
-    account = Track(there).run("recover-return", 1)
+    account = SystemRunner(there).run("recover-return", 1)
     assert account.joined == pytest.approx(4 * account.failures, rel=0.2)  # 8 nodes are 4 replicas of 2
 
 
@@ -178,7 +178,7 @@ def test_a_replica_that_comes_back_is_missed_for_as_long_as_it_takes_to_start() 
     there = scenario(
         failures__transient=1.0, joining__start_s=1800.0, job__accum=64, run__days=40, run__seeds=1
     )
-    account = Track(there).run("recover-return", 2)
+    account = SystemRunner(there).run("recover-return", 2)
     away = account.struck * 1800.0 / 32
     assert account.parts["missing"] == pytest.approx(away, rel=0.1)
 
@@ -193,6 +193,6 @@ def test_a_wipe_out_in_the_pause_of_another_loss_is_a_restart() -> None:
         recovery__detect_s=1e4,
         **nothing,
     )
-    slow = Track(there).run("replication", 1)
-    quick = Track(there.but(recovery__detect_s=0.0)).run("replication", 1)
+    slow = SystemRunner(there).run("replication", 1)
+    quick = SystemRunner(there.but(recovery__detect_s=0.0)).run("replication", 1)
     assert slow.restarts == quick.restarts > 10

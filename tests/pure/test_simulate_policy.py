@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recover_lab.simulate import plan_cache
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.plan_cache import PlanCache
 
 from recover.policy import FailureEvent, get_policy
 
@@ -32,7 +32,7 @@ def test_more_replicas_never_run_more_rounds(name: str, initial: int, accum: int
 def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, order: object) -> None:
     listed, plan_cache.LISTED = plan_cache.LISTED, 8  # everything above is counted by bands
     try:
-        shares, policy = ShareOuts(name, initial, initial * accum), get_policy(name, initial)
+        shares, policy = PlanCache(name, initial, initial * accum), get_policy(name, initial)
         sizes = list(range(1, initial + 1))
         order.shuffle(sizes)  # type: ignore[attr-defined]
         for alive in sizes:
@@ -57,7 +57,7 @@ def test_every_step_with_losses_is_the_policys_and_commits_b(
 ) -> None:
     """Loss after loss in one step, whoever is struck: the same rounds as from the census itself, and exactly B."""
     batch = initial * accum
-    shares, policy = ShareOuts(name, initial, batch), get_policy(name, initial)
+    shares, policy = PlanCache(name, initial, batch), get_policy(name, initial)
     census = list(policy.layout(range(initial), batch).holdings())
     losses: plan_cache.Losses = ()
     for chance, number in strikes:
@@ -77,13 +77,13 @@ def test_every_step_with_losses_is_the_policys_and_commits_b(
 
 
 def test_what_was_asked_once_is_remembered() -> None:
-    shares = ShareOuts("balanced", 200, 3200)
+    shares = PlanCache("balanced", 200, 3200)
     for _ in range(3):
         for alive in range(200, 180, -1):
             shares.plan(alive)
             shares.standing(alive, ((0,),))
     assert shares.asked <= 3 * 20
-    big = ShareOuts("balanced", 800, 12800)
+    big = PlanCache("balanced", 800, 12800)
     for alive in range(800, 500, -1):
         big.plan(alive)
     assert big.asked < 150

@@ -1,1 +1,1 @@
-"""Benchmarks: each a ratio against a named peer in the same run, written as a table and as JSON."""
+"""Benchmarks, one module each: it measures against a named peer in the same run, and declares what is published."""

@@ -9,17 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recover_lab.bench.measure import BenchmarkError, begin, launched, place, summary, write
-from recover_lab.bench.training import paired_ratio
-from recover_lab.peers.kills import PARTS_OF_A_KILL, judge
+from recover_lab.bench.kills import ACCUM, NO_PROGRESS, measure_kills, sequence_length
+from recover_lab.bench.measure import (
+    PEER_PROGRAMS,
+    BenchmarkError,
+    begin,
+    launch_program,
+    machine_line,
+    paired_ratio,
+    summary,
+    write,
+)
+from recover_lab.publish.figure import Figure, Results, Rows, ratio_and_interval, show
 from recover_lab.publish.measured_sources import measured
-from recover_lab.publish.tables import rows_of, show
 
 PARTS = ("step", "kill", "reduce")
-PROGRAMS = Path(__file__).parents[1] / "peers" / "programs"
-SEQ_LEN = {"tiny": 32, "small": 256}  # of the larger ones, 1024
-ACCUM = 4  # microbatches of a replica in a step
-NO_PROGRESS = 90.0  # seconds after which a launch is given up; each says what it has measured
 Facts = dict[str, Any]
 
 
@@ -34,9 +38,9 @@ def bench_gpu(
     device: str,
     output: Path | None,
 ) -> Facts:
-    """Every launch is written down as it ends, beside what the same sources have measured into the file before.
+    """Every launch is written to the file when it ends, and adds to what the same sources have measured before.
 
-    One that fails is told, and costs no other. `device` is cpu where the benchmark itself is tried.
+    A launch that fails is reported at the end. `device` is cpu for tests of the benchmark itself.
     """
     console = begin(output)
     if device == "cuda":
@@ -74,11 +78,11 @@ def bench_gpu(
         keep("kill", carrier, measure=partial(_kill, models[0], carrier, kill_replicas, kills, device))
     for carrier in carriers if "reduce" in parts else ():
         keep("reduce", carrier, measure=partial(_reduce, carrier, replicas, device))
-    show(console, f"{results.get('card', device)}, {replicas} replicas", rows_of("gpu", results))
-    console.print(place())
+    show(console, f"{results.get('card', device)}, {replicas} replicas", FIGURE.rows(results))
+    console.print(machine_line())
     if lost:
         told = "; ".join(f"{what} ({why})" for what, why in lost.items())
-        raise BenchmarkError(f"not measured: {told}; what was is written down")
+        raise BenchmarkError(f"not measured: {told}; all other results are written")
     return results
 
 
@@ -94,14 +98,14 @@ def _check_cuda() -> None:
 
 
 def _stocks(carrier: str, device: str) -> str:
-    """Torch's own that ours is held against: NCCL where ours uses it, gloo always."""
+    """Backends of torch to compare with: NCCL where ours uses it, and gloo."""
     return "nccl,gloo" if device == "cuda" and carrier == "nccl" else "gloo"
 
 
 def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> Facts:
-    seq_len = SEQ_LEN.get(model, 1024)
+    seq_len = sequence_length(model)
     words = [device, model, str(seq_len), str(ACCUM), str(turns), _stocks(carrier, device)]
-    # On a CPU the two ways to take turns are tried: by carrier, for want of a memory that could be too small.
+    # On a CPU both orders of turns are tested, one by each carrier, since memory is never too small there.
     words.append("auto" if device == "cuda" else "no" if carrier == "gloo" else "yes")
     ranks = _run("gpu_step.py", replicas, words, carrier, "step-*.json")
     seconds = {
@@ -131,41 +135,9 @@ def _step(model: str, carrier: str, replicas: int, turns: int, device: str) -> F
 
 
 def _kill(model: str, carrier: str, replicas: int, kills: int, device: str) -> Facts:
-    """Until there are so many deaths, each launch with as many as leave two replicas; one, if there are but two."""
+    """At least so many deaths; each launch has as many as leave two replicas, or one if it has only two."""
     deaths = max(1, replicas - 2)
-    samples: list[Facts] = []
-    steps: list[float] = []
-    broken: list[str] = []
-    ranks: list[Facts] = []
-    launches = -(-kills // deaths)
-    for seed in range(launches):
-        words = [device, model, str(SEQ_LEN.get(model, 1024)), str(ACCUM), str(deaths), str(seed)]
-        try:
-            with launched(PROGRAMS / "gpu_kill.py", replicas, words, NO_PROGRESS, carrier=carrier) as run_dir:
-                found = [json.loads(path.read_text()) for path in sorted(run_dir.glob("rows-*.json"))]
-                killed = {int(p.name[7:]): float(p.read_text()) for p in run_dir.glob("killed-*")}
-            samples += judge(found, killed)
-        except BenchmarkError as error:  # the other launches tell how often
-            broken.append(str(error))
-            continue
-        ranks = found
-        steps += [1e3 * row["seconds"] for r in ranks for row in r["rows"][1:] if not row["incidents"]]
-    if not samples:
-        raise BenchmarkError("; ".join(broken))
-    return {
-        "place": _place(ranks),
-        "model": model,
-        "replicas": replicas,
-        "microbatches": ranks[0]["batch"],
-        "deaths": len(samples),
-        "launches": launches,
-        "broken": broken,
-        "discarded": sum(sample["discarded"] for sample in samples),
-        "kill_to_commit_ms": summary([sample["total"] for sample in samples]),
-        "less_redone_ms": summary([sample["total"] - sample["redone"] for sample in samples]),
-        "parts_ms": {part: summary([sample[part] for sample in samples]) for part in PARTS_OF_A_KILL},
-        "step_ms": summary(steps),
-    }
+    return measure_kills(model, carrier, replicas, deaths, -(-kills // deaths), device)
 
 
 def _reduce(carrier: str, replicas: int, device: str) -> Facts:
@@ -187,14 +159,70 @@ def _reduce(carrier: str, replicas: int, device: str) -> Facts:
 
 
 def _run(program: str, ranks: int, words: Sequence[str], carrier: str, pattern: str) -> list[Facts]:
-    with launched(PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier) as run_dir:
+    with launch_program(
+        PEER_PROGRAMS / program, ranks, words, timeout=NO_PROGRESS, carrier=carrier
+    ) as run_dir:
         found = [json.loads(path.read_text()) for path in sorted(run_dir.glob(pattern))]
     if len(found) != ranks:
-        raise BenchmarkError(
-            f"{program}: {ranks - len(found)} of {ranks} ranks were lost, and nobody was killed"
-        )
+        raise BenchmarkError(f"{program}: {ranks - len(found)} of {ranks} ranks were lost without a kill")
     return found
 
 
 def _place(ranks: Sequence[Facts]) -> Facts:
     return {key: ranks[0][key] for key in ("card", "cards", "nccl")}
+
+
+def _values(results: Results) -> dict[str, Any]:
+    nccl = f", NCCL {results['nccl']}" if results["nccl"] else ""
+    values = {"place": f"{results['replicas']} replicas on {results['cards']} x {results['card']}{nccl}"}
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            for way, ratio in facts["ours_against"].items():
+                values[f"{model}-{carrier}-{way.replace(' ', '-')}"] = f"{ratio['value']:.2f}x"
+    for carrier, facts in results["kill"].items():
+        values[f"kill-{carrier}"] = f"{facts['less_redone_ms']['median']:.0f} ms"
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [["", "carrier", "ours", "for comparison, in the same run"]]
+    for model, carriers in results["step"].items():
+        for carrier, facts in carriers.items():
+            name = f"step without failures, {model} ({facts['parameters'] / 1e6:,.0f}M parameters)"
+            others = [_step_cell(facts, way) for way in facts["milliseconds"] if way != "ours"]
+            rows.append([name, carrier, _step_cell(facts, "ours"), "; ".join(others)])
+    for carrier, facts in results["kill"].items():
+        took, left = facts["kill_to_commit_ms"], facts["less_redone_ms"]
+        name = f"SIGKILL inside a reduction to the commit, {facts['model']}, {facts['replicas']} replicas"
+        whole = f"{took['median']:.0f} ms, {left['median']:.0f} less the microbatches run again"
+        parts = ", ".join(f"{part} {ms['median']:.0f}" for part, ms in facts["parts_ms"].items())
+        kept = f"{facts['deaths']} deaths, every step on {facts['microbatches']} microbatches"
+        if facts["broken"]:
+            kept += f"; {len(facts['broken'])} of {facts['launches']} launches failed"
+        rows.append(
+            [name, carrier, whole, f"{parts}; {kept}; a step takes {facts['step_ms']['median']:.0f} ms"]
+        )
+    for carrier, facts in results["reduce"].items():
+        for size, ways in facts["gigabytes_per_second"].items():
+            speeds = {way: f"{each['median']:.2f} GB/s" for way, each in ways.items()}
+            others = [f"{way} {speed}" for way, speed in speeds.items() if way != "ours"]
+            rows.append([f"sum of {size} MB", carrier, speeds["ours"], "; ".join(others)])
+    return rows
+
+
+def _step_cell(facts: Facts, way: str) -> str:
+    """Time and memory of a step; of another system also how ours compares."""
+    text = f"{facts['milliseconds'][way]['median']:,.0f} ms"
+    if way in facts["peak_bytes"]:
+        text += f", {facts['peak_bytes'][way] / 2**30:.1f} GiB"
+    return text if way == "ours" else f"{way} {text} ({ratio_and_interval(facts['ours_against'][way])})"
+
+
+FIGURE = Figure(
+    name="gpu",
+    text="On GPUs: a step without failures, with the times of others and ours as a ratio to their tokens/s; a SIGKILL "
+    "inside a reduction; sums of large tensors.",
+    paper="Close to the NCCL reference.",
+    values=_values,
+    rows=_rows,
+)

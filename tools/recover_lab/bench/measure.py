@@ -1,8 +1,9 @@
-"""What all benchmarks share: a run directory to launch into, medians with spread, the machine, tables and JSON."""
+"""Shared by all benchmarks: launches, medians with spread, paired ratios, the machine, JSON files."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import statistics
@@ -20,17 +21,19 @@ from rich.console import Console
 from recover.job.machine import machine
 from recover.launch.launcher import launch
 from recover.launch.request import LaunchRequest
+from recover_lab.locations import LAB
 from recover_lab.peers.ended import BenchmarkError, check
-from recover_lab.publish.measured_sources import LAB, sources
+from recover_lab.publish.measured_sources import sources
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = LAB / "bench" / "programs"
+PEER_PROGRAMS = LAB / "peers" / "programs"
 WIDE = 132  # columns of a table where no terminal sets a limit
 
-_origin: dict[str, Any] | None = None  # of the benchmark that is being run
+_origin: dict[str, Any] | None = None  # of the running benchmark
 
 
 @contextmanager
-def launched(
+def launch_program(
     program: str | Path,
     ranks: int,
     arguments: Sequence[str],
@@ -38,7 +41,7 @@ def launched(
     replica_size: int = 1,
     carrier: str = "auto",
 ) -> Iterator[Path]:
-    """Run a program of this package under the launcher; its run directory, removed afterwards."""
+    """Run a program of this package under the launcher; yields its run directory, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         run_dir = Path(directory)
         request = LaunchRequest(
@@ -49,14 +52,14 @@ def launched(
         yield run_dir
 
 
-def tidy_on_sigterm() -> None:
-    """A SIGTERM ends us as Ctrl-C does: what was started is ended, and scratch files go."""
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end the process as Ctrl-C does: started processes are ended, and scratch files removed."""
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def screen() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough in a file."""
+def make_console() -> Console:
+    """A console for tables: as wide as the terminal, or `WIDE` columns in a file."""
     return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
@@ -66,10 +69,24 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": quarters[0], "high": quarters[2], "n": len(values)}
 
 
-def begin(output: Path | None) -> Console:
-    """The first line of every benchmark: all that can fail but the measuring itself, while nothing is lost by it.
+def paired_ratio(reference: list[float], ours: list[float]) -> tuple[float, float, float]:
+    """How many times faster ours is: geometric mean over the turns, and its 95% interval (Student's t)."""
+    logs = [math.log(theirs / mine) for theirs, mine in zip(reference, ours, strict=True)]
+    mean = statistics.fmean(logs)
+    half = _student_95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
-    Refuses an `output` that cannot be written, and learns where the figures come from. Returns the screen.
+
+def _student_95(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t, by the usual expansion around the normal one."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def begin(output: Path | None) -> Console:
+    """Called first by every benchmark: everything but measuring that can fail, before time is spent.
+
+    Raises BenchmarkError for an `output` that cannot be written, and reads machine and commit. Returns the console.
     """
     global _origin
     if output is not None:
@@ -80,13 +97,13 @@ def begin(output: Path | None) -> Console:
             if not output.stat().st_size:
                 output.unlink()
         except OSError as error:
-            raise BenchmarkError(f"the figures cannot be written to {output}: {error.strerror}") from None
+            raise BenchmarkError(f"the results cannot be written to {output}: {error.strerror}") from None
     _origin = origin()
-    return screen()
+    return make_console()
 
 
-def place() -> str:
-    """One line under every table."""
+def machine_line() -> str:
+    """The line under every table."""
     here = _begun()["machine"]
     return (
         f"measured on {here['cores']} cores ({here['processor']}, {here['architecture']}), torch {here['torch']}, "
@@ -105,13 +122,13 @@ def _begun() -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """By which program, where and when."""
+    """Command, machine, commit and time of a measurement."""
     here = machine()
     git = ["git", "-C", str(LAB), "rev-parse", "--short=12", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = ""  # installed without its history
+        commit = ""  # not a checkout
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return {
         "command": shlex.join(["recover", *sys.argv[1:]]),

@@ -1,4 +1,7 @@
-"""`recover bench data`: what reading costs, against torch's DataLoader under stock DDP."""
+"""`recover bench data`: the cost of reading, against torch's DataLoader under stock DDP.
+
+It publishes no figure: a soak test runs it with bounds, and the command prints its numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from recover_lab.bench.measure import begin, launch_program, machine_line, paired_ratio, summary, write
+from recover_lab.publish.figure import show
 
-from recover_lab.bench.measure import begin, launched, place, summary, write
-from recover_lab.bench.training import paired_ratio
-
-PAIRS = {  # by name: how many times faster the second is than the first
+# How many times faster the second way is than the first, by name.
+PAIRS = {
     "in memory": ("stock", "ours"),
     "slow": ("stock slow", "ours slow"),
     "slow against not reading": ("ours unread", "ours slow"),
@@ -28,14 +30,14 @@ def bench_data(
     turns: int,
     slow_ms: float,
     output: Path | None,
-) -> None:
-    """Tokens per second with workers that read ahead, turn by turn in one run; a slow dataset, hidden or not."""
+) -> dict[str, Any]:
+    """Tokens per second with workers that read ahead, turn by turn in one run, in memory and from a slow dataset."""
     console = begin(output)
     console.print(
         f"{replicas} replicas, model {model}, {workers} workers each, {turns} turns ...", style="dim"
     )
     numbers = (seq_len, sequences, accum, workers, turns, slow_ms)
-    with launched("reading.py", replicas, [model, *map(str, numbers)], timeout=600) as run_dir:
+    with launch_program("reading.py", replicas, [model, *map(str, numbers)], timeout=600) as run_dir:
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("reading-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]
@@ -56,16 +58,14 @@ def bench_data(
         "ratios": {name: {"value": v, "low": low, "high": high} for name, (v, low, high) in ratios.items()},
     }
     write(output, {"data": results})
-    table = Table(title=f"{replicas} replicas, {workers} workers each, {turns} turns", title_justify="left")
-    for column in ("", "tokens/s"):
-        table.add_column(column, justify="right")
-    for name, values in results["tokens_per_second"].items():
-        table.add_row(name, f"{values['median']:.1f}")
-    console.print(table)
+    rows = [["", "tokens/s"]]
+    rows += [[name, f"{speed['median']:.1f}"] for name, speed in results["tokens_per_second"].items()]
+    show(console, f"{replicas} replicas, {workers} workers each, {turns} turns", rows)
     for name, (value, low, high) in ratios.items():
         one, other = PAIRS[name]
         console.print(f"{other} / {one}: {value:.3f}x, 95% interval {low:.3f} to {high:.3f}")
     console.print(
         f"an item of the slow dataset takes {slow_ms:g} ms, a microbatch of it {slow_ms * sequences:g} ms"
     )
-    console.print(place())
+    console.print(machine_line())
+    return results

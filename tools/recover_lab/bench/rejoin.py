@@ -1,4 +1,4 @@
-"""`recover bench multi --return`: failure after failure, and every lost replica comes back."""
+"""`recover bench multi --return`: failure after failure, and every lost replica rejoins."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from statistics import fmean
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.bench.measure import begin, place, screen, write
-from recover_lab.bench.multi import calibrate, kill_steps, recall, tell
+from recover_lab.bench.measure import begin, machine_line, make_console, write
+from recover_lab.bench.multi import calibrate, kill_steps, print_costs, read_known
 from recover_lab.bench.sweep import SHARES
-from recover_lab.peers.costs import Restarting, ReturningCosts
+from recover_lab.peers.costs import RejoinCosts, RestartCosts
 from recover_lab.peers.ended import BenchmarkError
-from recover_lab.peers.metrics import failures, recovery_seconds, restarting, steps_by_alive
+from recover_lab.peers.metrics import failures, recovery_seconds, restart_costs, steps_by_alive
 from recover_lab.peers.rejoin import joins
-from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.runs import run_baseline, run_ours_rejoining, scratch
 from recover_lab.peers.scene import Scene
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.publish.figure import STALL_SHARE, Figure, Results, Rows, show
 
 HOUR = 3600.0
 
 
-def bench_multi_returning(
+def bench_multi_rejoining(
     scene: Scene,
     interval: int | None,
     factors: Sequence[float],
     output: Path | None,
     known: Path | None = None,
 ) -> dict[str, Any]:
-    """Tokens an hour against checkpoint-restart: measured at these multiples of the interval, by arithmetic between.
+    """Tokens an hour against checkpoint-restart: measured at these multiples of the interval, arithmetic in between.
 
-    `known` is a file of `recover bench breakdown` on the same scene, which tells what a restart costs.
+    `known` is a file of `recover bench breakdown` on the same scene, which has the costs of a restart.
     """
     begin(output)
-    console = screen()
-    found = recall("breakdown", scene, known)
-    costs = Restarting(**found["costs"]) if found else calibrate(scene)
-    tell(costs)
+    console = make_console()
+    found = read_known("breakdown", scene, known)
+    costs = RestartCosts(**found["costs"]) if found else calibrate(scene)
+    print_costs(costs)
     first = interval or costs.production()
     duels = []
     for factor in factors:
         every = max(2, 2 * round(first * factor / 2))
         kills = tuple(zip(kill_steps(scene, every), scene.victims(), strict=True))
         whole = scene.but(steps=kills[-1][0] + every, kills=kills)
-        console.print(f"a failure every {every} steps: ours, with returning replicas ...", style="dim")
+        console.print(f"a failure every {every} steps: ours, with rejoining replicas ...", style="dim")
         with scratch() as directory:
-            ours = run_returning(whole, directory)
+            ours = run_ours_rejoining(whole, directory)
         best = costs.best_interval(every, [step for step, _ in kills])
         console.print(
             f"a failure every {every} steps: checkpoint-restart, saving every {best} ...", style="dim"
@@ -65,9 +65,9 @@ def bench_multi_returning(
         "crossing": pieces.crossing(),
     }
     write(output, {"returning": results})
-    title = f"{scene.replicas} replicas of {scene.replica_size} that come back: tokens an hour"
-    show(console, title, rows_of("returning", results))
-    console.print(place())
+    title = f"{scene.replicas} replicas of {scene.replica_size} that rejoin: tokens an hour"
+    show(console, title, FIGURE.rows(results))
+    console.print(machine_line())
     return results
 
 
@@ -76,7 +76,7 @@ def _duel(
 ) -> dict[str, Any]:
     speeds = [_tokens_an_hour(scene, events) for events in (ours, theirs)]
     away, stalls = _away(ours, scene.replicas), [join["stall"] for join in joins(ours)]
-    alive, costs = steps_by_alive(ours), restarting([theirs])
+    alive, costs = steps_by_alive(ours), restart_costs([theirs])
     duel: dict[str, Any] = {
         "interval": interval,
         "save_every": save_every,
@@ -88,7 +88,7 @@ def _duel(
         "stalls": stalls,
     }
     if away and stalls:
-        duel["pieces"] = ReturningCosts(
+        duel["pieces"] = RejoinCosts(
             scene.replicas,
             costs,
             recovery_seconds(ours),
@@ -100,15 +100,15 @@ def _duel(
     return duel
 
 
-def _pieces(duels: Sequence[dict[str, Any]]) -> ReturningCosts:
-    """Of the run with the rarest failures: there most steps are those of all, or of one less."""
+def _pieces(duels: Sequence[dict[str, Any]]) -> RejoinCosts:
+    """Costs from the run with the rarest failures: most of its steps have all replicas, or one less."""
     whole = [each for each in duels if "pieces" in each]
     if not whole:
         raise BenchmarkError(
-            f"no replica came back within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
+            f"no replica rejoined within {max(each['interval'] for each in duels)} steps: give a longer --interval, "
             "or a larger --pace"
         )
-    pieces: ReturningCosts = max(whole, key=lambda each: each["interval"])["pieces"]
+    pieces: RejoinCosts = max(whole, key=lambda each: each["interval"])["pieces"]
     return pieces
 
 
@@ -120,7 +120,7 @@ def _tokens_an_hour(scene: Scene, events: Sequence[Event]) -> float:
 
 
 def _away(events: Sequence[Event], replicas: int) -> list[float]:
-    """From each death until as many are at work as before it, where that came to pass."""
+    """Seconds from each death until a commit with as many replicas as before, for replicas that rejoined."""
     seen = []
     commits = sorted((e["at"], e["replicas"]) for e in events if e["what"] == "step-end")
     for death in failures(events):
@@ -129,3 +129,40 @@ def _away(events: Sequence[Event], replicas: int) -> list[float]:
         again = [at for at, count in commits if less and at > less[0] and count >= before[-1]]
         seen += [again[0] - death["at"]] if again else []
     return seen
+
+
+def _values(results: Results) -> dict[str, Any]:
+    return {
+        "ratios": ", ".join(f"{duel['ratio']:.2f}x" for duel in results["duels"]),
+        "calm": f"{results['calm_ratio']:.2f}x",
+        "crossing": "never" if results["crossing"] is None else f"{results['crossing']:.1%}",
+    }
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [
+        ["stall of a restart", "ours, an hour", "checkpoint-restart", "ours against it", "rejoined after"]
+    ]
+    for duel in results["duels"]:
+        rows.append(
+            [
+                f"{duel['share']:.0%} of {STALL_SHARE} (a failure every {duel['interval']})",
+                *(f"{duel[side]:,.0f}" for side in ("ours", "restart")),
+                f"{duel['ratio']:.2f} times",
+                ", ".join(f"{seconds:.1f} s" for seconds in duel["away"]) or "not in time",
+            ]
+        )
+    crossing, calm = results["crossing"], f"{results['calm_ratio']:.2f} times without failures"
+    never = f"by arithmetic at every rate at least {calm}"
+    rows.append(
+        [never if crossing is None else f"below {calm} while it is under {crossing:.1%}", "", "", "", ""]
+    )
+    return rows
+
+
+FIGURE = Figure(
+    name="returning",
+    text="Failure after failure, and every lost replica rejoins: tokens an hour against checkpoint-restart.",
+    values=_values,
+    rows=_rows,
+)

@@ -1,4 +1,4 @@
-"""`recover bench return`: a replica dies and comes back, by the size of its state, here and with others."""
+"""`recover bench return`: a replica dies and rejoins, by the size of its state; ours, torchrun and torchft."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 
 from rich.console import Console
 
-from recover_lab.bench.measure import begin, place, summary, write
+from recover_lab.bench.measure import begin, machine_line, summary, write
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.metrics import restarts
-from recover_lab.peers.rejoin import came_back, joins, stages
-from recover_lab.peers.runs import run_baseline, run_returning, scratch
+from recover_lab.peers.rejoin import joins, rejoin_times, stages
+from recover_lab.peers.runs import run_baseline, run_ours_rejoining, scratch
 from recover_lab.peers.scene import Scene, hidden_for
-from recover_lab.peers.torchft_runs import Absent, install_torchft, run_torchft, torchft_home
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, run_torchft, torchft_home
+from recover_lab.publish.figure import Figure, Results, Rows, show
 
-KILL = 36  # the step in which it dies: in a job at work, where processes are ready
-LEAST, SLACK = 0.15, 1.3  # the stall of the others: seconds that are fine, and times what the link needs
-PROBED = 64 << 20  # bytes that tell what the link can do, at the least
+KILL = 36  # the step of the death: late enough for prewarmed processes to be ready
+# Allowed stall of the others: seconds that are always allowed, or so many times the transfer by the link's bandwidth.
+LEAST, SLACK = 0.15, 1.3
+PROBED = 64 << 20  # bytes of a bandwidth measurement, at least
 
 
 def bench_return(
@@ -34,11 +35,11 @@ def bench_return(
     environment: Path | None,
     output: Path | None,
 ) -> dict[str, Any]:
-    """From the death of a replica until it is back at work: how long that takes, and what the others wait for.
+    """From the death of a replica until it is in a step again, and how long the others wait.
 
-    One of the replicas dies inside a reduction; its process is started again at once, by us, by torchrun together with
-    all others, and by whoever looks after torchft's replicas. Theirs are started from nothing; so ours are as well
-    (`cold`), beside what we do by default: become a process that has imported torch before.
+    One of the replicas dies inside a reduction, and its process is restarted at once: by us, by torchrun together with
+    all others, and for torchft by this benchmark. Theirs are new processes. Ours are prewarmed by default, and measured
+    without prewarming, too (`cold`).
     """
     console = begin(output)
     python, absent = _torchft(environment, console)
@@ -50,7 +51,7 @@ def bench_return(
         )
         console.print(f"{size:g} MB of state: ours ...", style="dim")
         ours = [_ours(scene) for _ in range(rounds)]
-        console.print(f"{size:g} MB of state: ours, started from nothing ...", style="dim")
+        console.print(f"{size:g} MB of state: ours, without prewarmed processes ...", style="dim")
         cold = [_ours(scene, ready=False) for _ in range(rounds)]
         console.print(f"{size:g} MB of state: checkpoint-restart ...", style="dim")
         systems: dict[str, Any] = {"restart": _restart(scene)}
@@ -63,10 +64,10 @@ def bench_return(
     write(output, {"return": results})
     show(
         console,
-        f"One of {replicas} replicas dies and comes back, steps of {pace:g} s",
-        rows_of("return", results),
+        f"One of {replicas} replicas dies and rejoins, steps of {pace:g} s",
+        FIGURE.rows(results),
     )
-    console.print(place())
+    console.print(machine_line())
     return results
 
 
@@ -95,9 +96,9 @@ def _summaries(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def _ours(scene: Scene, ready: bool = True) -> dict[str, float]:
     with scratch() as directory:
-        events = run_returning(scene, directory, awaited=1, ready=ready)
+        events = run_ours_rejoining(scene, directory, awaited=1, ready=ready)
     (join,) = joins(events)
-    back = came_back(events, lambda event: event["replicas"] == scene.replicas)
+    back = rejoin_times(events, lambda event: event["replicas"] == scene.replicas)
     parts = {name: join[name] for name in ("stall", "repair", "transfer", "warm_up", "bytes")}
     parts["rest"] = join["stall"] - join["repair"] - join["transfer"]
     return {**back.to_json(), **parts, **stages(events)}
@@ -107,8 +108,8 @@ def _restart(scene: Scene) -> dict[str, float]:
     with scratch() as directory:
         events = run_baseline(scene.but(steps=KILL + 4, save_every=2), directory)
     (restart,) = restarts(events)
-    # What some have committed in the life that ended is run again.
-    back = came_back([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
+    # Steps that some ranks have committed in the life that ended are run again.
+    back = rejoin_times([e for e in events if e["life"] or e["at"] <= restart.C], lambda event: True)
     return {**back.to_json(), "wait": restart.stall}
 
 
@@ -116,22 +117,22 @@ def _torchft_returns(python: Path, scene: Scene) -> dict[str, Any]:
     try:
         with scratch() as directory:
             events = run_torchft(python, "Manager.allreduce", directory, scene, returns=True)
-        return came_back(events, lambda event: event["microbatches"] == scene.replicas).to_json()
-    except (Absent, BenchmarkError) as reason:
+        return rejoin_times(events, lambda event: event["microbatches"] == scene.replicas).to_json()
+    except (TorchftUnavailable, BenchmarkError) as reason:
         return {"not_measured": str(reason)}
 
 
 def _torchft(environment: Path | None, console: Console) -> tuple[Path | None, str]:
-    """Its Python, or why there is none."""
+    """Its Python, or the reason why it cannot run."""
     try:
         return install_torchft(environment or torchft_home(), console), ""
-    except Absent as reason:
+    except TorchftUnavailable as reason:
         console.print(f"torchft: {reason}")
         return None, str(reason)
 
 
 def link_bandwidth(nbytes: int, turns: int = 3) -> float:
-    """Bytes per second that one plain connection carries, on the way that a joiner's state takes here: the loopback."""
+    """Bytes per second of one plain connection over the loopback, as a joining replica receives its state here."""
     size = max(nbytes, PROBED)
     return size / median(_one_transfer(size) for _ in range(turns))
 
@@ -155,3 +156,57 @@ def _one_transfer(size: int) -> float:
             took = time.perf_counter() - began
         sender.join()
     return took
+
+
+def _values(results: Results) -> dict[str, Any]:
+    values: dict[str, Any] = {"replicas": results["replicas"]}
+    for size in results["sizes"]:
+        mb = f"{size['bytes'] / 1e6:.0f}"
+        values[f"stall-{mb}"] = f"{size['ours']['stall']['median'] * 1e3:.0f} ms"
+        values[f"whole-{mb}"] = f"{size['ours']['whole']['median']:.1f} s"
+        values[f"cold-{mb}"] = f"{size['cold']['whole']['median']:.1f} s"
+        for name in ("restart", "torchft"):
+            facts = size[name]
+            absent = "not_measured" in facts
+            values[f"{name}-{mb}"] = "not measured" if absent else f"{facts['whole']:.1f} s"
+            values[f"{name}-wait-{mb}"] = "not measured" if absent else f"{facts['wait']:.1f} s"
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [
+        ["state", "", "next step after", "full strength after", "the others wait", "allowed", "parts"]
+    ]
+    for size in results["sizes"]:
+        for name in ("ours", "cold", "restart", "torchft"):
+            facts = size[name]
+            if "not_measured" in facts:
+                rows.append([f"{size['bytes'] / 1e6:.0f} MB", name, facts["not_measured"], "", "", "", ""])
+                continue
+            middle = {key: each["median"] if isinstance(each, dict) else each for key, each in facts.items()}
+            parts = allowed = ""
+            if name in ("ours", "cold"):
+                allowed = f"{size['bound'] * 1e3:.0f} ms"
+                pieces = {key: middle[key] for key in ("repair", "transfer", "rest")}
+                parts = ", ".join(f"{key} {seconds * 1e3:.0f} ms" for key, seconds in pieces.items())
+            wait = middle.get("stall", middle["wait"])
+            rows.append(
+                [
+                    f"{size['bytes'] / 1e6:.0f} MB",
+                    {"cold": "ours, without prewarmed processes"}.get(name, name),
+                    *(f"{middle[key]:.2f} s" for key in ("again", "whole")),
+                    f"{wait * 1e3:.0f} ms",
+                    allowed,
+                    parts,
+                ]
+            )
+    return rows
+
+
+FIGURE = Figure(
+    name="return",
+    text="A replica dies inside a reduction and its process is started again at once: until the next step, until all "
+    "replicas are in a step again, and how long the others wait, by the size of the state.",
+    values=_values,
+    rows=_rows,
+)

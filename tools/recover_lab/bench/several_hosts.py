@@ -1,4 +1,4 @@
-"""`recover bench hosts`: what several hosts cost: agreements, a step, and the loss of a rank, a host, a cable."""
+"""`recover bench hosts`: agreements and steps on several hosts, and the loss of a rank, a host or a link."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ from rich.console import Console
 
 from recover.runs.records.kinds import Event
 from recover.world.fabrics.etcd.server import EtcdServer
-from recover_lab.bench.measure import PROGRAMS, begin, place, summary, write
+from recover_lab.bench.measure import PROGRAMS, begin, machine_line, paired_ratio, summary, write
 from recover_lab.bench.peers import judge
-from recover_lab.bench.training import paired_ratio
 from recover_lab.lab.hosts import unavailable
 from recover_lab.peers.ended import BenchmarkError, check
-from recover_lab.peers.host_stage import HostStage, stage
-from recover_lab.peers.kills import PARTS_OF_A_KILL
+from recover_lab.peers.host_stage import HostPool, open_pool
+from recover_lab.peers.kills import PARTS_OF_A_KILL, kill_sample
 from recover_lab.peers.metrics import failures, restarts, step_seconds
 from recover_lab.peers.runs import scratch
 from recover_lab.peers.scene import Scene
 from recover_lab.peers.stage_runs import (
     Strike,
-    cast_on,
+    processes_on,
     run_ours_struck,
     run_restart_struck,
     run_torchft_struck,
     start_ours,
 )
-from recover_lab.peers.torchft_runs import Absent, install_torchft, torchft_home
-from recover_lab.publish.tables import rows_of, show
+from recover_lab.peers.torchft_runs import TorchftUnavailable, install_torchft, torchft_home
+from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
-WORK = 0.3  # seconds between two agreements at the most: replicas do not come all at once
+WORK = 0.3  # seconds between two agreements, at most: replicas do not arrive all at once
 PARTS = ("agreement", "step", "kill", "peers")
-BETWEEN = 3  # steps from one strike to the next
-FIRST = 4  # the first step that is struck
+BETWEEN = 3  # steps from one fault to the next
+FIRST = 4  # the first step with a fault
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is measured. `replicas`: those that agree; `hosts`: those that take a step; `struck`: those of a kill."""
+class HostsOptions:
+    """What is measured. `replicas`: numbers that agree; `hosts`: numbers for a step; `struck`: hosts of a kill."""
 
     parts: Sequence[str]
     replicas: Sequence[int]
@@ -59,46 +58,46 @@ class Wanted:
     rounds: int
     pace: float
     lease: float
-    timeout: float  # seconds after which stock torch and torchft take a peer for lost
+    timeout: float  # seconds after which stock torch and torchft count a peer as lost
 
     @property
     def scene(self) -> Scene:
-        """Of what is struck."""
+        """The job of kills and power cuts."""
         return Scene(replicas=self.struck * self.per_host, accum=1, pace=self.pace, seq_len=32)
 
 
-def bench_hosts(wanted: Wanted, environment: Path | None, output: Path | None) -> dict[str, Any]:
+def bench_hosts(options: HostsOptions, environment: Path | None, output: Path | None) -> dict[str, Any]:
     console = begin(output)
     results: dict[str, Any] = {}
-    if "agreement" in wanted.parts:
-        results |= _agreements(wanted, console)
-    if "step" in wanted.parts:
-        results["step"] = {str(hosts): _step(wanted, hosts, console) for hosts in wanted.hosts}
-    if "kill" in wanted.parts:
-        results["kill"] = _kills(wanted, console)
-    if "peers" in wanted.parts:
-        results["power_cut"] = _peers(wanted, environment, console)
+    if "agreement" in options.parts:
+        results |= _agreements(options, console)
+    if "step" in options.parts:
+        results["step"] = {str(hosts): _step(options, hosts, console) for hosts in options.hosts}
+    if "kill" in options.parts:
+        results["kill"] = _kills(options, console)
+    if "peers" in options.parts:
+        results["power_cut"] = _peers(options, environment, console)
     results["hosts"] = {
         "emulated": (why := unavailable()) is None,
         "why_not": why or "",
-        "struck": wanted.struck,
-        "per_host": wanted.per_host,
-        "lease": wanted.lease,
-        "pace": wanted.pace,
-        "timeout": wanted.timeout,
+        "struck": options.struck,
+        "per_host": options.per_host,
+        "lease": options.lease,
+        "pace": options.pace,
+        "timeout": options.timeout,
     }
     write(output, {"hosts": results})
-    show(console, "several hosts", rows_of("hosts", results))
-    console.print(place())
+    show(console, "several hosts", FIGURE.rows(results))
+    console.print(machine_line())
     return results
 
 
-def _agreements(wanted: Wanted, console: Console) -> dict[str, Any]:
-    """From the last vote to the last one who holds the result, for every number of replicas, one etcd in memory."""
+def _agreements(options: HostsOptions, console: Console) -> dict[str, Any]:
+    """From the last vote to the last replica that holds the result, by number of replicas, one etcd in memory."""
     latencies, own = {}, {}
-    for count in wanted.replicas:
+    for count in options.replicas:
         console.print(f"{count} replicas agree ...", style="dim")
-        rounds = [zip(*round, strict=True) for round in zip(*_times(count, wanted.agreements), strict=True)]
+        rounds = [zip(*round, strict=True) for round in zip(*_times(count, options.agreements), strict=True)]
         waits = [(max(held) - max(came), held[came.index(max(came))] - max(came)) for came, held in rounds]
         latencies[str(count)], own[str(count)] = (
             summary([1e3 * wait for wait in kind]) for kind in zip(*waits, strict=True)
@@ -106,16 +105,20 @@ def _agreements(wanted: Wanted, console: Console) -> dict[str, Any]:
     return {"agreement_ms": latencies, "agreement_own_ms": own}
 
 
-def _step(wanted: Wanted, hosts: int, console: Console) -> dict[str, Any]:
+def _step(options: HostsOptions, hosts: int, console: Console) -> dict[str, Any]:
     """Without failures, turn by turn in the same processes and over the same links, one rank on each host."""
     console.print(f"a step on {hosts} hosts, ours and stock DDP ...", style="dim")
-    with scratch() as directory, stage(hosts, directory) as hall, cast_on(hall, directory / "run") as cast:
-        words = [wanted.model, "128", "2", str(wanted.turns), "fast"]
-        agents = start_ours(cast, 1, wanted.lease, PROGRAMS / "overhead.py", words)
-        cast.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
-        ranks = [json.loads(path.read_text()) for path in cast.place.glob("overhead-*.json")]
+    with (
+        scratch() as directory,
+        open_pool(hosts, directory) as pool,
+        processes_on(pool, directory / "run") as processes,
+    ):
+        words = [options.model, "128", "2", str(options.turns), "fast"]
+        agents = start_ours(processes, 1, options.lease, PROGRAMS / "overhead.py", words)
+        processes.wait(lambda: all(agent.poll() is not None for agent in agents.values()))
+        ranks = [json.loads(path.read_text()) for path in processes.place.glob("overhead-*.json")]
         if len(ranks) != hosts:
-            cast.wait(lambda: False, lambda: True)  # tells what was said
+            processes.wait(lambda: False, lambda: True)  # raises with the logs
     seconds = {
         name: [max(each) for each in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
         for name in ("stock", "ours")
@@ -124,22 +127,22 @@ def _step(wanted: Wanted, hosts: int, console: Console) -> dict[str, Any]:
     return {
         "parameters": ranks[0]["parameters"],
         "milliseconds": {name: summary([1e3 * each for each in took]) for name, took in seconds.items()},
-        "ratio": {"value": ratio, "low": low, "high": high, "turns": wanted.turns},
+        "ratio": {"value": ratio, "low": low, "high": high, "turns": options.turns},
     }
 
 
-def _kills(wanted: Wanted, console: Console) -> dict[str, Any]:
-    """From a strike inside a reduction to the commit of that step by all survivors, by what was struck."""
+def _kills(options: HostsOptions, console: Console) -> dict[str, Any]:
+    """From a fault inside a reduction to the commit of that step by all survivors, by kind of fault."""
     samples: dict[str, list[dict[str, float]]] = {}
     steps: list[float] = []
-    for number in range(wanted.rounds):
+    for number in range(options.rounds):
         console.print(
-            f"a rank, a host and a cable are lost, run {number + 1} of {wanted.rounds} ...", style="dim"
+            f"a rank, a host and a link are lost, run {number + 1} of {options.rounds} ...", style="dim"
         )
-        with scratch() as directory, stage(wanted.struck, directory) as hall:
-            strikes = strikes_on(hall, wanted.per_host)
-            scene = wanted.scene.but(steps=strikes[-1].step + 2)
-            events = run_ours_struck(hall, scene, wanted.per_host, wanted.lease, strikes, directory / "run")
+        with scratch() as directory, open_pool(options.struck, directory) as pool:
+            strikes = strikes_on(pool, options.per_host)
+            scene = options.scene.but(steps=strikes[-1].step + 2)
+            events = run_ours_struck(pool, scene, options.per_host, options.lease, strikes, directory / "run")
         for strike, sample in zip(strikes, kill_samples(events, scene.global_batch), strict=True):
             samples.setdefault(strike.what, []).append(sample)
         steps += list(step_seconds(events).values())[1:]
@@ -149,11 +152,11 @@ def _kills(wanted: Wanted, console: Console) -> dict[str, Any]:
     } | {"step": summary([1e3 * took for took in steps])}
 
 
-def strikes_on(hall: HostStage, per_host: int) -> list[Strike]:
-    """A rank on every host, the last ones first; then the last host loses its power, and the one before its cable."""
-    names, last = hall.names, len(hall.names) - 1
+def strikes_on(pool: HostPool, per_host: int) -> list[Strike]:
+    """A rank of every host, from the last; then the last host loses its power, and the one before it its link."""
+    names, last = pool.names, len(pool.names) - 1
     struck = [("rank", number, per_host - 1) for number in range(last, -1, -1)]
-    struck += [("host", last, 0)] + [("link", last - 1, 0)] * hall.emulated
+    struck += [("host", last, 0)] + [("link", last - 1, 0)] * pool.emulated
     return [
         Strike(what, FIRST + BETWEEN * count, number * per_host + slot, names[number])
         for count, (what, number, slot) in enumerate(struck)
@@ -161,7 +164,7 @@ def strikes_on(hall: HostStage, per_host: int) -> list[Strike]:
 
 
 def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
-    """Of each strike, in seconds: the whole, less what was computed again, and its parts on the slowest survivor."""
+    """A sample of each fault. Raises BenchmarkError if its step was not committed on the whole batch."""
     found = []
     for failure in failures(events):
         ended = [
@@ -172,51 +175,45 @@ def kill_samples(events: Sequence[Event], batch: int) -> list[dict[str, float]]:
             raise BenchmarkError(
                 f"step {failure['step']} was not committed on {batch} microbatches by the survivors"
             )
-        last = max(struck, key=lambda event: event["at"])
-        whole = last["at"] - failure["at"]
-        incidents = last["incidents"]
-        parts = {name: sum(each[name] for each in incidents) for name in ("repair", "restore", "redo")}
-        parts["notice"] = max(0.0, incidents[0]["noticed_at"] - failure["at"])
-        parts["drain"] = sum(each["detect"] for each in incidents)
-        sample = {"whole": whole, "less_redone": whole - max(event["redone"] for event in struck)}
-        found.append(sample | {name: parts[name] for name in PARTS_OF_A_KILL})
+        survivors = [event | {"committed": event["at"]} for event in struck]
+        found.append(kill_sample(failure["at"], survivors))
     return found
 
 
-def _peers(wanted: Wanted, environment: Path | None, console: Console) -> dict[str, Any]:
+def _peers(options: HostsOptions, environment: Path | None, console: Console) -> dict[str, Any]:
     """The same power cut, of the last host in the reduction of one step: ours, torchrun's restart, torchft."""
     kill = FIRST + BETWEEN
-    scene = wanted.scene.but(steps=kill + 3, kills=((kill, wanted.scene.replicas - wanted.per_host),))
-    per_host, found = wanted.per_host, dict[str, Any]()
+    scene = options.scene.but(steps=kill + 3, kills=((kill, options.scene.replicas - options.per_host),))
+    per_host, found = options.per_host, dict[str, Any]()
     for name in ("ours", "torchrun", "torchft"):
         console.print(f"a host loses its power: {name} ...", style="dim")
         with ExitStack() as kept:
             directory = kept.enter_context(scratch())
-            hall = kept.enter_context(stage(wanted.struck, directory))
+            pool = kept.enter_context(open_pool(options.struck, directory))
             run = directory / "run"
             try:
                 if name == "ours":
-                    strike = Strike("host", kill, scene.kills[0][1], hall.names[-1])
-                    found[name] = judge(run_ours_struck(hall, scene, per_host, wanted.lease, [strike], run))
+                    strike = Strike("host", kill, scene.kills[0][1], pool.names[-1])
+                    found[name] = judge(run_ours_struck(pool, scene, per_host, options.lease, [strike], run))
                 elif name == "torchrun":
-                    events = run_restart_struck(hall, scene.but(save_every=2), per_host, wanted.timeout, run)
+                    events = run_restart_struck(pool, scene.but(save_every=2), per_host, options.timeout, run)
                     (restart,) = restarts(events)
                     facts = {"seconds": round(restart.H - restart.C, 3), "stall": round(restart.stall, 3)}
                     found[name] = facts | {"inside_restart": restart.inside_restart()}
                 else:
                     python = install_torchft(environment or torchft_home(), console)
-                    events = run_torchft_struck(hall, scene, per_host, python, "Manager.allreduce", run)
+                    events = run_torchft_struck(pool, scene, per_host, python, "Manager.allreduce", run)
                     found[name] = judge(without_the_lost(events, scene.replicas))
-            except (Absent, BenchmarkError) as reason:
+            except (TorchftUnavailable, BenchmarkError) as reason:
                 console.print(f"{name}: {reason}", markup=False)
                 found[name] = {"seconds": f"not measured: {str(reason).splitlines()[0]}"}
     return {"scene": scene.to_json(), "systems": found}
 
 
 def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
-    """Without steps that were committed by all although one was struck in them.
+    """Without steps that all replicas committed although one was lost in them.
 
-    torchft commits a step as soon as its sum is there. One that waits to be struck has given its part already.
+    torchft commits a step as soon as the sum is complete, and the victim has contributed before it waits.
     """
     struck = failures(events)[0]["at"]
     return [
@@ -227,13 +224,13 @@ def without_the_lost(events: Sequence[Event], replicas: int) -> list[Event]:
 
 
 def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
-    """By rank and agreement: when it came, when it held the result."""
+    """By rank and agreement: time of the vote, time of the result."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
-        warnings.simplefilter("ignore")  # which etcd it is does not matter to its speed
+        warnings.simplefilter("ignore")  # about the version of etcd, which does not change its speed
         with EtcdServer() as server:
             arguments = [
                 server.endpoint,
-                f"/tools/recover_lab/bench-{replicas}/",
+                f"/recover/bench-{replicas}/",
                 str(replicas),
                 str(agreements),
                 str(WORK),
@@ -242,3 +239,58 @@ def _times(replicas: int, agreements: int) -> list[list[list[float]]]:
             code = subprocess.run(command, timeout=60 + agreements * (WORK + 1)).returncode
         check(code, f"{replicas} replicas that agree in etcd ended with code {code}")
         return [json.loads(Path(directory, f"times-{rank}.json").read_text()) for rank in range(replicas)]
+
+
+def _values(results: Results) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        f"{kind}-{replicas}": f"{facts['median']:.1f} ms"
+        for kind, name in (("all", "agreement_ms"), ("own", "agreement_own_ms"))
+        for replicas, facts in results.get(name, {}).items()
+    }
+    for hosts, facts in results.get("step", {}).items():
+        values[f"step-{hosts}"] = f"{facts['ratio']['value']:.2f}x"
+    for what, facts in results.get("kill", {}).items():
+        if "less_redone" in facts:
+            values[f"kill-{what}"] = f"{facts['less_redone']['median']:.0f} ms"
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        values[f"power-cut-{name}"] = f"{seconds:.1f} s" if isinstance(seconds, float) else seconds
+    return values
+
+
+def _rows(results: Results) -> Rows:
+    rows: Rows = [["", "measured", "parts, or for comparison"]]
+    for replicas, facts in results.get("agreement_ms", {}).items():
+        own = milliseconds(results["agreement_own_ms"][replicas])
+        name = f"an agreement of {replicas} replicas, last vote to last result"
+        rows.append([name, milliseconds(facts), f"the last voter's own {own}"])
+    for hosts, facts in results.get("step", {}).items():
+        ratio, took = facts["ratio"], facts["milliseconds"]
+        both = f"ours {took['ours']['median']:.0f} ms, stock DDP on gloo {took['stock']['median']:.0f} ms"
+        name = f"a step on {hosts} hosts, {facts['parameters'] / 1e6:.1f}M parameters, against stock DDP"
+        rows.append([name, f"{ratio['value']:.3f}x ({ratio['low']:.3f} to {ratio['high']:.3f})", both])
+    names = {"rank": "SIGKILL of a rank", "host": "a host loses its power", "link": "a host is cut off"}
+    for what, facts in results.get("kill", {}).items():
+        if what in names:
+            parts = ", ".join(f"{part} {facts[part]['median']:.0f}" for part in PARTS_OF_A_KILL)
+            name = f"{names[what]}: to the commit, less what is computed again"
+            rows.append([name, milliseconds(facts["less_redone"]), f"{parts}; n = {facts['whole']['n']}"])
+    for name, facts in results.get("power_cut", {"systems": {}})["systems"].items():
+        seconds = facts["seconds"]
+        value = f"{seconds:.2f} s" if isinstance(seconds, float) else seconds
+        batch = f"on {facts['microbatches']} microbatches" if "microbatches" in facts else ""
+        rows.append([f"power cut to the next committed step, {name}", value, batch])
+    if "hosts" in results and not results["hosts"]["emulated"]:
+        rows.append(["hosts are processes of this machine", "", results["hosts"]["why_not"]])
+    return rows
+
+
+FIGURE = Figure(
+    name="hosts",
+    text="Several hosts, emulated by namespaces of one machine where that is possible. An agreement: from the last "
+    "vote to the last replica that holds the result, one etcd in memory; replicas arrive at uneven times. A step "
+    "against stock DDP on gloo, turn by turn over the same links. A rank, a host and a link are lost inside a "
+    "reduction. The same power cut on torchrun and torchft.",
+    values=_values,
+    rows=_rows,
+)

@@ -1,4 +1,4 @@
-"""`recover bench all`: every benchmark, one after the other, and one page of them all."""
+"""`recover bench all`: every benchmark in turn, and one page of them all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from recover_lab.bench.breakdown import bench_breakdown
 from recover_lab.bench.collectives import bench_collectives, bench_repair
+from recover_lab.bench.figures import FIGURES
 from recover_lab.bench.measure import begin
 from recover_lab.bench.multi import bench_multi
 from recover_lab.bench.peers import bench_peers
-from recover_lab.bench.rejoin import bench_multi_returning
+from recover_lab.bench.rejoin import bench_multi_rejoining
 from recover_lab.bench.rejoin_hosts import bench_return
-from recover_lab.bench.several_hosts import PARTS, Wanted, bench_hosts
+from recover_lab.bench.several_hosts import PARTS, HostsOptions, bench_hosts
 from recover_lab.bench.simulations import bench_simulate
 from recover_lab.bench.sweep import bench_sweep
 from recover_lab.bench.training import bench_overhead, bench_recovery
@@ -23,15 +24,15 @@ from recover_lab.peers.scene import Scene
 from recover_lab.publish.measured_sources import measured
 from recover_lab.publish.page import build
 
-DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather their shards need longer
+DDP, HSDP = Scene(), Scene(replicas=4, shard=2, pace=0.3)  # 8 ranks that gather shards need longer
 PIPELINE = Scene(replicas=4, pp=2)
 GRID = Scene(replicas=4, tp=2, pp=2, pace=0.5)  # 16 ranks on few cores: computing needs longer
-HOSTS = Wanted(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
+HOSTS = HostsOptions(PARTS, (4, 16, 64), 40, (2, 4), "small", 20, 3, 2, 3, DDP.pace, 2.0, 5.0)
 Part = Callable[[Path], Any]
 
 
 def parts(long: bool) -> dict[str, Part]:
-    """Name and call, in the order of the page."""
+    """Benchmarks by the name of their file, in the order in which they run."""
     calm = DDP.but(replicas=16 if long else DDP.replicas, steps=260 if long else 32)
     intervals = (2, 4, 8, 16, 32, 64) if long else (2, 6, 16)
     factors = (0.5, 3, 10) if long else (2,)
@@ -62,14 +63,14 @@ def parts(long: bool) -> dict[str, Part]:
         "collectives": lambda path: bench_collectives((2, 4, 8) if long else (2, 4), (1, 25, 100), 9, path),
         "hosts": lambda path: bench_hosts(HOSTS, None, path),
         "return": lambda path: bench_return(3, DDP.pace, (5, 50, 200), 3, None, path),
-        "returning": lambda path: bench_multi_returning(
+        "returning": lambda path: bench_multi_rejoining(
             DDP, None, (1, 4), path, known=path.with_name("breakdown-ddp.json")
         ),
     }
 
 
 def bench_all(output: Path, fresh: bool, long: bool) -> int:
-    """The number of parts that could not be measured."""
+    """Returns the number of benchmarks that failed."""
     if long:
         output /= "long"
     console = begin(output / "figures.md")
@@ -79,18 +80,18 @@ def bench_all(output: Path, fresh: bool, long: bool) -> int:
         path = output / f"{name}.json"
         head = f"[{number} of {len(all_parts)}] {name}"
         if not fresh and measured(path):
-            console.print(f"{head}: measured already with these sources, see {path}", markup=False)
+            console.print(f"{head}: already measured on these sources, see {path}", markup=False)
             continue
         console.print(f"{head} ...", style="bold", markup=False)
         began = time.monotonic()
         try:
             measure(path)
             console.print(f"{head}: {time.monotonic() - began:.0f} s", style="dim", markup=False)
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # the other benchmarks still run
             lost.append(name)
             console.print(f"{head}: {type(error).__name__}: {error}", style="red", markup=False)
-    page = build(output)
+    page = build(output, FIGURES)
     console.print(f"page: {page}")
     if lost:
-        console.print(f"not measured: {', '.join(lost)}; the same command goes on with them")
+        console.print(f"not measured: {', '.join(lost)}; the same command continues with them")
     return len(lost)

@@ -1,16 +1,22 @@
-"""`recover bench overhead` and `recover bench recovery`: what the protection costs, and what a death costs."""
+"""`recover bench overhead` and `recover bench recovery`: the cost of fault tolerance, and the cost of a death."""
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from recover_lab.bench.measure import begin, launched, place, summary, write
+from recover_lab.bench.kills import measure_kills
+from recover_lab.bench.measure import (
+    BenchmarkError,
+    begin,
+    launch_program,
+    machine_line,
+    paired_ratio,
+    summary,
+    write,
+)
+from recover_lab.publish.figure import Figure, Results, Rows, milliseconds, show
 
 RECOVERY_LAUNCHES = 5
 
@@ -28,7 +34,7 @@ def bench_overhead(
     arguments = [model, str(seq_len), str(accum), str(turns)]
     grid = f"{replicas} replicas" + (f" of {shard} ranks" if shard > 1 else "")
     console.print(f"{grid}, model {model}, {turns} turns each ...", style="dim")
-    with launched("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
+    with launch_program("overhead.py", arguments=[*arguments, "both"], **launch) as run_dir:
         ranks = [json.loads(path.read_text()) for path in run_dir.glob("overhead-*.json")]
     seconds = {
         name: [max(each) for each in zip(*(r["seconds"][name] for r in ranks), strict=True)]
@@ -39,7 +45,7 @@ def bench_overhead(
     exact = paired_ratio(seconds["ours"], seconds["reproducible"])
     memory = {}
     for name in ("stock", "ours"):
-        with launched("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
+        with launch_program("overhead.py", arguments=[*arguments, name], **launch) as run_dir:
             memory[name] = max(
                 json.loads(path.read_text())["peak_bytes"] for path in run_dir.glob("overhead-*.json")
             )
@@ -62,17 +68,7 @@ def bench_overhead(
         "extra_bytes_per_parameter": (memory["ours"] - memory["stock"]) / parameters,
     }
     write(output, {"overhead": results})
-    table = Table(title=f"{grid}, {parameters / 1e6:.1f}M parameters, no failures", title_justify="left")
-    for column in ("", "tokens/s", "peak memory per rank"):
-        table.add_column(column, justify="right")
-    for name, label in (
-        ("stock", f"{peer} on gloo"),
-        ("ours", "recover.Step"),
-        ("reproducible", "... reduction=reproducible"),
-    ):
-        speed = results["tokens_per_second"][name]["median"]
-        table.add_row(label, f"{speed:.1f}", f"{memory[name] / 2**20:.0f} MiB" if name in memory else "")
-    console.print(table)
+    show(console, f"{grid}, {parameters / 1e6:.1f}M parameters, no failures", OVERHEAD.rows(results))
     console.print(
         f"ours / stock: {ratio:.3f}x, 95% interval {low:.3f} to {high:.3f} over {turns} pairs; "
         f"memory {results['extra_bytes_per_parameter']:+.2f} bytes per parameter"
@@ -82,53 +78,82 @@ def bench_overhead(
         f"reproducible / fast: {exact[0]:.3f}x, 95% interval {exact[1]:.3f} to {exact[2]:.3f}; "
         f"{megabytes['reproducible']:.0f} MB instead of {megabytes['fast']:.0f} MB to a reduction"
     )
-    console.print(place())
+    console.print(machine_line())
 
 
 def bench_recovery(replicas: int, output: Path | None) -> None:
     """From SIGKILL inside a reduction to the commit of that step, less the time of the microbatches run again."""
     console = begin(output)
-    samples: list[float] = []
-    steps: list[float] = []
-    discarded = 0
-    for launch in range(RECOVERY_LAUNCHES):
-        console.print(f"run {launch + 1} of {RECOVERY_LAUNCHES} ...", style="dim")
-        with launched("recovery.py", replicas, []) as run_dir:
-            rows = [json.loads(path.read_text()) for path in run_dir.glob("rows-*.json")]
-            for killed in run_dir.glob("killed-*"):
-                step = int(killed.name.removeprefix("killed-"))
-                struck = [row for rank in rows for row in rank if row["step"] == step]
-                spent = max(row["committed"] for row in struck) - float(killed.read_text())
-                samples.append((spent - max(row["redone_seconds"] for row in struck)) * 1e3)
-                discarded += sum(row["discarded"] for row in struck)
-            steps += [row["seconds"] * 1e3 for rank in rows for row in rank if not row["repair_ms"]][2:]
-    results = {
+    console.print(f"{RECOVERY_LAUNCHES} launches, {replicas - 1} deaths each ...", style="dim")
+    facts = measure_kills("tiny", "auto", replicas, replicas - 1, RECOVERY_LAUNCHES, "cpu")
+    if facts["broken"]:
+        raise BenchmarkError("; ".join(facts["broken"]))
+    results: dict[str, Any] = {
         "replicas": replicas,
-        "recovery_ms": summary(samples),
-        "step_ms": summary(steps),
-        "discarded": discarded,
+        "recovery_ms": facts["less_redone_ms"],
+        "step_ms": facts["step_ms"],
+        "discarded": facts["discarded"],
     }
     write(output, {"recovery": results})
-    facts = results["recovery_ms"]
-    assert isinstance(facts, dict)
-    console.print(
-        f"{replicas} replicas, {facts['n']} deaths in the middle of a reduction: from SIGKILL to the committed step, "
-        f"less the microbatches run again: median {facts['median']:.0f} ms (middle half {facts['low']:.0f} to "
-        f"{facts['high']:.0f}); survivors' microbatches discarded: {discarded}; a step without a death takes "
-        f"{statistics.median(steps):.0f} ms"
-    )
-    console.print(place())
+    show(console, f"{replicas} replicas, SIGKILL inside a reduction", RECOVERY.rows(results))
+    console.print(machine_line())
 
 
-def paired_ratio(reference: list[float], ours: list[float]) -> tuple[float, float, float]:
-    """How many times faster ours is: the geometric mean over the turns and its 95% interval (Student's t)."""
-    logs = [math.log(theirs / mine) for theirs, mine in zip(reference, ours, strict=True)]
-    mean = statistics.fmean(logs)
-    half = _student_95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+def _overhead_values(results: Results) -> dict[str, Any]:
+    ratio, exact = results["ratio"], results["reproducible_against_fast"]
+    more = results["extra_bytes_per_parameter"]
+    inside = f" of {results['shard']} ranks" if results["shard"] > 1 else ""
+    return {
+        "setting": f"{results['replicas']} replicas{inside}, {results['parameters'] / 1e6:.0f}M parameters",
+        "ratio": f"{ratio['value']:.2f}x",
+        "interval": f"{ratio['low']:.2f} to {ratio['high']:.2f}",
+        "memory": "no more memory" if more < 0.05 else f"{more:.1f} bytes per parameter more",
+        "reproducible": f"{exact['value']:.2f}x",
+    }
 
 
-def _student_95(freedom: int) -> float:
-    """The two-sided 95% quantile of Student's t, by the usual expansion around the normal one."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+def _overhead_rows(results: Results) -> Rows:
+    rows: Rows = [["", "tokens/s", "peak memory per rank"]]
+    for name, label in (
+        ("stock", f"{results['peer']} on gloo"),
+        ("ours", "recover.Step"),
+        ("reproducible", "... reduction=reproducible"),
+    ):
+        speed, peak = results["tokens_per_second"][name]["median"], results["peak_bytes"].get(name)
+        rows.append([label, f"{speed:.1f}", "" if peak is None else f"{peak / 2**20:.0f} MiB"])
+    return rows
+
+
+OVERHEAD = Figure(
+    name="overhead",
+    text="Without failures, against stock torch, turn by turn.",
+    paper="Close to the NCCL reference.",
+    values=_overhead_values,
+    rows=_overhead_rows,
+)
+
+
+def _recovery_values(results: Results) -> dict[str, Any]:
+    took = results["recovery_ms"]
+    return {
+        "setting": f"{results['replicas']} replicas",
+        "median": f"{took['median']:.0f} ms",
+        "middle": f"{took['low']:.0f} to {took['high']:.0f}",
+        "discarded": results["discarded"],
+    }
+
+
+def _recovery_rows(results: Results) -> Rows:
+    took, step = results["recovery_ms"], results["step_ms"]
+    return [
+        ["deaths", "SIGKILL to commit, less microbatches run again", "discarded microbatches", "a step"],
+        [took["n"], milliseconds(took), results["discarded"], milliseconds(step)],
+    ]
+
+
+RECOVERY = Figure(
+    name="recovery",
+    text="From SIGKILL inside a reduction to the commit of that step.",
+    values=_recovery_values,
+    rows=_recovery_rows,
+)

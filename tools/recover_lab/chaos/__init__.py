@@ -1,1 +1,1 @@
-"""Campaigns that break jobs on purpose, and the laws that every broken run must keep."""
+"""Campaigns that inject faults into training jobs, and the invariants that every run must keep."""

@@ -1,6 +1,6 @@
-"""`recover faults chaos`: random schedules of faults against a training job, one after another, and what must hold.
+"""`recover faults chaos`: runs of a training job under random fault schedules, and the invariants of each run.
 
-Run number i draws its schedule from seed + i, so any of them can be had again by its own seed.
+Run number i draws its schedule from seed + i, so that each can be repeated alone by its own seed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from recover.faults.locations import (
 from recover.faults.schedule import impossible, survivors, write_schedule
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
-from recover_lab.chaos.ground import Ground, OneRun
-from recover_lab.chaos.invariants import Left, leftovers, violations
+from recover_lab.chaos.invariants import FinishedRun, leftovers, violations
+from recover_lab.chaos.platforms import CampaignRun, Platform
 
 ACTIONS = {
     "kill": 6.0,
@@ -44,46 +44,45 @@ ACTIONS = {
     "corrupt:weights": 1.0,
 }
 BY_CLOCK = {"kill": 4.0, "stop": 1.0, "pause:0.5": 1.0}
-HANG_LIMIT = 5.0  # seconds: short, so that many stopped ranks can be waited for
-STALLED = 1.6  # times the hang limit: so long all replicas but one wait for their data in some runs
-SLOW_SAMPLE = 1.5  # the same, for a sample that takes so long on every replica
+HANG_LIMIT = 5.0  # seconds: short, since every stopped rank costs this long
+STALLED = 1.6  # times the hang limit: in some runs all replicas but one wait this long for their data
+SLOW_SAMPLE = 1.5  # times the hang limit: a sample that takes this long on every replica
 TO_NEWCOMERS = {"kill": 6.0, "exit": 2.0, "stop": 1.0, "pause:0.5": 1.0}
-NEWCOMERS = 12  # so many of those who come may be struck
+NEWCOMERS = 12  # joining replicas that may be struck, at most
 RETURN = ("--return", "--return-delay=0", "--forgive=0")
-STARTS = (
-    6.0  # times the start of a replica: a run with returns lasts so long, and is struck in its first third
-)
-PATIENCE = 120.0  # seconds, or so many times the run without failures: then it hangs
-TIMES = 10.0
+# Times the start of a replica: the length of a run with rejoining replicas, which is struck in its first third.
+STARTS = 6.0
+# A run counts as hung after so many seconds, or after so many times the run without faults.
+PATIENCE, TIMES = 120.0, 10.0
 GUARDIAN = 30.0  # seconds for the guardian of a killed launcher
 
 
-class OneMachine:
-    """This one. `returns`: lost replicas are started again."""
+class LocalMachine:
+    """This machine. `returns`: lost replicas are restarted."""
 
     def __init__(self, returns: bool = False) -> None:
         self.returns = returns
 
     def check(self, config: Config) -> None:
-        pass  # whatever `recover train` takes
+        pass  # any config that `recover train` accepts
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
         if not self.returns:
             return schedule_for(config, seed)
         return schedule_for(config, seed, last_struck(config)) + strike_newcomers(config, seed)
 
-    def run(self, job: OneRun) -> Left:
+    def run(self, job: CampaignRun) -> FinishedRun:
         return run_job(job, RETURN if self.returns else ())
 
     def violations(
-        self, run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None
+        self, run: FinishedRun, config: Config, faults: Sequence[Fault], calm: FinishedRun | None = None
     ) -> Iterator[str]:
         return violations(run, config, faults, calm)
 
 
 @dataclass
-class Tally:
-    """What came of all runs."""
+class CampaignTally:
+    """Results of all runs."""
 
     runs: int = 0
     faults: int = 0
@@ -99,35 +98,40 @@ def chaos(
     runs: int | None,
     replicas: tuple[int, int] | None = None,
     output: Path | None = None,
-    ground: Ground | None = None,
+    platform: Platform | None = None,
 ) -> int:
-    """Returns 0 if every run kept every law, otherwise 1; the evidence of those that did not stays in `output`.
+    """Returns 0 if every run kept every invariant, otherwise 1; run directories with violations stay in `output`.
 
     A campaign with returns in which no replica has joined shows nothing of joins, and returns 1, too.
     """
-    ground = ground or OneMachine()
+    platform = platform or LocalMachine()
     if not any(word.startswith("hang_limit=") for word in words):
         words = [*words, f"hang_limit={HANG_LIMIT:g}"]
     config = prepare_run(words, (output or Path(tempfile.gettempdir())) / "calm", (), None).config
     low, high = replicas or (config.replicas, config.replicas)
     if not 2 <= low <= high:
         raise ValueError(
-            f"{low} to {high} replicas: somebody must be left; give a range from 2 on, as --replicas 2:6"
+            f"--replicas {low}:{high}: one replica must be left; give a range from 2 on, such as 2:6"
         )
     jobs = {count: [*words, *_share_out(config.global_batch, count)] for count in range(low, high + 1)}
     for theirs in jobs.values():
-        ground.check(prepare_run(theirs, None, (), None).config)  # what cannot be run is refused now
+        platform.check(
+            prepare_run(theirs, None, (), None).config
+        )  # refuses what cannot run before the first run
     place = output or Path(tempfile.mkdtemp(prefix="recover-chaos-"))
     place.mkdir(parents=True, exist_ok=True)
-    started, tally = time.monotonic(), Tally()
+    started, tally = time.monotonic(), CampaignTally()
     try:
-        calm = ground.run(OneRun(words, place / "calm"))
-        if broken := list(ground.violations(calm, config, ())):
+        calm = platform.run(CampaignRun(words, place / "calm"))
+        if broken := list(platform.violations(calm, config, ())):
             tally.calm_is_broken = True
-            print(f"the run without faults is no good: {'; '.join(broken)}; see {calm.run_dir}", flush=True)
+            print(
+                f"the run without faults already breaks invariants: {'; '.join(broken)}; see {calm.run_dir}",
+                flush=True,
+            )
             return 1
         lasts = time.monotonic() - started
-        if ground.returns:
+        if platform.returns:
             pace = pace_for_joins(config, *calm.took)
             lasts += pace * config.accum * config.steps
             jobs = {count: [*theirs, f"pace={pace:.3f}"] for count, theirs in jobs.items()}
@@ -138,21 +142,21 @@ def chaos(
             number = seed + tally.runs
             count = random.Random(f"chaos/{number}").randint(low, high)
             tally.runs += 1
-            _one(ground, jobs[count], number, place, calm, limit, tally)
+            _one(platform, jobs[count], number, place, calm, limit, tally)
     finally:
         if not tally.calm_is_broken:
             shutil.rmtree(place / "calm", ignore_errors=True)
         if output is None and not (tally.calm_is_broken or tally.bad_seeds):
             shutil.rmtree(place, ignore_errors=True)
-    came = f"{tally.joined} replicas joined, " if ground.returns else ""
+    came = f"{tally.joined} replicas joined, " if platform.returns else ""
     print(
         f"chaos: {tally.runs} runs, {tally.faults} faults, {came}{len(tally.bad_seeds)} with a violation "
         f"{tally.bad_seeds or ''}, {(time.monotonic() - started) / 60:.1f} minutes",
         flush=True,
     )
-    if ground.returns and not tally.joined:
+    if platform.returns and not tally.joined:
         print(
-            f"inconclusive: no replica joined in {tally.runs} runs, so nothing is known of joins; give more runs "
+            f"inconclusive: no replica joined in {tally.runs} runs, so joins were not tested; give more runs "
             f"(--runs, --minutes) or a longer job (steps=, it has {config.steps})",
             flush=True,
         )
@@ -161,12 +165,12 @@ def chaos(
 
 
 def last_struck(config: Config) -> int:
-    """The last step in which replicas are struck by step, where others are to join afterwards."""
+    """The last step with a scheduled fault, where replicas are to rejoin afterwards."""
     return max(1, config.steps // 3)
 
 
 def pace_for_joins(config: Config, start_up: float, training: float) -> float:
-    """Seconds for a microbatch (`pace`), so that lost replicas have time to start and to join.
+    """Seconds per microbatch (`pace`), so that lost replicas have time to start and to join.
 
     `start_up`, `training`: seconds of the run without faults before and after its first step. Raises ValueError where
     a microbatch would come near the hang limit.
@@ -188,26 +192,26 @@ def _share_out(global_batch: int, replicas: int) -> list[str]:
 
 
 def _one(
-    ground: Ground,
+    platform: Platform,
     words: list[str],
     seed: int,
     place: Path,
     calm: Any,
     limit: float,
-    tally: Tally,
+    tally: CampaignTally,
 ) -> None:
-    """One run. A violation is told, and the run directory kept."""
+    """One run. Violations are printed, and the run directory is kept."""
     run_dir = place / f"seed-{seed}"
     config = prepare_run(words, run_dir, (), None).config
-    faults = ground.schedule(config, seed)
+    faults = platform.schedule(config, seed)
     began = time.monotonic()
-    run = ground.run(OneRun(words, run_dir, limit, faults))
-    broken = [f"it hung for {limit:.0f} s"] if run.code == -9 else []
-    broken += ground.violations(run, config, faults, calm)
+    run = platform.run(CampaignRun(words, run_dir, limit, faults))
+    broken = [f"the run hung: no end after {limit:.0f} s"] if run.code == -9 else []
+    broken += platform.violations(run, config, faults, calm)
     told = "ok" if not broken else "VIOLATION"
     came = len(run.joined)
     tally.faults, tally.joined = tally.faults + len(faults), tally.joined + came
-    joined = f" {came} joined," if ground.returns else ""
+    joined = f" {came} joined," if platform.returns else ""
     print(
         f"seed {seed}: {config.replicas} replicas, {len(faults)} faults,{joined} {time.monotonic() - began:.1f} s: "
         f"{told}",
@@ -223,13 +227,15 @@ def _one(
 
 
 def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fault, ...]:
-    """The faults of run number `seed`, up to step `last`. One in five by the clock, so that any instruction can be the
-    last."""
+    """The faults of run number `seed`, up to step `last`.
+
+    One run in five has faults by the clock: they strike at any instruction, not only at named locations.
+    """
     last = last or config.steps
     rng = random.Random(f"schedule/{seed}")
     count = rng.randint(1, max(1, config.replicas - 1))
     if config.replicas > 1 and rng.random() < 0.2:
-        mean = rng.choice((0.1, 0.3, 1.0))  # seconds; what comes after the last step strikes nobody
+        mean = rng.choice((0.1, 0.3, 1.0))  # seconds; a fault after the last step does nothing
         return draw_by_clock(
             config.replicas, config.replica_size, seed, mtbf=mean, count=count, actions=BY_CLOCK
         )
@@ -241,8 +247,10 @@ def schedule_for(config: Config, seed: int, last: int | None = None) -> tuple[Fa
 def strike_newcomers(
     config: Config, seed: int, actions: Mapping[str, float] = TO_NEWCOMERS
 ) -> tuple[Fault, ...]:
-    """What becomes of those who come: some die while they ask, are let in or are given the state, some in their first
-    step, some later. How many come, and when, nobody knows, so not all of it happens."""
+    """Faults of joining replicas: while they ask, are admitted or receive the state, in their first step, or later.
+
+    How many replicas join, and when, is not known in advance, so some of these faults do not strike.
+    """
     rng = random.Random(f"newcomers/{seed}")
     found = []
     for replica in range(config.replicas, config.replicas + NEWCOMERS):
@@ -264,17 +272,17 @@ def strike_newcomers(
 
 
 def _hold_up(config: Config, rng: random.Random, faults: tuple[Fault, ...], last: int) -> Iterator[Fault]:
-    """In some runs: storage that stalls for all replicas but one, or a sample that takes long wherever it is read."""
+    """In some runs: storage that stalls for all replicas but one, or a sample that is slow on every replica."""
     what, step, number = rng.random(), rng.randint(1, last), rng.randrange(config.replicas)
     limit = config.hang_limit or HANG_LIMIT
     drifts = any(fault.action == "corrupt:weights" for fault in faults)
-    # A replica that comes to the stall later than the others is the last one left in it: one alone may be fenced.
+    # A replica that reaches the stall after the others stalls alone at its end, and a single slow replica is fenced.
     early = any(fault.kind in ("hold", "pause", "stall", "slow") and fault.step <= step for fault in faults)
     if what < 0.1 and not early:
         for replica in sorted({*range(config.replicas)} - {number}):
             yield Fault(step, replica, "forward", action=f"stall:{STALLED * limit:g}")
     elif what < 0.2 and not drifts and survivors(faults, config.replicas) > 1:
-        # It may cost a replica: somebody must be left, and a majority that tells a corrupt one.
+        # It may cost a replica: one must be left, and a majority that recognises a corrupt one.
         yield Fault(step, number, "forward", action=f"sample:{SLOW_SAMPLE * limit:g}")
 
 
@@ -291,12 +299,12 @@ def _draw(config: Config, seed: int, count: int, last: int) -> tuple[Fault, ...]
     )
 
 
-def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
-    """On this machine, killed if it takes longer than it may; its schedule and its output lie in its directory."""
+def run_job(job: CampaignRun, options: Sequence[str] = ()) -> FinishedRun:
+    """Run a job on this machine and kill it after its limit; schedule and output are in its run directory."""
     run_dir = job.run_dir
     if run_dir.exists():
         raise ValueError(
-            f"{run_dir} is there already, perhaps as evidence; move it away, or give another --output"
+            f"{run_dir} exists, perhaps with violations of an earlier campaign; move it, or give another --output"
         )
     run_dir.mkdir(parents=True)
     schedule = run_dir / "faults.yaml"
@@ -313,17 +321,17 @@ def run_job(job: OneRun, options: Sequence[str] = ()) -> Left:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            _wait_for_guardian(Left(run_dir.absolute(), -9, process.pid))
+            _wait_for_guardian(FinishedRun(run_dir.absolute(), -9, process.pid))
         finally:
-            if process.poll() is None:  # we are being interrupted
+            if process.poll() is None:  # this campaign is being interrupted
                 process.kill()
                 process.wait()
             processes.discard(process)
-    return Left(run_dir.absolute(), process.returncode, process.pid)
+    return FinishedRun(run_dir.absolute(), process.returncode, process.pid)
 
 
-def _wait_for_guardian(run: Left) -> None:
-    """It ends the ranks of a launcher that was killed, and removes what they left. What stays is a violation."""
+def _wait_for_guardian(run: FinishedRun) -> None:
+    """Wait for the guardian of a killed launcher: it ends the ranks and removes their files."""
     deadline = time.monotonic() + GUARDIAN
     while list(leftovers(run)) and time.monotonic() < deadline:
         time.sleep(0.1)

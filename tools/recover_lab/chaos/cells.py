@@ -15,7 +15,13 @@ from recover.faults import Fault
 from recover.faults.locations import AFTER_VERDICT, LOCATIONS, OUTSIDE, REPAIR_PHASES
 from recover.policy import FailureEvent, Role, get_policy
 
-ROLES = ("major", "minor", "spare", "rank 0", "writer")  # writer: the lowest living rank once rank 0 is dead
+ROLES = (
+    "major",
+    "minor",
+    "spare",
+    "rank 0",
+    "writer",
+)  # writer: the lowest living rank after rank 0 has died
 MODES = ("one", "two", "then")
 RECOVERIES = (*(f"repair:{phase}" for phase in REPAIR_PHASES), "extra")
 PLACES = tuple(location for location in LOCATIONS if location not in ("repair", "extra", *OUTSIDE))
@@ -36,7 +42,7 @@ def all_cells() -> list[Cell]:
 
 @dataclass
 class Launch:
-    """One job: its batch, its faults, and the cells that they serve."""
+    """One job: its batch, its faults, and the cells that they test."""
 
     global_batch: int
     faults: list[Fault] = field(default_factory=list)
@@ -52,21 +58,21 @@ class Launch:
 
 
 def lay_out(cells: Sequence[Cell], replicas: int, replica_size: int, policy: str) -> Iterator[Launch]:
-    """Launches that serve all cells that can be; those that serve most come first."""
+    """Launches that test all cells that can be tested; those with the most cells come first."""
     missing = set(cells)
-    # With a minor or a spare now, and after some losses.
+    # Batches with a minor or a spare at the start, and batches with one after some losses.
     batches = (replicas, replicas + 1, max(replicas, 2 * replicas - 3))
     while missing:
         tries = [_fill(Launch(batch), missing, replicas, replica_size, policy) for batch in batches]
         best = max(tries, key=lambda launch: len(launch.cells))
         if not best.cells:
-            return  # there is no such role, or no such recovery, under this policy
+            return  # this policy has no such role, or no such recovery
         missing -= best.cells
         yield best
 
 
 def _fill(launch: Launch, missing: set[Cell], replicas: int, replica_size: int, policy: str) -> Launch:
-    """Event after event until one replica is left, or nothing more can be served."""
+    """Add events until one replica is left, or until no cell is left to test."""
     alive, step = list(range(replicas)), 1
     while len(alive) > 1:
         event = max(
@@ -97,7 +103,7 @@ def _worth(event: Event) -> float:
 
 
 def _events(alive: tuple[int, ...], missing: set[Cell], batch: int, policy: str) -> Iterator[Event]:
-    """All single deaths and pairs that serve something missing."""
+    """All single deaths and pairs that test a missing cell."""
     roles = {replica: _roles(replica, alive, batch, policy) for replica in alive}
     for location, first in product(PLACES, alive):
         served = {Cell(location, role, "one") for role in roles[first]} & missing
@@ -132,7 +138,7 @@ def _roles(replica: int, alive: tuple[int, ...], batch: int, policy: str) -> set
 
 @cache
 def runs_extra(location: str, dead: int, alive: tuple[int, ...], batch: int, policy: str) -> set[int]:
-    """Who runs extra microbatches once `dead` has died there; nobody, if the step may be complete without it."""
+    """Replicas that run extra microbatches after `dead` has died there; none if the step may be complete without it."""
     if location in ("in-totals", "vote", *AFTER_VERDICT):
         return set()
     rules = get_policy(policy, len(alive))

@@ -1,4 +1,4 @@
-"""The agents of one run on a lab; where replicas come back, hosts that were lost do, too, and get new ones."""
+"""The agents of one run on a lab. Where replicas rejoin, lost hosts restart, too, each with a new agent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from recover.runs.records.json_lines import read
 from recover.train.config import Config
 from recover_lab.lab.hosts import Host, Lab
 
-STAYS_AWAY = 0.2  # the share of lost hosts that do not come back
-AWAY = 6.0  # seconds that one is away, at the most; that it is still counted then is nothing that it may stumble over
-GIVEN_UP = 15.0  # seconds after which a host is given up, also if none of its replicas was ever let in
-_IN = "this host brings free slots"  # what an agent says when it has come into a job at work
+STAYS_AWAY = 0.2  # share of lost hosts that do not restart
+AWAY = 6.0  # seconds until a lost host restarts, at most; it must cope with still being a member of the job
+GIVEN_UP = (
+    15.0  # seconds after which a host counts as given up, even if none of its replicas was ever admitted
+)
+_IN = "this host brings free slots"  # log line of an agent that has joined a running job
 
 
 @dataclass
@@ -33,11 +35,11 @@ class AgentLife:
     host: str
     process: subprocess.Popen[Any]
     said: Path
-    late: bool = False  # the job was at work
-    struck: Fault | None = None  # what its host is lost by
-    at: float = 0.0  # when
-    cost: frozenset[int] = frozenset()  # the replicas that had a place there
-    dismissed: bool = False  # the job had ended when it came
+    late: bool = False  # it started while the job was running
+    struck: Fault | None = None  # the fault that its host is lost by
+    at: float = 0.0  # time of that fault
+    cost: frozenset[int] = frozenset()  # replicas with ranks on that host
+    dismissed: bool = False  # the job had ended when it started
 
     @property
     def ended(self) -> bool:
@@ -53,7 +55,7 @@ class AgentLife:
 
 
 class HostAgents:
-    """`start` is called with a host and where what its agent says goes; `places`: the run directories, by host."""
+    """`start` is called with a host and the file for its agent's output; `places`: run directories by host."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class HostAgents:
             self._begin(host)
 
     def __getitem__(self, host: str) -> AgentLife:
-        """The latest one there."""
+        """The latest agent of that host."""
         return next(life for life in reversed(self.lives) if life.host == host)
 
     @property
@@ -83,9 +85,9 @@ class HostAgents:
         return self._seats()[fault.replica * self._size + fault.local]
 
     def strike(self, host: str, fault: Fault, now: float) -> bool:
-        """This host is to be lost by it. False if it must stay, or is lost already."""
+        """Mark the host as lost by this fault. False if the host must stay, or is lost already."""
         life, seats = self[host], self._seats()
-        # Where those who come will sit nobody knew when it was drawn; most of etcd, and one host, must stay.
+        # The schedule was drawn before joining replicas had hosts; a majority of etcd, and one host, must stay.
         if life.struck is not None or (fault.replica >= self._first and not life.late):
             return False
         life.struck, life.at = fault, now
@@ -93,7 +95,7 @@ class HostAgents:
         return True
 
     def is_given_up(self, host: str, now: float) -> bool:
-        """The others say so in their records, or have ended, or have had time enough."""
+        """True if the other hosts have recorded it, have ended, or have had enough time."""
         life, others = self[host], [self[other.name] for other in self._lab if other.name != host]
         if all(other.ended for other in others) or now - life.at > GIVEN_UP:
             return True
@@ -102,7 +104,7 @@ class HostAgents:
         return any(life.cost.intersection(line["dead_replicas"]) for line in lines)
 
     def look(self, now: float) -> None:
-        """Hosts that were lost come back. One for which it is too late goes again."""
+        """Restart lost hosts when their time has come; dismiss one that restarts after the job has ended."""
         if not self._returns:
             return
         over = self._is_over()
@@ -132,7 +134,7 @@ class HostAgents:
         )
 
     def _away(self, life: AgentLife) -> float:
-        """Drawn from what has struck it, so that it is the same once more."""
+        """Drawn from its fault, so that a repeated run draws the same."""
         rng = random.Random(f"away/{life.struck}")
         return float("inf") if rng.random() < STAYS_AWAY else rng.uniform(0, AWAY)
 
@@ -140,7 +142,7 @@ class HostAgents:
         return all(life.ended for life in self.lives if not life.late)
 
     def _seats(self) -> dict[int, str]:
-        """Who sits where, and sat: on which host each rank, as far as any of them has written it down."""
+        """Host of each rank, present and past, from the records of all hosts."""
         seats: dict[int, str] = {}
         for place in set(self._places.values()):
             try:
@@ -152,7 +154,7 @@ class HostAgents:
 
 
 def show_stacks(lab: Lab) -> None:
-    """Into the logs of the ranks: what they wait for."""
+    """Let all ranks write their stacks to their logs."""
     for host in lab:
         for pid in host.processes():
             if rank_of(pid) is not None:
@@ -163,8 +165,8 @@ def show_stacks(lab: Lab) -> None:
     time.sleep(1)
 
 
-def litter_on(host: Host, seen_by_all: Collection[str], patience: float) -> list[str]:
-    """Processes and files of a host on which all has ended; it takes a moment until the last ones are gone."""
+def leftovers_on(host: Host, seen_by_all: Collection[str], patience: float) -> list[str]:
+    """Processes and files left on a host whose job has ended, after waiting up to `patience` seconds for them to go."""
     if not host.up:
         return []
     deadline = time.monotonic() + patience

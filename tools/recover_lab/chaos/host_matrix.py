@@ -19,9 +19,9 @@ from recover.job.machine import machine
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.cells import PLACES, RECOVERIES, SETTLED, runs_extra
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.matrix import carry_out, insert, slice_of, split_at_table
-from recover_lab.chaos.on_hosts import TAKES_A_MEMBER, Hosts
+from recover_lab.chaos.matrix import insert, run_launches, slice_of, split_at_table
+from recover_lab.chaos.on_hosts import TAKES_A_MEMBER, HostPlatform
+from recover_lab.chaos.platforms import CampaignRun
 
 WHATS = {
     "a rank": "kill",
@@ -33,8 +33,8 @@ WHATS = {
     "leader of etcd stopped": "lab:leader-stop",
     "all of etcd stopped": "lab:etcd-stop",
 }
-LIMIT = 240.0  # seconds for one launch: then it hangs
-EVENTS = 5  # in one launch, at the most
+LIMIT = 240.0  # seconds after which a launch counts as hung
+EVENTS = 5  # of one launch, at most
 NAME = "hosts"  # of the table on its page
 
 
@@ -47,17 +47,17 @@ class HostCell:
 
 @dataclass
 class HostLaunch:
-    """One job, its faults, and the cells that they serve."""
+    """One job, its faults, and the cells that they test."""
 
     alive: list[int]  # replicas
-    members: int  # of etcd, that may still go
+    members: int  # of etcd that may still be lost
     steps: int = 0
     faults: list[Fault] = field(default_factory=list)
     cells: set[HostCell] = field(default_factory=set)
 
 
 def host_cells(hosts: int) -> list[HostCell]:
-    """A rank on every host; the first host, another one, and, of four, two at once; the others once each."""
+    """Ranks on every host; the first host, another one and, with four hosts, two at once; other targets once each."""
     last = hosts - 1
     chosen: dict[str, list[tuple[int, ...]]] = {
         "a rank": [(host,) for host in range(hosts)],
@@ -74,8 +74,8 @@ def host_cells(hosts: int) -> list[HostCell]:
     ]
 
 
-def lay_out_hosts(cells: Sequence[HostCell], hosts: Hosts, config: Config) -> Iterator[HostLaunch]:
-    """Launches that serve all cells that can be."""
+def lay_out_hosts(cells: Sequence[HostCell], hosts: HostPlatform, config: Config) -> Iterator[HostLaunch]:
+    """Launches that test all cells that can be tested."""
     missing = list(cells)
     while missing:
         launch = HostLaunch(list(range(config.replicas)), (len(hosts.members) - 1) // 2)
@@ -83,13 +83,13 @@ def lay_out_hosts(cells: Sequence[HostCell], hosts: Hosts, config: Config) -> It
             if len(launch.cells) < EVENTS and (faults := _event(cell, launch, hosts, config)):
                 _add(cell, faults, launch, hosts, config)
         if not launch.cells:
-            return  # nobody has extra work there
+            return  # no replica has extra work there
         missing = [cell for cell in missing if cell not in launch.cells]
         yield launch
 
 
-def _event(cell: HostCell, launch: HostLaunch, hosts: Hosts, config: Config) -> list[Fault]:
-    """What must strike for it; nothing if it cannot be had in this launch any more."""
+def _event(cell: HostCell, launch: HostLaunch, hosts: HostPlatform, config: Config) -> list[Fault]:
+    """The faults of a cell; none if this launch cannot test it any more."""
     action, alive = WHATS[cell.what], tuple(launch.alive)
     taken = sum(action in TAKES_A_MEMBER and host < len(hosts.members) for host in cell.hosts)
     taken = max(taken, action == "lab:leader-kill")
@@ -101,7 +101,7 @@ def _event(cell: HostCell, launch: HostLaunch, hosts: Hosts, config: Config) -> 
     first: list[Fault] = []
     step, able = launch.steps + 1, {*alive}
     if cell.location in RECOVERIES:
-        # Of the others, a replica of the host that has most of them.
+        # A replica of the other host that has most of them.
         host = max(there, key=lambda host: (len(there[host]) if host not in cell.hosts else -1, host))
         if host in cell.hosts or not there[host] or len(alive) < 2:
             return []
@@ -119,7 +119,9 @@ def _event(cell: HostCell, launch: HostLaunch, hosts: Hosts, config: Config) -> 
     return first + [Fault(step, replica, name, 0, detail or None, action) for replica in chosen]
 
 
-def _add(cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: Hosts, config: Config) -> None:
+def _add(
+    cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: HostPlatform, config: Config
+) -> None:
     action = WHATS[cell.what]
     gone = {fault.replica for fault in faults if fault.lethal}
     if action in OF_HOST:
@@ -134,14 +136,14 @@ def _add(cell: HostCell, faults: list[Fault], launch: HostLaunch, hosts: Hosts, 
 
 def host_matrix(
     words: Sequence[str],
-    hosts: Hosts,
+    hosts: HostPlatform,
     launches: int | None = None,
     write: Path | None = None,
     jobs: int = 1,
     cells: Sequence[HostCell] | None = None,
     skip: int = 0,
 ) -> int:
-    """Returns 0 if every cell held, otherwise 1. `launches`: only so many; `skip`: after the first ones."""
+    """Returns 0 if every cell held, otherwise 1. Skips the first `skip` launches, and runs `launches` at most."""
     config = prepare_run(words, None, (), None).config
     hosts.check(config)
     if write is not None:
@@ -157,16 +159,18 @@ def host_matrix(
     config = prepare_run(theirs, None, (), None).config
     started = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-calm-"))
-    calm = hosts.run(OneRun(theirs, place / "calm", LIMIT))
+    calm = hosts.run(CampaignRun(theirs, place / "calm", LIMIT))
     if laws := list(hosts.violations(calm, config, ())):
-        raise ValueError(f"the run without faults is no good: {'; '.join(laws)}; see {calm.run_dir}")
+        raise ValueError(
+            f"the run without faults already breaks invariants: {'; '.join(laws)}; see {calm.run_dir}"
+        )
     try:
 
         def run(launch: HostLaunch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
-            done = hosts.run(OneRun(theirs, run_dir, LIMIT * jobs, launch.faults, running))
+            done = hosts.run(CampaignRun(theirs, run_dir, LIMIT * jobs, launch.faults, running))
             return list(hosts.violations(done, config, launch.faults, calm))
 
-        broken = carry_out(plan, run, jobs)
+        broken = run_launches(plan, run, jobs)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = list(_summary(config, hosts, whole, plan, broken, time.monotonic() - started))
@@ -178,7 +182,7 @@ def host_matrix(
 
 def _summary(
     config: Config,
-    hosts: Hosts,
+    hosts: HostPlatform,
     whole: Sequence[HostLaunch],
     plan: Sequence[HostLaunch],
     broken: set[HostCell],

@@ -1,4 +1,4 @@
-"""What must hold of every run, whatever struck it, read from its run directory."""
+"""Invariants of every run, with any faults, checked on its run directory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from recover.train.config import Config
 
 
 @dataclass(frozen=True)
-class Left:
-    """A run that has ended: what it wrote, and how its process left."""
+class FinishedRun:
+    """A run that has ended: its run directory, and the exit code of its launcher."""
 
     run_dir: Path
     code: int
@@ -36,27 +36,29 @@ class Left:
 
     @property
     def took(self) -> tuple[float, float]:
-        """Seconds from the start to the first step, and from there to the last."""
+        """Seconds from the start to the first step, and from the first step to the last."""
         steps = self.lines("steps.jsonl")
         begun = job_lines(self.run_dir)[0]["at"]
         return steps[0]["at"] - begun, steps[-1]["at"] - steps[0]["at"]
 
     @property
     def joined(self) -> set[int]:
-        """The replicas that have come."""
+        """Replicas that have joined."""
         lines = self.lines("incidents.jsonl")
         return {replica for line in lines for replica in line.get("joined_replicas") or ()}
 
     def ranks_that(self, ended: str) -> list[int]:
-        """The ranks whose marker says that they ended so."""
+        """Ranks whose marker file has this ending."""
         ends = {
             int(path.stem): json.loads(path.read_text()) for path in (self.run_dir / "ranks").glob("*.end")
         }
         return [rank for rank, marker in sorted(ends.items()) if marker["end"] == ended]
 
 
-def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | None = None) -> Iterator[str]:
-    """Every law that the run has broken. `calm` is a run of the same job in which nothing was scheduled."""
+def violations(
+    run: FinishedRun, config: Config, faults: Sequence[Fault], calm: FinishedRun | None = None
+) -> Iterator[str]:
+    """Every invariant that the run has broken. `calm` is a run of the same job without faults."""
     yield from leftovers(run)
     if run.code != 0:
         yield f"exit code {run.code}"
@@ -79,8 +81,8 @@ def violations(run: Left, config: Config, faults: Sequence[Fault], calm: Left | 
                 yield "other parameters than in the run without failures"
 
 
-def _unreadable(run: Left) -> Iterator[str]:
-    """What should be there and is not, or only in part."""
+def _unreadable(run: FinishedRun) -> Iterator[str]:
+    """Records that are missing or torn."""
     for name in ("steps.jsonl", "incidents.jsonl"):
         found = read(run.run_dir / name)
         if found.unreadable:
@@ -93,7 +95,7 @@ def _unreadable(run: Left) -> Iterator[str]:
         yield f"summary.json cannot be read: {error}"
 
 
-def _whole(run: Left, config: Config) -> Iterator[str]:
+def _whole(run: FinishedRun, config: Config) -> Iterator[str]:
     """No line is lost or doubled, and every step has B microbatches."""
     steps = run.lines("steps.jsonl")
     if [line["step"] for line in steps] != list(range(1, config.steps + 1)):
@@ -107,8 +109,8 @@ def _whole(run: Left, config: Config) -> Iterator[str]:
         yield f"incidents.jsonl is out of order: {keys}"
 
 
-def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
-    """Lost is who was scheduled to be, and nobody else; all survivors have finished."""
+def _losses(run: FinishedRun, config: Config, faults: Sequence[Fault]) -> Iterator[str]:
+    """Exactly the replicas with faults are lost, and all survivors have finished."""
     lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
     mortal = {fault.replica for fault in faults if fault.lethal}
     mortal |= set(_lost_over_a_slow_sample(run, config, faults))
@@ -123,7 +125,7 @@ def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]
         yield f"replicas {sorted(unharmed)} were not lost as scheduled"
     left = len({*range(config.replicas), *run.joined} - lost) * config.replica_size
     done = len(run.ranks_that("done"))
-    # What strikes by the clock may strike a rank on its way out, when nothing waits for it any more.
+    # A fault by the clock may strike a rank that is already exiting.
     on_the_way_out = sum(
         fault.lethal and fault.after is not None and fault.replica not in lost for fault in faults
     )
@@ -131,8 +133,8 @@ def _losses(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[str]
         yield f"{done} ranks have finished; {left} should have"
 
 
-def _lost_over_a_slow_sample(run: Left, config: Config, faults: Sequence[Fault]) -> Iterator[int]:
-    """A sample that takes longer than the limit may cost the first replica that is given it, and no other."""
+def _lost_over_a_slow_sample(run: FinishedRun, config: Config, faults: Sequence[Fault]) -> Iterator[int]:
+    """A sample that takes longer than the hang limit may cost the first replica that reads it, and no other."""
     notes = {int(path.stem): json.loads(path.read_text()) for path in (run.run_dir / "ranks").glob("*.slot")}
     for fault in faults:
         if fault.kind == "sample" and config.hang_limit and fault.amount > config.hang_limit:
@@ -149,15 +151,15 @@ def must_strike(fault: Fault, steps: int) -> bool:
     return fault.lethal and fault.step > 0 and fault.location not in IN_RECOVERY and in_time
 
 
-def leftovers(run: Left) -> Iterator[str]:
+def leftovers(run: FinishedRun) -> Iterator[str]:
     """Processes and directories of the job that are still there."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             environment = Path("/proc", name, "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # gone, or somebody else's
+            continue  # the process has ended, or belongs to another user
         if f"RECOVER_RUN_DIR={run.run_dir}".encode() in environment:
-            yield f"process {name} of the run is still there"
+            yield f"process {name} of the run is still running"
     for place in (MEMORY, Path(tempfile.gettempdir())):
         for path in place.glob(f"recover-{run.pid}-*"):
             yield f"{path} was left behind"

@@ -1,4 +1,4 @@
-"""What a lab does to the hosts of a job, when a rank that has come to the place asks for it (`faults.lab_requests`)."""
+"""Applies faults of hosts, links and etcd in a lab, when a rank at the fault's location requests it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from recover_lab.lab import namespaces
 from recover_lab.lab.hosts import Direction, Host, Lab
 
 PORT = 2379
-LEASE = 4.0  # seconds: more than the least, since all hosts share one machine
+LEASE = 4.0  # seconds: above the minimum, since all hosts share one machine
 BLINK = 0.5  # seconds
 BAD_FOR = 8.0  # seconds
-BAD = {"lossy": (0.0, 0.2), "slow": (200.0, 0.0)}  # milliseconds later, and the share that is lost
+BAD = {"lossy": (0.0, 0.2), "slow": (200.0, 0.0)}  # delay in milliseconds, share of lost packets
 DIRECTIONS: dict[str, Direction] = {"cut": "both", "deaf": "in", "mute": "out"}
 LEADER_STOPS = LEASE + 1.0
 ETCD_STOPS = 5.0
@@ -27,7 +27,7 @@ _LOOK = 5.0  # seconds for somebody to lead
 
 
 class LabStrikes:
-    """`members`: the hosts with one of etcd. `place`: where ranks ask."""
+    """`members`: hosts with a member of etcd. `place`: directory of the requests (`faults.lab_requests`)."""
 
     def __init__(self, lab: Lab, agents: HostAgents, members: Sequence[str], place: Path) -> None:
         self._lab, self._agents, self._members, self._place = lab, agents, members, place
@@ -35,7 +35,7 @@ class LabStrikes:
         self._until_given_up: dict[str, Callable[[], object]] = {}
 
     def look(self, now: float) -> None:
-        """Do what is asked for, and end what has lasted long enough."""
+        """Apply requested faults, and end those that have lasted long enough."""
         for fault in lab_requests.asked_for(self._place):
             self._strike(fault, now)
             lab_requests.is_done(self._place, fault)
@@ -81,7 +81,7 @@ class LabStrikes:
         self._later.append((until, lambda: _signal(pids, signal.SIGCONT)))
 
     def _leader(self) -> Host | None:
-        """Where the member sits that leads; None if nobody does, for so long."""
+        """The host of etcd's leader; None if there is no leader for `_LOOK` seconds."""
         deadline = time.monotonic() + _LOOK
         while time.monotonic() < deadline:
             for host in (self._lab[name] for name in self._members if self._lab[name].up):
@@ -92,7 +92,7 @@ class LabStrikes:
 
 
 def members_on(host: Host) -> list[int]:
-    """The processes of etcd there."""
+    """Processes of etcd on a host."""
     return [pid for pid, line in host.processes().items() if "--listen-client-urls" in line]
 
 
@@ -114,4 +114,4 @@ def _signal(pids: Sequence[int], how: signal.Signals) -> None:
         try:
             os.kill(pid, how)
         except ProcessLookupError:
-            pass  # gone with its host
+            pass  # it has ended with its host

@@ -17,13 +17,13 @@ from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.campaign import run_job
 from recover_lab.chaos.cells import MODES, PLACES, RECOVERIES, ROLES, Cell, Launch, all_cells, lay_out
-from recover_lab.chaos.ground import OneRun
 from recover_lab.chaos.invariants import violations
+from recover_lab.chaos.platforms import CampaignRun
 
-POLICY = ("policy=static", "samples=partitioned")  # the one with all roles
-LIMIT = 180.0  # seconds for one launch: then it hangs
+POLICY = ("policy=static", "samples=partitioned")  # the only policy with all roles
+LIMIT = 180.0  # seconds after which a launch counts as hung
 BEGIN, END = "<!-- matrix: {} -->", "<!-- end of matrix: {} -->"
-L = TypeVar("L", bound="Laid")
+L = TypeVar("L", bound="PlannedLaunch")
 
 
 def matrix(
@@ -34,8 +34,10 @@ def matrix(
     cells: Sequence[Cell] | None = None,
     skip: int = 0,
 ) -> int:
-    """Returns 0 if every cell held, otherwise 1. `launches`: only so many, those that serve most cells; `skip`: after
-    the first ones, which were run before."""
+    """Returns 0 if every cell held, otherwise 1.
+
+    Launches with the most cells come first. Skips the first `skip` launches, and runs `launches` at most.
+    """
     config, whole = plan_launches([*POLICY, *words], cells or all_cells())
     if write is not None:
         split_at_table(write, config.parallel)
@@ -45,7 +47,7 @@ def matrix(
     def run(launch: Launch, run_dir: Path, running: set[subprocess.Popen[bytes]]) -> list[str]:
         return list(run_launch([*POLICY, *words], launch, run_dir, LIMIT * jobs, running))
 
-    broken = carry_out(plan, run, jobs)
+    broken = run_launches(plan, run, jobs)
     text = list(_summary(config, whole, plan, broken, jobs, time.monotonic() - started))
     print("\n".join(text))
     if write is not None:
@@ -54,23 +56,23 @@ def matrix(
 
 
 def slice_of(whole: Sequence[L], launches: int | None, skip: int) -> Sequence[L]:
-    """Those of a plan that are to be run now."""
+    """The launches of a plan that this call runs."""
     if skip >= len(whole):
         raise ValueError(f"--skip {skip}: the matrix takes {len(whole)} launches in all; skip fewer")
     return whole[skip:][:launches]
 
 
-class Laid(Protocol):
+class PlannedLaunch(Protocol):
     """One launch of a plan."""
 
     faults: list[Fault]
     cells: set[Any]
 
 
-def carry_out(
+def run_launches(
     plan: Sequence[L], run: Callable[[L, Path, set[subprocess.Popen[bytes]]], list[str]], jobs: int
 ) -> set[Any]:
-    """Run all launches, so many at a time. Returns the cells of those that broke a law; their evidence stays."""
+    """Run all launches, `jobs` at a time. Returns the cells of those with violations, whose run directories stay."""
     broken = set[Any]()
     place = Path(tempfile.mkdtemp(prefix="recover-matrix-"))
     running: set[subprocess.Popen[bytes]] = set()
@@ -109,12 +111,12 @@ def carry_out(
     return broken
 
 
-def _named(launch: Laid) -> str:
+def _named(launch: PlannedLaunch) -> str:
     return "deaths" if all(fault.action == "kill" for fault in launch.faults) else "faults"
 
 
 def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, list[Launch]]:
-    """What will be run. Raises ValueError for whatever could not be, before anything is."""
+    """Config and launches. Raises ValueError for what cannot run, before anything is started."""
     config = prepare_run(words, None, (), None).config
     if config.policy != "static":
         raise ValueError(
@@ -122,7 +124,9 @@ def plan_launches(words: Sequence[str], cells: Sequence[Cell]) -> tuple[Config, 
         )
     whole = list(lay_out(cells, config.replicas, config.replica_size, "static"))
     if not whole:
-        raise ValueError(f"replicas={config.replicas}: nobody would be left; give some more, as replicas=8")
+        raise ValueError(
+            f"replicas={config.replicas}: no replica would be left; give more, such as replicas=8"
+        )
     for launch in whole:
         prepare_run(launch_words(words, launch, config.replicas), None, [str(f) for f in launch.faults], None)
     return config, whole
@@ -136,7 +140,7 @@ def _summary(
     jobs: int,
     seconds: float,
 ) -> Iterator[str]:
-    """What held, what was not tried, and on what machine."""
+    """Cells that held, cells that were not tested, and the machine."""
     served, reachable = (set[Cell]().union(*(each.cells for each in some)) for some in (plan, whole))
     sizes = [
         f" {key}={getattr(config, key)}"
@@ -174,23 +178,23 @@ def run_launch(
     limit: float = LIMIT,
     running: set[subprocess.Popen[bytes]] | None = None,
 ) -> Iterator[str]:
-    """Every law that was broken."""
+    """Every invariant that was broken."""
     replicas = prepare_run(words, None, (), None).config.replicas
     theirs = launch_words(words, launch, replicas)
     config = prepare_run(theirs, None, [str(fault) for fault in launch.faults], None).config
-    run = run_job(OneRun(theirs, run_dir, limit, launch.faults, running))
+    run = run_job(CampaignRun(theirs, run_dir, limit, launch.faults, running))
     if run.code == -9:
-        yield f"it hung for {limit:.0f} s"
+        yield f"the run hung: no end after {limit:.0f} s"
     laws = list(violations(run, config, launch.faults))
     yield from laws
-    if not laws:  # here even those that are to die in a recovery must
+    if not laws:  # here deaths in a recovery must have happened, too
         lost = {replica for line in run.lines("incidents.jsonl") for replica in line["dead_replicas"]}
         if missed := {fault.replica for fault in launch.faults} - lost:
             yield f"replicas {sorted(missed)} were not lost as scheduled"
 
 
 def table(served: set[Cell], broken: set[Cell]) -> Iterator[str]:
-    """One row per location: how many modes held, of those that were tried, for each role."""
+    """One row per location: modes that held, of those that were tested, for each role."""
     yield f"| location | {' | '.join(ROLES)} |"
     yield f"|---|{'---|' * len(ROLES)}"
     for location in (*PLACES, *RECOVERIES):
@@ -202,13 +206,13 @@ def table(served: set[Cell], broken: set[Cell]) -> Iterator[str]:
 
 
 def insert(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Replace what stands between the marks of this name."""
+    """Replace the text between the marks of this name."""
     before, after = split_at_table(page, name)
     page.write_text(before + "\n".join(lines) + "\n" + after)
 
 
 def split_at_table(page: Path, name: str) -> tuple[str, str]:
-    """What stands before a table, with its mark, and after it. Raises ValueError if there is no place for it."""
+    """The text up to the opening mark of a table, and from its closing mark on. Raises ValueError without marks."""
     text = page.read_text()
     begin, end = BEGIN.format(name), END.format(name)
     if begin not in text or end not in text:

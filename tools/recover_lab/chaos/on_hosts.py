@@ -1,4 +1,4 @@
-"""Campaigns over the hosts of a lab: one agent on each, etcd among them; hosts, cables and etcd are struck, too."""
+"""Campaigns on the hosts of a lab, with an agent on each: faults also strike hosts, links, agents and etcd."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from recover.job.authentication import make_token_file
 from recover.train.config import Config
 from recover.train.preparation import prepare_run
 from recover_lab.chaos.campaign import RETURN, last_struck, strike_newcomers
-from recover_lab.chaos.ground import OneRun
-from recover_lab.chaos.host_agents import AgentLife, HostAgents, litter_on, show_stacks
-from recover_lab.chaos.invariants import Left, violations
+from recover_lab.chaos.host_agents import AgentLife, HostAgents, leftovers_on, show_stacks
+from recover_lab.chaos.invariants import FinishedRun, violations
 from recover_lab.chaos.lab_strikes import LEASE, PORT, LabStrikes
+from recover_lab.chaos.platforms import CampaignRun
 from recover_lab.lab.hosts import Host, Lab
 
 ACTIONS = {
@@ -44,7 +44,7 @@ ACTIONS = {
     "lab:agent-stop": 2.0,
     "lab:leader-kill": 2.0,
 }
-QUIET = {  # these cost nobody
+QUIET = {  # faults that cost no replica
     "lab:blink": 2.0,
     "lab:lossy": 1.0,
     "lab:slow": 1.0,
@@ -52,7 +52,7 @@ QUIET = {  # these cost nobody
     "lab:etcd-stop": 1.0,
     "pause:1": 1.0,
 }
-TO_NEWCOMERS = {  # those that cost a host strike one that has come back: it holds no member of etcd any more
+TO_NEWCOMERS = {  # a fault that costs a host strikes a restarted one, which holds no member of etcd
     "kill": 5.0,
     "exit": 1.0,
     "stop": 1.0,
@@ -65,37 +65,44 @@ TO_NEWCOMERS = {  # those that cost a host strike one that has come back: it hol
     "lab:leader-stop": 1.0,
 }
 BY_CLOCK = {"kill": 2.0, "lab:power": 3.0, "lab:cut": 2.0, "lab:agent-kill": 1.0}
-TAKES_A_MEMBER = (*OF_HOST, "lab:leader-kill", "lab:member-kill")  # those that agents start end with them
-RDZV_PATIENCE = 12.0  # seconds; longer than etcd is ever stopped
-ENDS = 30.0  # seconds for a host that is lost to be empty, after the others have ended
-_CODES = {"lab:power": (-9,), "lab:agent-kill": (-9,), "lab:agent-stop": (1, 0)}  # the last may end in time
-_LOOK = 0.005  # seconds between two looks
-PYTHON_BEGINS = (
-    "Fatal Python error: init_"  # what Python says if it is interrupted before any code of ours runs
-)
+TAKES_A_MEMBER = (
+    *OF_HOST,
+    "lab:leader-kill",
+    "lab:member-kill",
+)  # a member that an agent has started ends with it
+RDZV_PATIENCE = 12.0  # seconds; longer than any fault stops etcd
+ENDS = 30.0  # seconds in which a lost host must be empty, after the others have ended
+_CODES = {
+    "lab:power": (-9,),
+    "lab:agent-kill": (-9,),
+    "lab:agent-stop": (1, 0),
+}  # a stopped agent may be continued in time
+_LOOK = 0.005  # seconds between two polls
+# Python's message if it is interrupted before the first line of the program.
+PYTHON_BEGINS = "Fatal Python error: init_"
 
 
 @dataclass(frozen=True)
-class LeftOnHosts:
+class FinishedHostRun:
     """A run on hosts that has ended."""
 
     run_dir: Path
-    code: int  # 0, or -9: it took too long
+    code: int  # 0, or -9 if it was ended after its limit
     places: Mapping[str, Path]  # the run directory of each host
-    lives: tuple[AgentLife, ...]  # of all agents, in the order in which they came
-    litter: list[str] = field(default_factory=list)
+    lives: tuple[AgentLife, ...]  # of all agents, in the order of their start
+    leftovers: list[str] = field(default_factory=list)
 
-    def first(self, host: str) -> Left:
-        """What the agent that began there left."""
+    def first(self, host: str) -> FinishedRun:
+        """The run as the first agent of that host left it."""
         life = self._began(host)
-        return Left(self.places[host], life.code, life.process.pid)
+        return FinishedRun(self.places[host], life.code, life.process.pid)
 
     def struck(self, host: str) -> Fault | None:
         return self._began(host).struck
 
     @property
     def took(self) -> tuple[float, float]:
-        """As its first host saw it."""
+        """By the records of its first host."""
         return self.first(next(iter(self.places))).took
 
     @property
@@ -106,11 +113,11 @@ class LeftOnHosts:
         return next(life for life in self.lives if life.host == host)
 
 
-class Hosts:
-    """So many; each takes the same number of ranks. The first ones hold a member of etcd, an odd number of them.
+class HostPlatform:
+    """Hosts of a lab, each with the same number of ranks; the first 3 or 5 hold a member of etcd.
 
-    `shared`: they see the same run directory, as on a cluster's file system, also one whose cable is cut.
-    `returns`: lost replicas are started again wherever there are places for them, and lost hosts may come back.
+    `shared`: all hosts see one run directory, as on a cluster's file system, even a host whose link is cut.
+    `returns`: lost replicas are restarted wherever there are free slots, and lost hosts may restart.
     """
 
     def __init__(self, hosts: int, shared: bool = False, returns: bool = False) -> None:
@@ -140,17 +147,17 @@ class Hosts:
     def host_of(self, fault: Fault, config: Config) -> str:
         return next(host for host in self.names if fault.replica in self.replicas_on(host, config))
 
-    # What strikes.
+    # Faults.
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]:
-        """Drawn as if each host were a replica, and its ranks those of it; so one host is spared."""
+        """Drawn as if each host were a replica with its ranks, so that one host is spared."""
         rng, each = random.Random(f"hosts/{seed}"), self.ranks_on_each(config)
         locations = EVERYWHERE if config.checkpoint.every == 1 else EVEN
         count, quiet = rng.randint(1, len(self.names) - 1), rng.randint(0, 2)
         last = last_struck(config) if self.returns else config.steps
         draw = partial(draw_schedule, len(self.names), each, steps=(1, last), locations=locations)
         drawn: list[Fault] = []
-        if rng.random() < 0.2:  # so that any instruction can be the last
+        if rng.random() < 0.2:  # faults by the clock strike at any instruction
             mean = rng.choice((0.3, 1.0, 3.0))
             drawn += draw_by_clock(len(self.names), each, seed, mtbf=mean, count=count, actions=BY_CLOCK)
         else:
@@ -166,7 +173,7 @@ class Hosts:
         return (*faults, *(strike_newcomers(config, seed, TO_NEWCOMERS) if self.returns else ()))
 
     def _unreachable(self, fault: Fault, faults: Sequence[Fault], config: Config) -> bool:
-        """A place in a recovery in which nobody of this host is, for it was lost before."""
+        """Whether no rank of this host is left to reach that location of a recovery."""
         host = self.host_of(fault, config)
         return any(
             other.action in OF_HOST
@@ -177,7 +184,7 @@ class Hosts:
         )
 
     def _with_etcd(self, drawn: Sequence[Fault]) -> Iterator[Fault]:
-        """So that most of its members stay."""
+        """Without faults that would cost etcd its majority."""
         left = (len(self.members) - 1) // 2
         for fault in drawn:
             everywhere = fault.action == "lab:leader-kill"
@@ -188,28 +195,28 @@ class Hosts:
                     left -= 1
             yield fault
 
-    def _felt(self, run: LeftOnHosts, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
-        """What replicas suffer by it. Without its agent a host has some time left, in which the job may end."""
+    def _felt(self, run: FinishedHostRun, faults: Sequence[Fault], config: Config) -> Iterator[Fault]:
+        """The faults as replicas experience them. A host survives its agent for a while: the job may end first."""
         for fault in faults:
             if fault.action not in OF_HOST:
                 yield fault
                 continue
             if fault.replica >= config.replicas:
-                continue  # below, if it has struck at all
+                continue  # handled below, if it has struck
             for replica in self.replicas_on(self.host_of(fault, config), config):
                 one = replace(fault, replica=replica, local=0, action="kill")
                 if "agent" in fault.action or fault.after is not None:
                     one = replace(one, step=0, location=ANYTIME, detail=None, after=fault.after or 0.0)
                 yield one
         for replica in sorted(set().union(*(life.cost for life in run.lives))):
-            if replica >= config.replicas:  # one that came later, on a host that was lost
+            if replica >= config.replicas:  # a replica that joined later, on a lost host
                 for local in range(config.replica_size):
                     yield Fault(0, replica, ANYTIME, local, after=0.0)
 
-    # The run.
+    # Running.
 
-    def run(self, job: OneRun) -> LeftOnHosts:
-        """On a lab of its own, ended if it takes longer than it may."""
+    def run(self, job: CampaignRun) -> FinishedHostRun:
+        """Run a job on a lab of its own, and end it after its limit."""
         config = prepare_run(job.words, None, (), None).config
         run_dir = job.run_dir.absolute()
         asked = run_dir / "asked"
@@ -244,12 +251,12 @@ class Hosts:
             hung = not all(life.ended for life in agents.lives)
             if hung:
                 show_stacks(lab)
-            litter = (
+            leftovers = (
                 []
                 if hung
-                else [f"{host.name}: {what}" for host in lab for what in litter_on(host, lab.shared, ENDS)]
+                else [f"{host.name}: {what}" for host in lab for what in leftovers_on(host, lab.shared, ENDS)]
             )
-        return LeftOnHosts(run_dir, -9 if hung else 0, places, tuple(agents.lives), litter)
+        return FinishedHostRun(run_dir, -9 if hung else 0, places, tuple(agents.lives), leftovers)
 
     def _command(self, words: Sequence[str], config: Config, run_dir: Path) -> list[str]:
         command = [sys.executable, "-P", "-m", "recover.cli", "train", *words]
@@ -260,15 +267,19 @@ class Hosts:
         command += ["--token-file", str(make_token_file(run_dir / "token"))]
         return [*command, "--lease", f"{LEASE:g}", "--rdzv-patience", f"{RDZV_PATIENCE:g}"]
 
-    # What must hold of it.
+    # Invariants.
 
     def violations(
-        self, run: LeftOnHosts, config: Config, faults: Sequence[Fault], calm: LeftOnHosts | None = None
+        self,
+        run: FinishedHostRun,
+        config: Config,
+        faults: Sequence[Fault],
+        calm: FinishedHostRun | None = None,
     ) -> Iterator[str]:
         if run.code:
             yield f"the agents of {[life.host for life in run.lives if life.code == -9]} have not ended"
             return
-        yield from (f"{what} was left behind" for what in run.litter)
+        yield from (f"{what} was left behind" for what in run.leftovers)
         undisturbed = calm.first(self.names[0]) if calm is not None else None
         felt, whole = tuple(self._felt(run, faults, config)), 0
         for name in self.names:
@@ -288,9 +299,9 @@ class Hosts:
             yield "no host has come to the end"
 
     def _of_a_lost_host(
-        self, left: Left, fault: Fault | None, config: Config, calm: Left | None
+        self, left: FinishedRun, fault: Fault | None, config: Config, calm: FinishedRun | None
     ) -> Iterator[str]:
-        """It has committed nothing that the others have not, and nothing after it was struck."""
+        """A lost host has committed nothing that the others have not, and nothing after its fault."""
         if left.code not in (expected := _codes_after(fault)):
             yield f"exit code {left.code}, not {' or '.join(map(str, expected))}"
         steps = [] if self._shared else left.lines("steps.jsonl")
@@ -300,27 +311,27 @@ class Hosts:
             if kept != [
                 (line["step"], line["microbatches"], line["data_digest"], line["loss"]) for line in told
             ]:
-                yield f"it has committed {kept}, and the run without failures {told}"
+                yield f"it has committed {kept}, and the run without faults {told}"
         if fault is not None and "agent" not in fault.action and fault.after is None:
             last = fault.step - (fault.location not in (*AFTER_VERDICT, *IN_RECOVERY))
             if kept and kept[-1][0] > last:
                 yield f"it was struck by {fault}, and has committed step {kept[-1][0]}"
 
 
-def _saved(left: Left, config: Config) -> Iterator[str]:
-    """The last state, whole and compared, whoever was writing when its host was lost."""
+def _saved(left: FinishedRun, config: Config) -> Iterator[str]:
+    """The last checkpoint is complete and holds the final parameters, even if its writer's host was lost."""
     if not config.checkpoint.every or left.code:
         return
     found = directory.latest(left.run_dir)
     if found is None or found.step != config.steps or not found.is_confirmed:
-        yield f"the last checkpoint is {found}, and should be that of step {config.steps}"
+        yield f"the last checkpoint is {found}, not that of step {config.steps}"
         return
     try:
         found.verify()
     except directory.CheckpointError as error:
         yield str(error)
     if found.facts()["parameters_digest"] != left.summary["parameters_digest"]:
-        yield f"{found.path} has other parameters than the summary says"
+        yield f"{found.path} has other parameters than the summary"
 
 
 def _ranks(replica: int, config: Config) -> range:
@@ -328,14 +339,14 @@ def _ranks(replica: int, config: Config) -> range:
 
 
 def _codes_after(fault: Fault | None) -> tuple[int, ...]:
-    """What the agent of a host that was struck by it may end with."""
+    """Exit codes that the agent of a host with this fault may have."""
     codes = _CODES.get(fault.action, (1,)) if fault else (0,)
-    # It may have been on its way out.
+    # The agent may have been exiting already.
     return (*codes, 0) if fault is not None and (fault.after is not None or fault.over_a_join) else codes
 
 
 def _codes(life: AgentLife) -> tuple[int, ...]:
-    """One that came when the job was at its end is refused, or is ended by us: perhaps while Python begins or ends."""
+    """Exit codes of an agent. One that starts as the job ends is refused, or is ended while Python starts or exits."""
     codes = _codes_after(life.struck)
     if life.came_in:
         return codes

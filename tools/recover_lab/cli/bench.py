@@ -1,4 +1,4 @@
-"""`recover bench`: each verb imports what it needs when it is called."""
+"""`recover bench`. Each command imports its benchmark when it is called, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -11,36 +11,30 @@ import typer
 from recover.cli.errors import refusals
 from recover_lab.peers.scene import PACE
 
-app = typer.Typer(
-    no_args_is_help=True, help="Measure: each figure a ratio against a named peer in the same run."
-)
+app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios against a named peer in the same run.")
 Inside = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[parallel=hsdp shard=2]", help="How a replica is built; one process, unless said."
-    ),
+    typer.Argument(metavar="[parallel=hsdp shard=2]", help="How a replica is built; one process by default."),
 ]
 Replicas = Annotated[int, typer.Option(help="Replicas at the start.", min=2)]
-Accum = Annotated[int, typer.Option(help="Microbatches that each of them accumulates in a step.", min=1)]
-Model = Annotated[str, typer.Option(help="Of a step: tiny, small, 1b or 7b.")]
-Turns = Annotated[int, typer.Option(help="Steps of each kind, turn by turn.", min=3)]
-Pace = Annotated[
-    float, typer.Option(help="Seconds that a microbatch takes at least, most of it waiting.", min=0)
-]
+Accum = Annotated[int, typer.Option(help="Microbatches that a replica accumulates in a step.", min=1)]
+Model = Annotated[str, typer.Option(help="Size of the model: tiny, small, 1b or 7b.")]
+Turns = Annotated[int, typer.Option(help="Turns of each system.", min=3)]
+Pace = Annotated[float, typer.Option(help="Seconds that a microbatch takes at least, mostly waiting.", min=0)]
 TorchftHome = Annotated[
-    Path | None, typer.Option(help="Where torchft is installed.  [default: ~/.cache/recover/torchft]")
+    Path | None, typer.Option(help="Virtual environment of torchft.  [default: ~/.cache/recover/torchft]")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and the machine to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write results and machine to this file.")]
 
 
 @app.command("collectives")
 def bench_collectives(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
-    megabytes: Annotated[str, typer.Option(help="Sizes of the buffer.")] = "1,25,100",
-    rounds: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 9,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4,8",
+    megabytes: Annotated[str, typer.Option(help="Sizes of the buffer, in MB.")] = "1,25,100",
+    rounds: Annotated[int, typer.Option(help="Measurements of each way.", min=2)] = 9,
     json: Json = None,
 ) -> None:
-    """All-reduce: our carriers, ulfm_allreduce with its probe, stock gloo, and the bound that memory sets."""
+    """All-reduce by our carriers, ulfm_allreduce with its probe and stock gloo, and the bound of memory bandwidth."""
     from recover_lab.bench.collectives import bench_collectives as measure
 
     with refusals("recover bench collectives"):
@@ -53,7 +47,7 @@ def bench_overhead(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[parallel=hsdp] [shard=2]", help="How a replica is built; one process, unless said."
+            metavar="[parallel=hsdp] [shard=2]", help="How a replica is built; one process by default."
         ),
     ] = None,
     model: Model = "small",
@@ -63,14 +57,16 @@ def bench_overhead(
     turns: Turns = 20,
     json: Json = None,
 ) -> None:
-    """Without failures: tokens/s and memory against stock torch (DDP or HSDP) on gloo, turn by turn."""
+    """Tokens/s and memory without failures, against stock torch (DDP or HSDP) on gloo, turn by turn."""
     from recover_lab.bench.training import bench_overhead as measure
     from recover_lab.peers.scene import inside
 
     with refusals("recover bench overhead"):
         sizes = inside(words or [])
         if sizes.keys() - {"shard"}:
-            raise ValueError("it takes parallel=ddp or parallel=hsdp shard=2; 3D is not measured")
+            raise ValueError(
+                f"{' '.join(words or [])!r}: 3D is not measured; give parallel=ddp or parallel=hsdp shard=2"
+            )
     _measure(measure, model, replicas, sizes.get("shard", 1), seq_len, accum, turns, json)
 
 
@@ -79,14 +75,16 @@ def bench_data(
     model: Model = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
     seq_len: Annotated[int, typer.Option(min=1)] = 128,
-    sequences: Annotated[int, typer.Option(help="Items in a microbatch.", min=1)] = 4,
+    sequences: Annotated[int, typer.Option(help="Items of a microbatch.", min=1)] = 4,
     accum: Accum = 2,
-    workers: Annotated[int, typer.Option(help="Processes that read, per replica.", min=1)] = 2,
-    turns: Annotated[int, typer.Option(help="Turns of each, of five steps.", min=3)] = 10,
-    slow_ms: Annotated[float, typer.Option(help="What an item of the slow dataset takes.", min=0)] = 10.0,
+    workers: Annotated[int, typer.Option(help="Reader processes of a replica.", min=1)] = 2,
+    turns: Annotated[int, typer.Option(help="Turns of each system, of five steps.", min=3)] = 10,
+    slow_ms: Annotated[
+        float, typer.Option(help="Milliseconds that an item of the slow dataset takes.", min=0)
+    ] = 10.0,
     json: Json = None,
 ) -> None:
-    """recover.stream with workers against torch's DataLoader under stock DDP; a slow dataset, hidden or not."""
+    """recover.stream with workers against torch's DataLoader under stock DDP, in memory and with a slow dataset."""
     from recover_lab.bench.reading import bench_data as measure
 
     _measure(measure, model, replicas, seq_len, sequences, accum, workers, turns, slow_ms, json)
@@ -96,11 +94,11 @@ def bench_data(
 def bench_watch(
     model: Model = "tiny",
     replicas: Annotated[int, typer.Option(min=2)] = 2,
-    seconds: Annotated[float, typer.Option(help="Of one turn.", min=1)] = 5,
-    turns: Annotated[int, typer.Option(help="With onlookers, and as many without.", min=2)] = 12,
+    seconds: Annotated[float, typer.Option(help="Length of a turn.", min=1)] = 5,
+    turns: Annotated[int, typer.Option(help="Turns with monitors, and as many without.", min=2)] = 12,
     json: Json = None,
 ) -> None:
-    """What a page that is open and Prometheus cost a step: with them and without, turn by turn, in one run."""
+    """Cost of monitoring: steps with an open page and Prometheus and without, turn by turn, in one run."""
     from recover_lab.bench.monitoring import bench_watch as measure
 
     _measure(measure, model, replicas, seconds, turns, json)
@@ -108,7 +106,7 @@ def bench_watch(
 
 @app.command("recovery")
 def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json = None) -> None:
-    """From SIGKILL in the middle of a reduction to the commit of that very step."""
+    """From SIGKILL inside a reduction to the commit of that step."""
     from recover_lab.bench.training import bench_recovery as measure
 
     _measure(measure, replicas, json)
@@ -116,7 +114,7 @@ def bench_recovery(replicas: Annotated[int, typer.Option(min=2)] = 4, json: Json
 
 @app.command("repair")
 def bench_repair(
-    ranks: Annotated[int, typer.Option(help="How many ranks to begin with.", min=2)] = 8, json: Json = None
+    ranks: Annotated[int, typer.Option(help="Ranks at the start.", min=2)] = 8, json: Json = None
 ) -> None:
     """From SIGKILL to a repaired world with a working carrier."""
     from recover_lab.bench.collectives import bench_repair as measure
@@ -126,65 +124,69 @@ def bench_repair(
 
 @app.command("hosts")
 def bench_hosts(
-    parts: Annotated[str, typer.Option(help="agreement, step, kill, peers.")] = "agreement,step,kill,peers",
-    replicas: Annotated[str, typer.Option(help="Numbers of replicas that agree.")] = "4,16,64",
-    agreements: Annotated[int, typer.Option(help="Measurements of each.", min=2)] = 40,
-    hosts: Annotated[str, typer.Option(help="Numbers of hosts that take a step, a rank on each.")] = "2,4",
+    parts: Annotated[
+        str, typer.Option(help="Any of agreement, step, kill, peers.")
+    ] = "agreement,step,kill,peers",
+    replicas: Annotated[
+        str, typer.Option(help="Numbers of replicas that agree, separated by commas.")
+    ] = "4,16,64",
+    agreements: Annotated[int, typer.Option(help="Agreements of each number.", min=2)] = 40,
+    hosts: Annotated[str, typer.Option(help="Numbers of hosts that take a step, with a rank each.")] = "2,4",
     model: Model = "small",
     turns: Turns = 20,
-    struck: Annotated[int, typer.Option(help="Hosts of a job that is struck.", min=3)] = 3,
-    per_host: Annotated[int, typer.Option(help="Ranks on each of them.", min=2)] = 2,
-    rounds: Annotated[int, typer.Option(help="Jobs that are struck.", min=1)] = 3,
+    struck: Annotated[int, typer.Option(help="Hosts of a job with kills.", min=3)] = 3,
+    per_host: Annotated[int, typer.Option(help="Ranks on each of these hosts.", min=2)] = 2,
+    rounds: Annotated[int, typer.Option(help="Jobs with kills.", min=1)] = 3,
     pace: Pace = PACE,
     lease: Annotated[
-        float, typer.Option(help="Seconds without a sign after which a host is lost.", min=2)
+        float, typer.Option(help="Seconds without a sign of life after which a host counts as lost.", min=2)
     ] = 2,
     timeout: Annotated[
-        float, typer.Option(help="The same for stock torch; torchft has its README's 5 s.", min=1)
+        float, typer.Option(help="The same for stock torch; torchft uses the 5 s of its README.", min=1)
     ] = 5,
     venv: TorchftHome = None,
     json: Json = None,
 ) -> None:
-    """Several hosts, emulated where possible: agreements, a step, lost ranks, hosts and cables, and other systems."""
-    from recover_lab.bench.several_hosts import PARTS, Wanted
+    """Several hosts, emulated where possible: agreements, steps, lost ranks, hosts and links, and other systems."""
+    from recover_lab.bench.several_hosts import PARTS, HostsOptions
     from recover_lab.bench.several_hosts import bench_hosts as measure
 
     with refusals("recover bench hosts"):
         chosen = _chosen("--parts", parts, PARTS)
         voters, sizes = ([int(count) for count in text.split(",")] for text in (replicas, hosts))
     struck_job = (struck, per_host, rounds, pace, lease, timeout)
-    wanted = Wanted(chosen, voters, agreements, sizes, model, turns, *struck_job)
-    _measure(measure, wanted, venv, json)
+    options = HostsOptions(chosen, voters, agreements, sizes, model, turns, *struck_job)
+    _measure(measure, options, venv, json)
 
 
 @app.command("return")
 def bench_return(
-    megabytes: Annotated[str, typer.Option(help="Sizes of the state, about.")] = "5,50,200",
+    megabytes: Annotated[str, typer.Option(help="Approximate sizes of the state, in MB.")] = "5,50,200",
     replicas: Annotated[int, typer.Option(min=2)] = 3,
-    rounds: Annotated[int, typer.Option(help="Returns of ours, of each size.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Rejoins of ours, of each size.", min=1)] = 3,
     pace: Pace = PACE,
     venv: TorchftHome = None,
     json: Json = None,
 ) -> None:
-    """A replica dies and comes back: time to full strength and what the others wait for, beside two other systems."""
+    """A replica dies and rejoins: time to full strength and wait of the others, against two other systems."""
     from recover_lab.bench.rejoin_hosts import bench_return as measure
 
     with refusals("recover bench return"):
         sizes = [float(size) for size in megabytes.split(",")]
         if not all(0 < size < 1e6 for size in sizes):
-            raise ValueError(f"--megabytes {megabytes}: give numbers above 0, as 5,50")
+            raise ValueError(f"--megabytes {megabytes}: give numbers above 0, such as 5,50")
     _measure(measure, replicas, pace, sizes, rounds, venv, json)
 
 
 def _scene(words: list[str] | None, **given: Any) -> Any:
-    """What a comparison runs, from its options; refusals as sentences."""
+    """The scene of a comparison, from its options."""
     from recover_lab.peers.runs import configure, scratch
     from recover_lab.peers.scene import Scene, inside
 
     with refusals("recover bench"):
         scene = Scene(**given).but(**inside(words or []))
         with scratch() as directory:
-            configure(scene, directory)  # a grid that does not fit the model is refused now
+            configure(scene, directory)  # refuses a grid that does not fit the model
         return scene
 
 
@@ -192,12 +194,12 @@ def _factors(verb: str, text: str) -> list[float]:
     with refusals(f"recover bench {verb} --factors"):
         rarer = [float(factor) for factor in text.split(",")]
         if not all(0 < factor < 1e6 for factor in rarer):
-            raise ValueError(f"{text} must be numbers above 0, as 0.5,2")
+            raise ValueError(f"{text!r}: give numbers above 0, such as 0.5,2")
         return rarer
 
 
 def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
-    """Raises ValueError for a word that nobody knows."""
+    """The words of an option. Raises ValueError for an unknown one."""
     words = text.split(",")
     if wrong := [word for word in words if word not in known]:
         raise ValueError(f"{option}: {wrong[0]!r} must be one of {', '.join(known)}")
@@ -205,9 +207,9 @@ def _chosen(option: str, text: str, known: Collection[str]) -> list[str]:
 
 
 def _measure(measure: Any, *arguments: Any) -> None:
-    from recover_lab.bench.measure import BenchmarkError, tidy_on_sigterm
+    from recover_lab.bench.measure import BenchmarkError, exit_on_sigterm
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     try:
         measure(*arguments)
     except BenchmarkError as error:
@@ -221,12 +223,12 @@ def bench_trajectory(
     replicas: Replicas = 6,
     accum: Accum = 4,
     pace: Pace = PACE,
-    steps: Annotated[int, typer.Option(help="The paper has 260.", min=2)] = 32,
+    steps: Annotated[int, typer.Option(help="Steps of a run; the paper has 260.", min=2)] = 32,
     every: Annotated[int, typer.Option(help="Steps between deaths; the paper has 5.", min=1)] = 8,
     seed: int = 0,
     json: Json = None,
 ) -> None:
-    """The same training undisturbed, losing half of its replicas, and with a batch that shrinks: curves and speed."""
+    """The same training without failures, with half of its replicas lost, and with a batch that shrinks."""
     from recover_lab.bench.trajectory import bench_trajectory as measure
 
     scene = _scene(words, replicas=replicas, accum=accum, pace=pace, steps=steps, seed=seed)
@@ -236,19 +238,19 @@ def bench_trajectory(
 @app.command("breakdown")
 def bench_breakdown(
     words: Inside = None,
-    intervals: Annotated[str, typer.Option(help="Steps between checkpoints, even numbers.")] = "2,8,24",
+    intervals: Annotated[str, typer.Option(help="Steps between checkpoints; even numbers.")] = "2,8,24",
     replicas: Replicas = 6,
     accum: Accum = 4,
     pace: Pace = PACE,
     json: Json = None,
 ) -> None:
-    """One failure in step 1.5N: what it costs us, and checkpoint-restart with a checkpoint every N steps."""
+    """Cost of one failure in step 1.5N: ours, and checkpoint-restart with a checkpoint every N steps."""
     from recover_lab.bench.breakdown import bench_breakdown as measure
 
     with refusals("recover bench breakdown"):
         words_of = [n.strip() for n in intervals.split(",")]
         if not all(n.isdigit() and int(n) and int(n) % 2 == 0 for n in words_of):
-            raise ValueError(f"--intervals {intervals} must be even numbers, as 2,8,24")
+            raise ValueError(f"--intervals {intervals}: give even numbers, such as 2,8,24")
         every = [int(n) for n in words_of]
     _measure(measure, _scene(words, replicas=replicas, accum=accum, pace=pace), every, json)
 
@@ -259,26 +261,27 @@ def bench_multi(
     interval: Annotated[
         int | None,
         typer.Option(
-            help="Steps between failures.  [default: as in production, scaled to a restart here]", min=2
+            help="Steps between failures.  [default: as in production, scaled to a restart on this machine]",
+            min=2,
         ),
     ] = None,
     replicas: Replicas = 6,
     accum: Accum = 4,
     pace: Pace = PACE,
     returns: Annotated[
-        bool, typer.Option("--return", help="Lost replicas come back: tokens an hour at several rates.")
+        bool, typer.Option("--return", help="Lost replicas rejoin: tokens an hour at several rates.")
     ] = False,
     factors: Annotated[
-        str, typer.Option(help="With --return: how many times rarer, each measured end to end.")
+        str, typer.Option(help="With --return: how many times rarer failures are, each measured end to end.")
     ] = "1,4",
     json: Json = None,
 ) -> None:
-    """Failure after failure, until half of the replicas are gone: throughput and tokens against checkpoint-restart."""
+    """Failure after failure, until half of the replicas are lost: throughput and tokens against checkpoint-restart."""
     scene = _scene(words, replicas=replicas, accum=accum, pace=pace)
     if returns:
-        from recover_lab.bench.rejoin import bench_multi_returning
+        from recover_lab.bench.rejoin import bench_multi_rejoining
 
-        _measure(bench_multi_returning, scene, interval, _factors("multi", factors), json)
+        _measure(bench_multi_rejoining, scene, interval, _factors("multi", factors), json)
         return
     from recover_lab.bench.multi import bench_multi as measure
 
@@ -289,17 +292,18 @@ def bench_multi(
 def bench_sweep(
     words: Inside = None,
     factors: Annotated[
-        str, typer.Option(help="How many times rarer than in production, each measured end to end.")
+        str,
+        typer.Option(help="How many times rarer failures are than in production, each measured end to end."),
     ] = "0.5,2",
     known: Annotated[
-        Path | None, typer.Option(help="The file of a `recover bench multi`, not to measure that again.")
+        Path | None, typer.Option(help="File of a `recover bench multi`, which is then not measured again.")
     ] = None,
     replicas: Replicas = 6,
     accum: Accum = 4,
     pace: Pace = PACE,
     json: Json = None,
 ) -> None:
-    """How rare must failures be for checkpoint-restart to be as good? Measured points, and arithmetic between them."""
+    """The rate of failures at which checkpoint-restart is as good: measured points, and arithmetic between them."""
     from recover_lab.bench.sweep import bench_sweep as measure
 
     rarer = _factors("sweep", factors)
@@ -311,7 +315,7 @@ def bench_peers(
     venv: TorchftHome = None,
     json: Json = None,
 ) -> None:
-    """The same kill on torchft, with its README's settings, where it can be installed."""
+    """The same kill on torchft, with the settings of its README, where it can be installed."""
     from recover_lab.bench.peers import bench_peers as measure
 
     _measure(measure, venv, json)
@@ -319,17 +323,17 @@ def bench_peers(
 
 @app.command("gpu")
 def bench_gpu(
-    models: Annotated[str, typer.Option(help="Sizes; kills are tried with the first one.")] = "small,1b",
-    carriers: Annotated[str, typer.Option(help="nccl, mpi, gloo.")] = "nccl,mpi,gloo",
-    replicas: Annotated[int, typer.Option(help="Of a step, and of a sum.", min=2)] = 2,
-    kill_replicas: Annotated[int, typer.Option(help="Of a job that loses some.", min=2)] = 3,
+    models: Annotated[str, typer.Option(help="Sizes of the model; kills use the first one.")] = "small,1b",
+    carriers: Annotated[str, typer.Option(help="Any of nccl, mpi, gloo.")] = "nccl,mpi,gloo",
+    replicas: Annotated[int, typer.Option(help="Replicas of a step, and of a sum.", min=2)] = 2,
+    kill_replicas: Annotated[int, typer.Option(help="Replicas of a job with kills.", min=2)] = 3,
     turns: Turns = 10,
-    kills: Annotated[int, typer.Option(help="Deaths for each carrier, at least.", min=1)] = 5,
-    parts: Annotated[str, typer.Option(help="step, kill, reduce.")] = "step,kill,reduce",
-    device: Annotated[str, typer.Option(hidden=True, help="cpu: to try the benchmark itself.")] = "cuda",
+    kills: Annotated[int, typer.Option(help="Deaths of each carrier, at least.", min=1)] = 5,
+    parts: Annotated[str, typer.Option(help="Any of step, kill, reduce.")] = "step,kill,reduce",
+    device: Annotated[str, typer.Option(hidden=True, help="cpu: for tests of the benchmark.")] = "cuda",
     json: Json = None,
 ) -> None:
-    """On GPUs: a step against stock DDP and no communication at all, a kill, large sums, for each carrier."""
+    """On GPUs, for each carrier: a step against stock DDP and against no communication, a kill, large sums."""
     from recover.job.spec import CARRIERS
     from recover.train.config import MODELS
     from recover_lab.bench.gpu import PARTS
@@ -344,7 +348,7 @@ def bench_gpu(
 
 @app.command("simulate")
 def bench_simulate(
-    gpus: Annotated[str, typer.Option(help="Sizes of clusters.")] = "1024,16384,131072,600000",
+    gpus: Annotated[str, typer.Option(help="GPUs of the clusters.")] = "1024,16384,131072,600000",
     json: Json = None,
 ) -> None:
     """Failures simulated per second, and memory, as the cluster grows; and a whole study of 600,000 GPUs."""
@@ -353,7 +357,7 @@ def bench_simulate(
     with refusals("recover bench simulate"):
         sizes = [int(size) for size in gpus.split(",")]
         if any(size < 16 or size % 8 for size in sizes):
-            raise ValueError(f"--gpus {gpus}: whole nodes of 8 GPUs, two at least")
+            raise ValueError(f"--gpus {gpus}: give multiples of 8 (whole nodes), 16 at least")
     _measure(measure, sizes, json)
 
 
@@ -362,32 +366,34 @@ def bench_publish(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN.json | DIRECTORY]...", help="Files of benchmarks.  [default: runs/bench]"
+            metavar="[RUN.json | DIRECTORY]...", help="Results of benchmarks.  [default: runs/bench]"
         ),
     ] = None,
 ) -> None:
-    """Put figures into docs/figures.json, and into every document that quotes them."""
-    from recover_lab.publish.figures import publish
+    """Write results to docs/figures.json, and to every document that quotes them."""
+    from recover_lab.bench.figures import FIGURES
+    from recover_lab.publish.documents import publish
 
     with refusals("recover bench publish"):
-        typer.echo(f"published: {', '.join(publish(runs or [Path('runs/bench')])) or 'nothing'}")
+        names = publish(runs or [Path("runs/bench")], FIGURES)
+        typer.echo(f"published: {', '.join(names) or 'nothing'}")
 
 
 @app.command("all")
 def bench_all(
-    output: Annotated[Path, typer.Option(help="Where figures and page go.")] = Path("runs/bench"),
+    output: Annotated[Path, typer.Option(help="Directory of results and page.")] = Path("runs/bench"),
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what these sources were measured for already.")
+        bool, typer.Option("--fresh", help="Measure again what was measured on the present sources.")
     ] = False,
     long: Annotated[
-        bool, typer.Option("--long", help="The paper's ranges: hours, instead of half an hour.")
+        bool, typer.Option("--long", help="The paper's ranges: hours instead of half an hour.")
     ] = False,
 ) -> None:
-    """Every benchmark, and one page of them all. Goes on where it was interrupted."""
-    from recover_lab.bench.measure import tidy_on_sigterm
+    """Every benchmark, and one page of them all. Continues where it was interrupted."""
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.bench.suite import bench_all as measure
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     raise typer.Exit(1 if measure(output, fresh, long) else 0)
 
 

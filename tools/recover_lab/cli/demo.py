@@ -21,7 +21,8 @@ def demo_on_hosts(count: int, place: Path, words: list[str], cut_after: int) -> 
 
     if count < 3:
         typer.echo(
-            "recover demo: --hosts must be 3 or more: etcd goes on after the loss of one of three", err=True
+            f"recover demo: --hosts {count}: give 3 or more, so that etcd survives the loss of a host",
+            err=True,
         )
         return 2
     if reason := unavailable():
@@ -48,7 +49,7 @@ def demo_on_hosts(count: int, place: Path, words: list[str], cut_after: int) -> 
     steps = place / "h2" / "steps.jsonl"
     with Lab(hosts=count, shared=[place]) as lab:
         print(
-            f"{count} hosts, a replica on each; they share no directory. Their output: {place}/h*.out",
+            f"{count} hosts with a replica each and no shared directory. Their output: {place}/h*.out",
             flush=True,
         )
         agents = {}
@@ -70,20 +71,20 @@ def demo_on_hosts(count: int, place: Path, words: list[str], cut_after: int) -> 
                 print(f"step {line['step']:3}: {facts}, {line['seconds']:.2f} s", flush=True)
             told = len(lines)
             if lab["h1"].up and told >= cut_after:
-                print("h1 loses its power: it, its replica and its member of etcd are gone", flush=True)
+                print("h1 loses its power, with its replica and its member of etcd", flush=True)
                 lab["h1"].power_cut()
                 cut_at = time.time()
         codes = {name: agent.wait() for name, agent in agents.items() if name != "h1"}
     after = [line for line in read(steps).whole if cut_at and line["replicas"] == count - 1]
     if not after or any(codes.values()):
-        typer.echo(f"recover demo: the run has failed; {place}/h*.out tell why", err=True)
+        typer.echo(f"recover demo: the run failed; see {place}/h*.out", err=True)
         return 1
     sizes = " or ".join(map(str, sorted({line["microbatches"] for line in read(steps).whole})))
     print(f"\nWhat `recover why {place / 'h2'}` says:")
     print("\n".join(explanation.tell(read_runs([place / "h2"])[0])))
     print(
-        f"\nShown: {len(read(steps).whole)} steps on {sizes} microbatches each, through the loss of the host that came "
-        f"first: {after[0]['at'] - cut_at:.1f} s after the cut step {after[0]['step']} was committed without it.\n"
-        f"The records are on every host that is left: `recover report {place / 'h2'}`"
+        f"\nShown: {len(read(steps).whole)} steps on {sizes} microbatches each, through the loss of the first "
+        f"host: {after[0]['at'] - cut_at:.1f} s after the cut step {after[0]['step']} was committed without it.\n"
+        f"Every surviving host has the records: `recover report {place / 'h2'}`"
     )
     return 0

@@ -10,18 +10,18 @@ import typer
 from recover.cli.errors import refusals
 
 if TYPE_CHECKING:
-    from recover_lab.chaos.on_hosts import Hosts
+    from recover_lab.chaos.on_hosts import HostPlatform
 
 Words = Annotated[list[str], typer.Argument(metavar="-- recover train [CONFIG.yaml] [KEY=VALUE]...")]
 HowManyHosts = Annotated[
     int,
     typer.Option(
         metavar="H",
-        help="On so many hosts of a lab (3 or more; needs root); hosts, cables and etcd are struck, too.",
+        help="Run on H emulated hosts (3 or more; needs root); faults strike hosts, links and etcd, too.",
     ),
 ]
 SharedDirectory = Annotated[
-    bool, typer.Option("--shared", help="With --hosts: they share one run directory.")
+    bool, typer.Option("--shared", help="With --hosts: the hosts share one run directory.")
 ]
 
 
@@ -35,72 +35,75 @@ def add_matrix(app: typer.Typer) -> None:
 
 def chaos(
     words: Words,
-    seed: Annotated[int, typer.Option(help="Of the first run; the next ones count on from it.")] = 0,
-    minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
-    runs: Annotated[int | None, typer.Option(help="How many.  [default: 10, or as --minutes says]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first run; the following runs count up.")] = 0,
+    minutes: Annotated[float | None, typer.Option(help="Start no run after this time.")] = None,
+    runs: Annotated[
+        int | None, typer.Option(help="Number of runs.  [default: 10, or as --minutes says]")
+    ] = None,
     replicas: Annotated[
-        str | None, typer.Option(metavar="LOW:HIGH", help="Draw their number, too; B stays the same.")
+        str | None,
+        typer.Option(metavar="LOW:HIGH", help="Draw the number of replicas, too; B stays the same."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where violations are kept.  [default: a temporary directory]")
+        Path | None,
+        typer.Option(help="Directory for runs with violations.  [default: a temporary directory]"),
     ] = None,
     returns: Annotated[
         bool,
-        typer.Option("--return", help="Lost replicas are started again, and struck again; lost hosts, too."),
+        typer.Option("--return", help="Lost replicas and hosts are restarted, and struck again."),
     ] = False,
     hosts: HowManyHosts = 0,
     shared: SharedDirectory = False,
 ) -> None:
-    """Random schedules against a training job: every step on B microbatches, nothing lost, no hang, no leftover."""
+    """Random fault schedules against a training job. Every step must have B microbatches, and nothing may hang."""
     from recover.faults.command import read_range
-    from recover_lab.bench.measure import tidy_on_sigterm
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.chaos import campaign as campaign
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     with refusals("recover faults chaos"):
         span = read_range(replicas, "--replicas") if replicas else None
         limit = 10 if runs is None and minutes is None else runs
-        ground = _hosts(hosts, shared, returns) if hosts else campaign.OneMachine(returns)
-        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, ground))
+        platform = _hosts(hosts, shared, returns) if hosts else campaign.LocalMachine(returns)
+        raise typer.Exit(campaign.chaos(_keys(words), seed, minutes, limit, span, output, platform))
 
 
 def matrix(
     words: Words,
     launches: Annotated[
-        int | None, typer.Option(help="Only so many, those that serve most cells.  [default: all]", min=1)
+        int | None,
+        typer.Option(help="Launches to run; those with the most cells come first.  [default: all]", min=1),
     ] = None,
-    skip: Annotated[
-        int, typer.Option(help="Go on after the first so many launches, which were run before.", min=0)
-    ] = 0,
-    jobs: Annotated[int, typer.Option(help="Launches at a time.", min=1)] = 1,
-    write: Annotated[Path | None, typer.Option(help="A page whose table is replaced.")] = None,
+    skip: Annotated[int, typer.Option(help="Skip this many launches, which were run before.", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="Launches at the same time.", min=1)] = 1,
+    write: Annotated[Path | None, typer.Option(help="Page whose table is replaced.")] = None,
     hosts: HowManyHosts = 0,
     shared: SharedDirectory = False,
 ) -> None:
     """A death at every location, of every role, alone, in pairs and during recoveries, many in one launch."""
-    from recover_lab.bench.measure import tidy_on_sigterm
+    from recover_lab.bench.measure import exit_on_sigterm
     from recover_lab.chaos import matrix as campaign
 
-    tidy_on_sigterm()
+    exit_on_sigterm()
     with refusals("recover faults matrix"):
         if hosts:
             from recover_lab.chaos.host_matrix import host_matrix
 
-            ground = _hosts(hosts, shared)
-            raise typer.Exit(host_matrix(_keys(words), ground, launches, write, jobs, skip=skip))
+            platform = _hosts(hosts, shared)
+            raise typer.Exit(host_matrix(_keys(words), platform, launches, write, jobs, skip=skip))
         raise typer.Exit(campaign.matrix(_keys(words), launches, write, jobs, skip=skip))
 
 
-def _hosts(count: int, shared: bool, returns: bool = False) -> Hosts:
-    from recover_lab.chaos.on_hosts import Hosts
+def _hosts(count: int, shared: bool, returns: bool = False) -> HostPlatform:
+    from recover_lab.chaos.on_hosts import HostPlatform
     from recover_lab.lab.hosts import unavailable
 
-    hosts = Hosts(count, shared, returns)
+    hosts = HostPlatform(count, shared, returns)
     if reason := unavailable():
         raise ValueError(f"--hosts {count}: {reason}")
     return hosts
 
 
 def _keys(words: list[str]) -> list[str]:
-    """Without the command that they are written after."""
+    """The words without a leading `recover train`."""
     return words[2:] if words[:2] == ["recover", "train"] else words

@@ -1,4 +1,4 @@
-"""`recover simulate`: what failures will cost on a cluster."""
+"""`recover simulate`: the cost of failures on a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recover.cli.errors import refusals
 
 
 class SimulateCommand(TyperCommand):
-    """Its help ends with all keys; they are looked up only when somebody asks for it."""
+    """Its help ends with all keys, which are imported only for the help."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from recover_lab.simulate.presets import PRESETS
@@ -32,34 +32,35 @@ def simulate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="The cluster and the job; the keys are below."
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="Cluster and job; the keys are listed below."
         ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="A cluster that something was published about.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A cluster from a publication.")] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            "--from", metavar="RUN | BENCH.json", help="Take what was measured there; may be repeated."
+            "--from", metavar="RUN | BENCH.json", help="Take measured values from there; may be repeated."
         ),
     ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=LOW:HIGH[:POINTS]", help="Goodput of all systems against one key, as nodes=8:80000."
+            metavar="KEY=LOW:HIGH[:POINTS]",
+            help="Goodput of all systems against one key, such as nodes=8:80000.",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Write one page with pictures, and JSON, there.")
+        Path | None, typer.Option(metavar="DIRECTORY", help="Write a page with pictures, and JSON, there.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     brief: Annotated[
-        bool, typer.Option("--brief", help="Only the comparison: no other rates, no worth of changes.")
+        bool, typer.Option("--brief", help="Only the comparison: no other rates, no value of changes.")
     ] = False,
     published: Annotated[
-        bool, typer.Option("--published", help="Instead: published figures against simulated ones.")
+        bool, typer.Option("--published", help="Compare published figures with simulated ones instead.")
     ] = False,
 ) -> None:
-    """What failures cost on a cluster, in virtual time: checkpoint-restart, ReCoVer, and others in the same weather."""
+    """Cost of failures on a cluster, in virtual time: checkpoint-restart, ReCoVer and others, same failures."""
     import json
 
     from recover_lab.simulate.study import ask, parse_sweep, study
@@ -89,7 +90,7 @@ def simulate(
     show("Where the rest goes", tables.lost_rows(found))
     show("Goodput at other rates", tables.rate_rows(found))
     show("Where they cross", tables.crossing_rows(found))
-    show("What a change is worth", tables.worth_rows(found))
+    show("What a change is worth", tables.value_rows(found))
 
 
 def _published(as_json: bool) -> None:

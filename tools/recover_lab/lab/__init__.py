@@ -1,1 +1,1 @@
-"""Hosts to try things on: several on one machine, each real to the software that runs on it."""
+"""Emulated hosts: several on one machine, each with its own network, processes and temporary files."""

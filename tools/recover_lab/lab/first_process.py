@@ -1,4 +1,4 @@
-"""The init of a host: gives it a name and file systems of its own, and lives as long as whoever made the host.
+"""The init of an emulated host: sets up its name and file systems, and lives as long as the process that made the host.
 
 Run as a plain file with the standard library only, so that it starts in milliseconds, as process 1 of new namespaces.
 When it ends, the kernel kills every other process of the host, and namespaces and mounts vanish with the last of them.
@@ -21,8 +21,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(owner: int, name: str, hosts: str, shared: list[str]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the host become ours, and leave no zombies
-    _mount("none", "/", flags=_RECURSIVE | _PRIVATE)  # nothing of what follows is seen outside
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the host are reaped, and leave no zombies
+    _mount("none", "/", flags=_RECURSIVE | _PRIVATE)  # the mounts below are not visible outside
     kept = [(os.open(path, os.O_PATH), path) for path in ("/sys/fs/cgroup", *shared) if os.path.isdir(path)]
     _mount("proc", "/proc", "proc")
     _mount("sysfs", "/sys", "sysfs")  # the interfaces of this host, not of the machine
@@ -39,7 +39,7 @@ def main(owner: int, name: str, hosts: str, shared: list[str]) -> None:
     socket.sethostname(name)
     if os.path.exists(later := "/proc/sys/net/ipv6/conf/default/disable_ipv6"):
         with open(later, "w") as file:
-            file.write("1")  # of interfaces to come; loopback has ::1 already
+            file.write("1")  # for new interfaces; loopback has ::1 already
     os.write(1, b"up\n")
     watch = select.poll()
     watch.register(owner, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Several hosts on one machine, real to the software on them: own address, name, processes, /tmp and /dev/shm each.
+"""Emulated hosts on one machine, each with an address, a name, processes, /tmp and /dev/shm of its own.
 
     with Lab(hosts=3) as lab:
         process = lab["h1"].start([sys.executable, "train.py"])  # a subprocess.Popen
@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recover_lab.lab import namespaces
+from recover_lab.locations import PACKAGES
 
-NETWORK = "10.77.0"  # in namespaces of the lab's own: it meets neither that of another lab nor the machine's
+NETWORK = (
+    "10.77.0"  # inside namespaces of the lab: it does not collide with another lab or the machine's network
+)
 MOST_HOSTS = 254
 _HERE = Path(__file__).parent
 _PLAIN = {"delay": 0.0, "loss": 0.0, "rate": 0.0}
@@ -32,7 +35,7 @@ Direction = Literal["both", "in", "out"]
 
 
 def unavailable() -> str | None:
-    """Why there can be no lab here, found by trying; None where there can."""
+    """The reason why no lab can run here, found by trying; None if it can."""
     if sys.platform != "linux":
         return f"hosts are made of Linux namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -48,7 +51,7 @@ def unavailable() -> str | None:
 
 
 class Host:
-    """One host. It is up when the lab has started, and again after `power_on`."""
+    """One host. It is up after the start of the lab, and again after `power_on`."""
 
     def __init__(self, lab: Lab, number: int) -> None:
         self.name, self.address = f"h{number}", f"{NETWORK}.{number}"
@@ -72,8 +75,10 @@ class Host:
         return self._living().pid
 
     def start(self, command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.Popen[Any]:
-        """A process on this host, in a session of its own, as by ssh, in the directory of the caller. Options are those
-        of `subprocess.Popen`; what comes back is one, with the pid as seen from outside."""
+        """Start a process on this host, in a session of its own, as by ssh, in the directory of the caller.
+
+        Options are those of `subprocess.Popen`; the pid of the result is the one seen from outside.
+        """
         self._living()
         options = dict[str, Any](cwd=os.getcwd(), start_new_session=True) | options
         process: subprocess.Popen[Any] = namespaces.in_those_of(
@@ -83,18 +88,18 @@ class Host:
         return process
 
     def processes(self) -> dict[int, str]:
-        """What lives on this host, its init aside: command lines by pid, both as seen from outside."""
+        """Processes of this host without its init: command lines by pid, both as seen from outside."""
         return {} if self._init is None else dict(_living_with(self._init.pid))
 
     def power_cut(self) -> None:
-        """Everything on this host is gone at once. Its cable is out first: nobody hears a goodbye."""
+        """Kill everything on this host at once. Its link is cut first, so that no peer sees a connection closed."""
         if self._init is None:
             return
         self.cut()
         self._off()
 
     def power_on(self) -> None:
-        """A fresh host of the same name and address on a sound cable: empty /tmp, no process."""
+        """Start the host again with the same name and address: empty /tmp, no process, a sound link."""
         if self._init is not None:
             raise RuntimeError(f"{self.name} has power already")
         self._cable, self._cut = {"out": _PLAIN, "in": _PLAIN}, set()
@@ -102,14 +107,16 @@ class Host:
         self._connect()
 
     def cut(self, direction: Direction = "both") -> None:
-        """The cable is cut: what is sent is lost without a word, and everything goes on running. `in`: the host hears
-        nothing; `out`: it is not heard."""
+        """Cut the link: packets are dropped silently, and all processes run on.
+
+        `in`: the host receives nothing; `out`: nothing that it sends arrives.
+        """
         self._living()
         self._cut |= _ways(direction)
         self._plug()
 
     def heal(self) -> None:
-        """The cable is whole and sound again."""
+        """Restore the link, without delay, loss or limit."""
         self._living()
         self._cable, self._cut = {"out": _PLAIN, "in": _PLAIN}, set()
         self._plug()
@@ -117,11 +124,13 @@ class Host:
     def shape(
         self, delay_ms: float = 0.0, loss: float = 0.0, rate_mbit: float = 0.0, direction: Direction = "both"
     ) -> None:
-        """A bad cable. Each way that is named: so late, so large a share of the frames lost, no faster than so many
-        Mbit/s (0: no limit). The other way stays as it is."""
+        """Make the link bad in this direction: delay, share of lost frames, bandwidth in Mbit/s (0: no limit).
+
+        The other direction is unchanged.
+        """
         if delay_ms < 0 or not 0 <= loss <= 1 or rate_mbit < 0:
             raise ValueError(
-                f"a cable with delay_ms={delay_ms}, loss={loss}, rate_mbit={rate_mbit}: "
+                f"a link with delay_ms={delay_ms}, loss={loss}, rate_mbit={rate_mbit}: "
                 "loss is a share from 0 to 1, the others are not negative"
             )
         self._living()
@@ -134,7 +143,7 @@ class Host:
             raise RuntimeError(f"{self.name} has no power: power_on() first")
         return self._init
 
-    # How it is made: its init first, then its cable.
+    # Boot: the init first, then the link.
 
     def _boot(self) -> None:
         facts = {"name": self.name, "hosts": self._lab.names, "shared": self._lab.shared}
@@ -148,7 +157,8 @@ class Host:
     def _connect(self) -> None:
         init = self._living()
         _answer(init, "up")
-        mac = f"02:00:00:4d:00:{self._number:02x}"  # the same after power_on, as a machine's is: neighbours know it
+        # The same after power_on, as with a real machine: neighbours have cached it.
+        mac = f"02:00:00:4d:00:{self._number:02x}"
         self._lab.ip(
             f"link add name {self._port} type veth peer name eth0 address {mac} netns {init.pid}",
             f"link set {self._port} up",
@@ -163,7 +173,8 @@ class Host:
     def _off(self) -> None:
         if self._init is None:
             return
-        self._init.kill()  # the kernel kills the others of its PID namespace, and its end waits until all are reaped
+        # The kernel kills the other processes of its PID namespace, and its exit waits until all are reaped.
+        self._init.kill()
         for process in self._started:
             process.wait()
         self._init.wait()
@@ -175,10 +186,11 @@ class Host:
 
     @property
     def _port(self) -> str:
-        return f"{self.name}.{self._boots}"  # that of a host without power goes with its namespace, a little later
+        # Unique for each boot: the port of a host without power disappears with its namespace, a little later.
+        return f"{self.name}.{self._boots}"
 
     def _plug(self) -> None:
-        """Straight into the switch, into a bad cable that leads there, or nowhere."""
+        """Connect the host to the switch directly, through a bad link, or not at all."""
         cut = {way: shape | {"loss": 1.0} for way, shape in self._cable.items() if way in self._cut}
         ways = self._cable | cut
         if len(cut) == 2:
@@ -192,8 +204,11 @@ class Host:
 
 
 class Lab:
-    """Hosts h1, h2, ... on a switch of their own, while `with` lasts; once only. `shared` are directories below /tmp or
-    /dev/shm that all are to see, as on a shared file system; the machine's other files they see anyway."""
+    """Hosts h1, h2, ... on a switch of their own, inside `with`, once.
+
+    `shared` are directories below /tmp or /dev/shm that all hosts see, as on a shared file system. They see all other
+    files of the machine anyway.
+    """
 
     def __init__(self, hosts: int, shared: Sequence[str | os.PathLike[str]] = ()) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
@@ -202,8 +217,9 @@ class Lab:
         self.names = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
             f"{host.address} {host.name}\n" for host in self
         )
-        needed = [*shared, _HERE.parents[1], sys.prefix, sys.base_prefix]  # our own code, too
-        self.shared = sorted({str(Path(path).resolve()) for path in needed if _hidden(Path(path).resolve())})
+        needed = [Path(path) for path in (*shared, sys.prefix, sys.base_prefix)]
+        needed += [package.parent for package in PACKAGES]
+        self.shared = sorted({str(path.resolve()) for path in needed if _hidden(path.resolve())})
         self._cables: set[str] = set()
         self._made = ExitStack()
         self._switch: subprocess.Popen[str]
@@ -220,7 +236,7 @@ class Lab:
 
     def __enter__(self) -> Lab:
         try:
-            self.owner = os.pidfd_open(os.getpid())  # what is made here ends when this process does
+            self.owner = os.pidfd_open(os.getpid())  # the processes of the lab end when this one does
             self._made.callback(os.close, self.owner)
             self._switch = namespaces.in_new(namespaces.NET, lambda: _plain_python("wire.py", self.owner))
             self._made.enter_context(self._switch)  # closes its pipes and waits
@@ -243,11 +259,11 @@ class Lab:
         self._made.close()
 
     def ip(self, *commands: str) -> None:
-        """Changes the switch."""
+        """Run commands of `ip` in the switch's namespace."""
         namespaces.in_those_of(self._switch_fd, namespaces.NET, lambda: _ip(*commands))
 
     def lay_cable(self, name: str, ways: dict[str, dict[str, float]]) -> None:
-        """A bridge of this name becomes the near end of a cable of that kind; the far end is in the switch."""
+        """Make a bridge of this name the near end of a bad link, whose far end is in the switch."""
         near, far = f"{name}.near", f"{name}.far"
         if name not in self._cables:
             self._cables.add(name)
@@ -263,7 +279,7 @@ class Lab:
         self.ip(f"link set {far} master lan")
 
     def take_cable_out(self, name: str) -> None:
-        """The switch forgets who was heard through it."""
+        """Disconnect a bad link; the switch forgets the addresses behind it."""
         if name in self._cables:
             self.ip(f"link set {name}.far nomaster")
 
@@ -280,7 +296,7 @@ def _ways(direction: Direction) -> set[str]:
 
 
 def _plain_python(program: str, owner: int, *arguments: str) -> subprocess.Popen[str]:
-    """A small program beside this file: standard library only, told by a pidfd when its owner ends."""
+    """Start a program in this directory, with the standard library only; a pidfd tells it when its owner ends."""
     return subprocess.Popen(
         [sys.executable, "-IS", str(_HERE / program), str(owner), *arguments],
         stdin=subprocess.PIPE,
@@ -288,7 +304,7 @@ def _plain_python(program: str, owner: int, *arguments: str) -> subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
         pass_fds=[owner],
-        start_new_session=True,  # Ctrl-C is for whoever uses the lab
+        start_new_session=True,  # Ctrl-C is for the user of the lab
     )
 
 
@@ -305,11 +321,11 @@ def _answer(process: subprocess.Popen[str], expected: str) -> None:
 def _ip(*commands: str) -> None:
     done = subprocess.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"ip has refused one of {'; '.join(commands)}: {done.stderr.strip()}")
+        raise RuntimeError(f"ip refused one of {'; '.join(commands)}: {done.stderr.strip()}")
 
 
 def _living_with(init: int) -> Iterator[tuple[int, str]]:
-    """All processes of the PID namespace of this one, but not itself."""
+    """All processes of the PID namespace of this one, without itself."""
     place = os.stat(f"/proc/{init}/ns/pid").st_ino
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != init:
@@ -319,4 +335,4 @@ def _living_with(init: int) -> Iterator[tuple[int, str]]:
                     line = Path("/proc", name, "cmdline").read_bytes()
                     yield int(name), line.replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError:
-                pass  # gone, or about to
+                pass  # ended, or about to

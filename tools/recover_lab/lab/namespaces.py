@@ -1,4 +1,4 @@
-"""Work inside other namespaces: a thread of its own goes there, does it, and ends.
+"""Run a function inside other namespaces: a new thread enters them, runs it, and ends.
 
 Namespaces belong to threads. A process that such a thread starts stays where the thread was, and is still an ordinary
 child of ours: its pid, its exit code and its pipes are as with any other.
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def in_new(kinds: int, action: Callable[[], T]) -> T:
-    """Does it in fresh namespaces of these kinds. The first process that is started in one for PIDs is its init."""
+    """Run `action` in new namespaces of these kinds. The first process of a new PID namespace is its init."""
     return _elsewhere(lambda: _libc.unshare(kinds), action)
 
 
 def in_those_of(pidfd: int, kinds: int, action: Callable[[], T]) -> T:
-    """Does it in the namespaces of a living process."""
+    """Run `action` in the namespaces of a living process."""
     if not kinds & MOUNT:
         return _elsewhere(lambda: _libc.setns(pidfd, kinds), action)
     return _elsewhere(lambda: _libc.unshare(_OWN_DIRECTORY) or _libc.setns(pidfd, kinds), action)
@@ -38,7 +38,7 @@ def _elsewhere(go: Callable[[], int], action: Callable[[], T]) -> T:
     def gone() -> T:
         if go() != 0:
             error = ctypes.get_errno()
-            raise OSError(error, f"the kernel does not let us into a namespace: {os.strerror(error)}")
+            raise OSError(error, f"the kernel refuses to enter a namespace: {os.strerror(error)}")
         return action()
 
     with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""Bad cables, in user space: frames between two TAP devices come late, not at all, or at so many bytes a second.
+"""Bad links, in user space: frames between two TAP devices with delay, loss and limited bandwidth.
 
 The kernel's own (`tc netem`) is missing in many kernels; this works in all, the same everywhere. One process serves all
 cables of a lab, and holds the network namespace of its switch. Run as a plain file with the standard library only; each
@@ -22,23 +22,23 @@ from dataclasses import dataclass
 
 _SET_NAME, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002  # TUNSETIFF; IFF_TAP | IFF_NO_PI
 _LARGEST = 65536
-_AT_ONCE = 64  # frames read from one device before others have their turn
-_BACKLOG = 0.2  # seconds that a frame may wait for the bandwidth; later ones are dropped, as by a full switch
-_IN_FLIGHT = 50_000  # frames: a bound on memory, not a model of anything
+_AT_ONCE = 64  # frames read from one device before the next
+_BACKLOG = 0.2  # seconds that a frame may wait for bandwidth; later frames are dropped, as by a full switch
+_IN_FLIGHT = 50_000  # frames: a bound on memory, not part of the model
 
 
 @dataclass
 class OneWay:
-    """Into this device, from the other end of the cable."""
+    """One direction: into this device, from the other end of the link."""
 
     target: int
     delay: float = 0.0
     loss: float = 0.0
     rate: float = 0.0  # bytes a second; 0: no limit
-    free: float = 0.0  # when the last frame will have been sent
+    free: float = 0.0  # time at which the last frame will have been sent
 
     def due(self, size: int, now: float) -> float | None:
-        """When a frame arrives; never, for one that is lost."""
+        """Time of arrival of a frame; None if it is lost."""
         if random.random() < self.loss or self.free - now > _BACKLOG:
             return None
         if self.rate:
@@ -80,7 +80,7 @@ class Wires:
                 heapq.heappush(self.flying, (due, self.number, way.target, frame))
 
     def deliver(self) -> float | None:
-        """Hands over what has arrived; seconds until there is more, or None."""
+        """Deliver frames that are due; returns seconds until the next one, or None."""
         while self.flying:
             wait = self.flying[0][0] - time.monotonic()
             if wait > 0:
@@ -89,12 +89,12 @@ class Wires:
             try:
                 os.write(target, frame)
             except OSError:
-                pass  # the device is down or full: the frame is lost, as on any wire
+                pass  # the device is down or full: the frame is lost
         return None
 
 
 def main(owner: int) -> None:
-    for family in ("all", "default"):  # a switch has no addresses, and needs no chatter of its own
+    for family in ("all", "default"):  # a switch has no addresses, and sends nothing itself
         if os.path.exists(setting := f"/proc/sys/net/ipv6/conf/{family}/disable_ipv6"):
             with open(setting, "w") as file:
                 file.write("1")

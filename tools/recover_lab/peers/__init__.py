@@ -1,1 +1,1 @@
-"""Runs the same job with the same deaths on us and on whom we are compared with, and reads what happened when."""
+"""The same job with the same deaths on ReCoVer, on checkpoint-restart and on torchft, and metrics of their events."""

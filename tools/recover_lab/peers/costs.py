@@ -1,4 +1,4 @@
-"""What failures cost at other rates than those measured: arithmetic on measured pieces.
+"""Cost of failures at rates that were not measured: arithmetic on measured parts.
 
 The baseline, from one failure to the next, with F steps between them and a checkpoint every N:
 
@@ -14,22 +14,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# The production system that the paper cites: a failure every 18 minutes, 10 of which go by without progress.
+# The production system that the paper cites: a failure every 18 minutes, 10 of them without progress.
 PRODUCTION_LOST, PRODUCTION_PROGRESS = 10.0, 8.0
-PAPER = {
-    "2.23 times": 2.23,
-    "+74.9%": 1.749,
-    "+47.4%": 1.474,
-}  # more per living rank; tokens at equal GPU-hours
+# Times more per living rank, and tokens at equal GPU-hours.
+PAPER = {"2.23 times": 2.23, "+74.9%": 1.749, "+47.4%": 1.474}
 
 
 @dataclass(frozen=True)
-class Restarting:
-    """The baseline's seconds."""
+class RestartCosts:
+    """Seconds of checkpoint-restart, the baseline."""
 
     step: float
-    save: float  # that training waits for
-    stall: float  # from a failure until training goes on
+    save: float  # the part of a save that training waits for
+    stall: float  # from a failure until training continues
 
     def between_failures(self, steps: float, every: float, rerun: float | None = None) -> float:
         """Seconds from one failure to the next; by default half a checkpoint interval is run again."""
@@ -37,7 +34,7 @@ class Restarting:
         return (steps + lost) * self.step + steps / every * self.save + self.stall
 
     def best_interval(self, steps: float, kills: Sequence[int] = ()) -> int:
-        """Steps between checkpoints at which the baseline loses least; `kills`: to failures in these very steps."""
+        """Steps between checkpoints at which the baseline loses least; `kills`: to failures in exactly these steps."""
         return min(
             range(1, max(1, int(steps)) + 1),
             key=lambda every: self.between_failures(
@@ -46,22 +43,22 @@ class Restarting:
         )
 
     def production(self) -> int:
-        """Steps between failures at which this baseline, at its best, makes as little progress as production does."""
+        """Steps between failures at which this baseline, at its best, progresses as little as the production system."""
         steps = 1.0
-        for _ in range(20):  # what is run again depends on the checkpoints, and they on the failures
+        for _ in range(20):  # the checkpoint interval depends on the failures, and the rerun steps on it
             lost = self.between_failures(steps, self.best_interval(steps)) - steps * self.step
             steps = lost / PRODUCTION_LOST * PRODUCTION_PROGRESS / self.step
-        return max(2, 2 * round(steps / 2))  # even: the first failure strikes at one and a half
+        return max(2, 2 * round(steps / 2))  # even: the first failure strikes after one and a half intervals
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Both sides, measured under the same failures."""
+    """Both systems, measured under the same failures."""
 
     replicas: int
-    baseline: Restarting
-    recovery: float  # ours: what a failure adds to the step that it strikes
-    steps_of: dict[int, float]  # ours: a step with so many replicas alive
+    baseline: RestartCosts
+    recovery: float  # ours: seconds that a failure adds to its step
+    steps_of: dict[int, float]  # ours: seconds of a step, by replicas alive
 
     def ours(self, steps: float, alive: int) -> float:
         """Seconds from one failure to the next."""
@@ -70,7 +67,7 @@ class Costs:
     def wall_ratio(
         self, steps: float, alive: int, every: int | None = None, rerun: float | None = None
     ) -> float:
-        """How many times faster ours is: the baseline is back at full size, ours goes on with fewer."""
+        """How many times faster ours is: the baseline restarts at full size, ours continues with fewer replicas."""
         every = every or self.baseline.best_interval(steps)
         return self.baseline.between_failures(steps, every, rerun) / self.ours(steps, alive)
 
@@ -81,17 +78,17 @@ class Costs:
         return self.wall_ratio(steps, alive, every, rerun) * self.replicas / alive
 
     def share(self, steps: float) -> float:
-        """The stall against the time that so many steps take."""
+        """The stall as a share of the time of so many steps."""
         return self.baseline.stall / (steps * self.baseline.step)
 
     def steps_between(self, share: float) -> float:
-        """Steps between failures at which the stall is this share of the time that they take."""
+        """Steps between failures at which the stall is this share of their time."""
         return self.baseline.stall / (share * self.baseline.step)
 
     def crossing(self, alive: int, per_living_rank: bool, level: float = 1.0) -> float | None:
-        """The stall above which ours is so many times better, as a share of the time of the steps between failures.
+        """The stall above which ours is `level` times better, as a share of the time of the steps between failures.
 
-        None: it is however rare failures are, as far as the few percent between two runs can tell.
+        None if ours is better at every rate, within the few percent by which two runs differ.
         """
         ratio = self.effective_ratio if per_living_rank else self.wall_ratio
         low, high = 1e-4, 1e2
@@ -107,23 +104,21 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class ReturningCosts:
-    """Both sides, where our lost replicas come back. Seconds, measured under the same failures."""
+class RejoinCosts:
+    """Both systems, where our lost replicas rejoin. Seconds, measured under the same failures."""
 
     replicas: int
-    baseline: Restarting
-    recovery: float  # ours: what a failure adds to the step that it strikes
-    join: float  # what the others wait for when one comes back
-    away: float  # from a death until that replica is at work again
-    full: float  # a step of all
-    less: float  # a step with one away
+    baseline: RestartCosts
+    recovery: float  # ours: added by a failure to its step
+    join: float  # wait of the others when a replica joins
+    away: float  # from a death until that replica is in a step again
+    full: float  # a step of all replicas
+    less: float  # a step with one replica missing
 
     def missing(self, steps: float) -> float:
-        """Replicas that are away, on average: a failure every so many steps takes one away for `away` seconds."""
+        """Mean number of missing replicas: a failure every `steps` steps removes one for `away` seconds."""
         low, high = 0.0, float(self.replicas)
-        for _ in range(
-            60
-        ):  # the more are missing, the longer a step takes, and the rarer failures by the clock
+        for _ in range(60):  # more missing replicas make steps longer, and failures rarer by the clock
             middle = (low + high) / 2
             low, high = (middle, high) if self.away / self._between(steps, middle) > middle else (low, middle)
         return low
@@ -138,15 +133,17 @@ class ReturningCosts:
 
     @property
     def calm_ratio(self) -> float:
-        """The same where nothing ever fails: what the protection costs."""
+        """The same without failures: the overhead."""
         return self.baseline.step / self.full
 
     def steps_between(self, share: float) -> float:
         return self.baseline.stall / (share * self.baseline.step)
 
     def crossing(self) -> float | None:
-        """The stall of a restart below which failures cost us more than them, as a share of the time of the steps
-        between; None: they never do, and what is left is the calm ratio."""
+        """The stall of a restart below which failures cost ours more, as a share of the time of the steps between.
+
+        None if they never do: then ours is never below the ratio without failures.
+        """
         shares = [10 ** (exponent / 10) for exponent in range(-40, 11)]
         worse = [share for share in shares if self.wall_ratio(self.steps_between(share)) < self.calm_ratio]
         return max(worse, default=None)
@@ -162,5 +159,5 @@ class ReturningCosts:
 
 
 def rerun_steps(kills: Sequence[int], every: int) -> float:
-    """Steps that are run again after a failure, the one that failed included; the mean over these failures."""
+    """Steps that are run again after a failure, with the failed one; the mean over these failures."""
     return sum(step - (step - 1) // every * every for step in kills) / len(kills)

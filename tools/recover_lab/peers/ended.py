@@ -1,15 +1,15 @@
-"""How a run of a comparison or of a benchmark has ended."""
+"""How a run of a benchmark has ended."""
 
 from __future__ import annotations
 
 
 class BenchmarkError(RuntimeError):
-    """A run of the benchmark did not finish; there is no figure to show."""
+    """A run of the benchmark did not finish, or is not a measurement."""
 
 
 def check(code: int, failure: str) -> None:
-    """Of a job that has ended: did it do so by itself, and well?"""
+    """Raise if a job has failed; leave the process if it was ended by a signal."""
     if code > 128:
-        raise SystemExit(code)  # by a signal that was meant for us
+        raise SystemExit(code)  # the signal was meant for this process, too
     if code:
         raise BenchmarkError(failure)

@@ -1,6 +1,6 @@
-"""What happened when: one line per event and rank, written at once, so that whoever is killed has told all it did.
+"""Events of a run: one line per event and rank, written at once, so that a killed rank has noted everything before.
 
-Imports next to nothing: the checkpoint-restart baseline pays for every import at each of its restarts.
+Imports little: the checkpoint-restart baseline pays for every import at each of its restarts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recover.runs.records.kinds import Event
 
 
 class Events:
-    """The diary of one rank."""
+    """Event file of one rank."""
 
     def __init__(self, directory: Path, rank: int, life: int = 0) -> None:
         self._file = os.open(
@@ -30,6 +30,6 @@ class Events:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """Of all ranks, in the order of time."""
+    """Events of all ranks, by time."""
     lines = [line for path in directory.glob("events-*.jsonl") for line in read(path, key="at").whole]
     return sorted(lines, key=lambda event: event["at"])

@@ -1,4 +1,4 @@
-"""What the programs of `recover bench gpu` share: a rank with its device, torch's own groups beside it, and tokens."""
+"""Shared by programs of benchmarks: a rank with its device, torch's own process groups, random tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 class GpuRank:
-    """`kind` is cuda, or cpu to try the programs themselves."""
+    """`kind` is cuda or cpu."""
 
     def __init__(self, kind: str) -> None:
         torch.set_num_threads(1)
@@ -28,20 +28,20 @@ class GpuRank:
         self.world = recover.init()
         self.run_dir = Path(self.world.job.run_dir or ".")
         self.ranks = self.world.grid.ranks
-        self.refused: dict[str, str] = {}  # by torch's own groups
+        self.refused: dict[str, str] = {}  # by torch's own groups, with the reason
         self.card = torch.cuda.get_device_name(self.device) if self.on_gpu else "CPU"
         cards = torch.cuda.device_count() if self.on_gpu else 0
-        # Of the library that is loaded: torch tells the one that it was built with.
+        # Version of the loaded library: torch reports the one that it was built with.
         self.place = {"card": self.card, "cards": cards, "nccl": Nccl().version if self.on_gpu else ""}
 
     def stock_groups(self, backends: str) -> dict[str, dist.ProcessGroup]:
-        """Torch's own, over all ranks; a gloo group is the default one, and a barrier beside our own carriers."""
+        """Torch's own groups over all ranks. The default group is gloo, and a barrier outside our carriers."""
         store = dist.FileStore(str(self.run_dir / "store"), self.ranks)
         dist.init_process_group("gloo", store=store, rank=self.world.rank, world_size=self.ranks)
         return {name: group for name in backends.split(",") if (group := self._group(name))}
 
     def _group(self, backend: str) -> dist.ProcessGroup | None:
-        """One that has reduced something; None, on all ranks, where it cannot: NCCL may refuse a shared GPU."""
+        """A group that has reduced once; None, on all ranks, if that failed: NCCL may refuse a shared GPU."""
         group, said = None, ""
         try:
             group = dist.new_group(backend=backend)
@@ -55,7 +55,7 @@ class GpuRank:
         return group
 
     def say(self, text: str) -> None:
-        """For whoever waits; and to the launcher it is a sign of life."""
+        """Print progress, which is also a sign of life for the launcher."""
         if self.world.rank == 0:
             print(f"  {text}", flush=True)
 
@@ -64,7 +64,7 @@ class GpuRank:
             torch.cuda.synchronize()
 
     def make(self, size: str, seq_len: int) -> tuple[Any, torch.optim.Optimizer]:
-        """The model, made where it will be used, and its optimizer."""
+        """The model, created on its device, and its optimizer."""
         torch.manual_seed(0)
         with torch.device(self.device):
             model = Llama(replace(SIZES[size], seq_len=seq_len))
@@ -77,7 +77,7 @@ class GpuRank:
 
 
 class RandomTokens:
-    """A stream of them, made where they are used: what they are does not matter for the time they take."""
+    """A stream of random tokens, created on the device: their values do not change the time of a step."""
 
     def __init__(self, vocab: int, seq_len: int, device: torch.device) -> None:
         self._vocab, self._shape, self._device = vocab, (1, seq_len + 1), device

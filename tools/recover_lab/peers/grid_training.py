@@ -1,6 +1,6 @@
-"""A step of the 3D baseline: tensor and pipeline parallel inside, one stock gloo all-reduce across replicas.
+"""A step of the 3D baseline: tensor and pipeline parallel replicas, one stock gloo all-reduce across them.
 
-The inside is what our side has: torch's own tensor parallelism and pipelines. Torch has no wrapper that reduces the
+Replicas are built as ours are, by torch's own tensor and pipeline parallelism. Torch has no wrapper that reduces the
 gradients of such a model across replicas, so they are reduced here, as one flat tensor.
 """
 
@@ -19,7 +19,7 @@ from recover.parallel.threed import threed
 
 
 class GridTraining:
-    """One rank of a replica; torch's default group is that of the replica, `cross` is that of its peers elsewhere."""
+    """One rank of a replica. Torch's default group is the replica; `cross` is that of its peers in other replicas."""
 
     def __init__(self, whole: torch.nn.Module, tp: int, pp: int, cross: Any) -> None:
         world: Any = SimpleNamespace(grid=SimpleNamespace(replica_size=tp * pp))

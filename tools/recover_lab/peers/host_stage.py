@@ -1,7 +1,7 @@
-"""Hosts to run a comparison on: those of a lab where one can be made, otherwise processes of this machine.
+"""Hosts for comparisons: emulated by a lab where possible, otherwise groups of processes on this machine.
 
-In a lab a power cut is silent, as of a real host, and a cable can be cut. Without one a host is the processes that were
-started on it: they are killed together, but the kernel closes their connections, and all share one network.
+In a lab a power cut is silent, as with a real host, and a link can be cut. Without a lab, a host is the processes that
+were started on it: they are killed together, but the kernel closes their connections, and all share one network.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from recover.launch.hosts.addresses import leads_to
 from recover_lab.lab.hosts import Lab, unavailable
 from recover_lab.peers.ended import BenchmarkError
 
-SOMEWHERE = ("192.0.2.1", 9)  # of a network for examples: nothing is sent there
+SOMEWHERE = ("192.0.2.1", 9)  # an address for documentation: nothing is sent there
 
 
-class HostStage(Protocol):
+class HostPool(Protocol):
     names: list[str]
-    emulated: bool  # by namespaces, with a network of their own
+    emulated: bool  # by namespaces, each with a network of its own
 
     def address(self, name: str) -> str: ...
 
@@ -34,7 +34,7 @@ class HostStage(Protocol):
     def cut(self, name: str) -> None: ...
 
 
-class LabStage:
+class LabPool:
     emulated = True
 
     def __init__(self, lab: Lab) -> None:
@@ -53,7 +53,7 @@ class LabStage:
         self._lab[name].cut()
 
 
-class OwnStage:
+class LocalPool:
     emulated = False
 
     def __init__(self, hosts: int, address: str) -> None:
@@ -70,7 +70,7 @@ class OwnStage:
         return process
 
     def power_cut(self, name: str) -> None:
-        """All at once: whoever is stopped says nothing any more."""
+        """Stop all processes before the first is killed, so that none reports the death of another."""
         started, self._started[name] = self._started[name], []
         doomed = [pid for process in started if process.poll() is None for pid in _tree(process.pid)]
         for how in (signal.SIGSTOP, signal.SIGKILL):
@@ -83,7 +83,7 @@ class OwnStage:
             process.wait()
 
     def cut(self, name: str) -> None:
-        raise BenchmarkError("no cable can be cut here: hosts share this machine's network")
+        raise BenchmarkError("no link can be cut here: hosts share this machine's network")
 
     def end(self) -> None:
         for name in self.names:
@@ -91,18 +91,18 @@ class OwnStage:
 
 
 @contextmanager
-def stage(hosts: int, shared: Path) -> Iterator[HostStage]:
-    """`shared`: a directory that all of them see."""
+def open_pool(hosts: int, shared: Path) -> Iterator[HostPool]:
+    """Hosts for one run. `shared`: a directory that all of them see."""
     if unavailable() is None:
         with Lab(hosts, shared=[shared]) as lab:
-            yield LabStage(lab)
+            yield LabPool(lab)
         return
     address = leads_to(*SOMEWHERE)
     if address is None:
         raise BenchmarkError(
             f"no hosts can be made here ({unavailable()}), and this machine has no address but its loopback"
         )
-    own = OwnStage(hosts, address)
+    own = LocalPool(hosts, address)
     try:
         yield own
     finally:
@@ -110,13 +110,13 @@ def stage(hosts: int, shared: Path) -> Iterator[HostStage]:
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all that it has started, and so on; those first that might start others."""
+    """A process and its descendants, parents first: they might start others."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             parent = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # gone meanwhile
+            continue  # it has ended meanwhile
         children.setdefault(parent, []).append(int(name))
     found = [root]
     for pid in found:

@@ -1,15 +1,16 @@
-"""Deaths inside reductions, as the survivors of one launch noted them: what each took, and whether the laws held."""
+"""Kills inside reductions: how a rank times its steps, and what each kill cost by the notes of the survivors."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from recover_lab.peers.ended import BenchmarkError
 
-# From the kill until a survivor knows; until its repair begins (its carrier is aborted, what was dealt is finished);
-# until the world is whole; until the sums are rewound; until the step commits.
+# From the kill until a survivor knows of it; until its repair begins (it aborts its carrier and finishes the microbatch
+# that it computes); until the world is repaired; until the sums are restored; until the step commits.
 PARTS_OF_A_KILL = ("notice", "drain", "repair", "restore", "redo")
 Facts = dict[str, Any]
 
@@ -20,11 +21,11 @@ def timed_steps(
     stream: Any,
     last: int,
     run: Callable[[Any], object],
-    through: Callable[[], object],
+    synchronize: Callable[[], object],
 ) -> Iterator[Facts]:
-    """Take steps up to number `last`; of each, how long it took, when it was committed, and what running again took.
+    """Run steps up to number `last`; yields of each its duration, time of commit and seconds of redone microbatches.
 
-    `run` computes a microbatch, to its end; `through` waits until the device is through with a step.
+    `run` computes a microbatch and waits for it; `synchronize` waits until the device has finished the step.
     """
     while step.index < last:
         began, computed = time.time(), list[float]()
@@ -32,19 +33,66 @@ def timed_steps(
             start = time.perf_counter()
             run(microbatch)
             computed.append(time.perf_counter() - start)
-        through()
+        synchronize()
         committed = time.time()
         redone = len(step.samples) - len(step.layout.share(replica).run) if step.incidents else 0
         yield {
             "step": step.index,
             "seconds": committed - began,
             "committed": committed,
-            "redone_seconds": sum(computed[len(computed) - redone :]) if redone > 0 else 0.0,
+            "redone": sum(computed[len(computed) - redone :]) if redone > 0 else 0.0,
+            "microbatches": len(step.all_samples),
+            "incidents": [incident_facts(incident) for incident in step.incidents],
         }
 
 
-def judge(ranks: Sequence[Facts], killed: dict[int, float]) -> list[Facts]:
-    """One launch: what each death took, on its slowest survivor. Raises BenchmarkError where a law was broken."""
+def incident_facts(incident: Any) -> Facts:
+    """An incident of `recover.Step` as benchmarks note it; all durations in seconds."""
+    durations = ("detect", "repair", "restore", "redo", "warm_up", "transfer", "stall")
+    return {
+        "kind": incident.kind,
+        "noticed_at": incident.noticed_at,
+        "discarded": incident.discarded_microbatches,
+        "bytes": incident.transfer_bytes,
+        **{name: getattr(incident, f"{name}_ms") / 1e3 for name in durations},
+    }
+
+
+def kill_sample(killed_at: float, survivors: Sequence[Facts]) -> Facts:
+    """Seconds from a kill to the commit of its step by the last survivor, and the parts of them on that survivor.
+
+    `survivors` are `committed`, `redone` and `incidents` of that step, of each survivor.
+    """
+    last = max(survivors, key=lambda each: each["committed"])
+    incidents = last["incidents"]
+    whole = last["committed"] - killed_at
+    return {
+        "whole": whole,
+        "less_redone": whole - max(each["redone"] for each in survivors),
+        "notice": max(0.0, incidents[0]["noticed_at"] - killed_at),
+        "drain": sum(each["detect"] for each in incidents),
+        **{part: sum(each[part] for each in incidents) for part in ("repair", "restore", "redo")},
+        "discarded": sum(incident["discarded"] for each in survivors for incident in each["incidents"]),
+    }
+
+
+def note_kill(run_dir: Path, key: int) -> None:
+    """Written by the victim just before its SIGKILL; `key` is a step, or the victim's rank."""
+    (run_dir / f"killed-{key}").write_text(repr(time.time()))
+
+
+def read_kills(run_dir: Path) -> dict[int, float]:
+    return {
+        int(path.name.removeprefix("killed-")): float(path.read_text()) for path in run_dir.glob("killed-*")
+    }
+
+
+def judge_launch(ranks: Sequence[Facts], killed: dict[int, float]) -> list[Facts]:
+    """A sample of each kill of one launch, from the notes of its survivors. `killed`: time of the kill by step.
+
+    Raises BenchmarkError if a step was not committed on the whole batch, if the wrong replicas are left or if
+    parameters differ: then the launch is not a measurement.
+    """
     first = ranks[0]
     counts = {row["microbatches"] for rank in ranks for row in rank["rows"]}
     if counts != {first["batch"]}:
@@ -54,20 +102,9 @@ def judge(ranks: Sequence[Facts], killed: dict[int, float]) -> list[Facts]:
     if len({rank["digest"] for rank in ranks}) > 1:
         raise BenchmarkError("survivors hold different parameters: a sum was wrong")
     samples = []
-    for step, when in killed.items():
+    for step, killed_at in killed.items():
         rows = [row for rank in ranks for row in rank["rows"] if row["step"] == step and row["incidents"]]
         if len(rows) != len(ranks):
             raise BenchmarkError(f"the death in step {step} was not noticed by all survivors in that step")
-        last = max(rows, key=lambda row: row["committed"])
-        incidents = last["incidents"]
-        sample = {
-            "total": 1e3 * (last["committed"] - when),
-            "redone": 1e3 * max(row["redone_seconds"] for row in rows),
-            "notice": 1e3 * max(0.0, incidents[0]["noticed_at"] - when),
-            "drain": sum(each["detect_ms"] for each in incidents),
-            "discarded": sum(each["discarded_microbatches"] for each in incidents),
-        }
-        for part in ("repair", "restore", "redo"):
-            sample[part] = sum(each[f"{part}_ms"] for each in incidents)
-        samples.append(sample)
+        samples.append(kill_sample(killed_at, rows))
     return samples

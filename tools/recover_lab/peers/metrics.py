@@ -12,22 +12,22 @@ from statistics import fmean, median
 from typing import Any
 
 from recover.runs.records.kinds import Event
-from recover_lab.peers.costs import Restarting
+from recover_lab.peers.costs import RestartCosts
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One failure of the checkpoint-restart baseline: the paper's stamps A to H, and what lies between them."""
+    """One failure of the checkpoint-restart baseline: the paper's stamps A to H."""
 
     A: float  # before the last checkpoint
-    B: float  # it is saved, as far as training waits for it
+    B: float  # training no longer waits for that checkpoint
     C: float  # failure
-    D: float  # the old processes are gone, and the first new one starts
+    D: float  # the old processes have ended, and the first new one starts
     E: float  # loading begins
     F: float  # loading ends
-    G: float  # training goes on, on all ranks
-    H: float  # the step that failed is complete
-    imported: float  # within the restart: the last rank has imported what it needs
+    G: float  # training continues, on all ranks
+    H: float  # the failed step is complete
+    imported: float  # during the restart: the last rank has finished its imports
     joined: float  # the last rank has its process groups
 
     def pieces(self) -> dict[str, float]:
@@ -42,11 +42,11 @@ class Restart:
 
     @property
     def stall(self) -> float:
-        """Seconds without any training: all but saving and running again."""
+        """Seconds without training: everything but saving and rerunning."""
         return self.G - self.C
 
     def inside_restart(self) -> dict[str, float]:
-        """What the restart consists of."""
+        """Parts of the restart."""
         return {
             "import": self.imported - self.D,
             "join": self.joined - self.imported,
@@ -64,12 +64,12 @@ class Restart:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One failure of a run that goes on: the paper's three stamps, and what lies between them."""
+    """One failure of a run that continues: the paper's three stamps."""
 
     start: float  # step N is complete
     failure: float
-    recovered: float  # the world is whole and gradients are restored
-    complete: float  # the step that failed is complete
+    recovered: float  # the world is repaired and gradients are restored
+    complete: float  # the failed step is complete
     repair: float  # seconds
     restore: float
 
@@ -104,14 +104,13 @@ def _restart(events: Sequence[Event], failure: Event) -> Restart:
     step, life = failure["step"], failure["life"]
     after = [e for e in events if e["life"] == life + 1]
     resumed = min(e["step"] for e in after if e["what"] == "step-begin")
-    if resumed > 1:  # a checkpoint that was not whole yet when the failure came does not count
+    if resumed > 1:  # a checkpoint that was incomplete at the failure does not count
         saves = [e for e in events if e["life"] <= life and e.get("step") == resumed - 1]
-        writers = max(
-            e["life"] for e in saves if e["what"] == "save-end"
-        )  # one cut off was written again later
+        # A save that a failure interrupted was repeated in a later life.
+        writers = max(e["life"] for e in saves if e["what"] == "save-end")
         written = [e for e in saves if e["life"] == writers]
         save, saved_at = min(_times(written, "save-begin")), max(_times(written, "save-end"))
-    else:  # nothing to go back to: from the first step on
+    else:  # no checkpoint: from the first step on
         save = saved_at = min(_times(events, "step-begin"))
     starting = min(_times(after, "start"))
     imported, joined = (max(_times(after, what), default=starting) for what in ("imported", "joined"))
@@ -145,7 +144,7 @@ def recoveries(events: Sequence[Event], since: int) -> list[Recovery]:
 
 
 def step_seconds(events: Sequence[Event]) -> dict[int, float]:
-    """How long each step took that nobody died in; of a step that was run twice, the last time."""
+    """Seconds of each step without a death; of a step that was run twice, the last time."""
     struck = {(e["step"], e["life"]) for e in failures(events)}
     begun: dict[tuple[int, int], float] = {}
     took: dict[int, float] = {}
@@ -168,10 +167,10 @@ def warm_steps(events: Sequence[Event]) -> dict[int, float]:
     return {step: took for step, took in step_seconds(events).items() if step not in first}
 
 
-def restarting(runs: Sequence[Sequence[Event]]) -> Restarting:
-    """What restarts have cost in these runs of a baseline."""
+def restart_costs(runs: Sequence[Sequence[Event]]) -> RestartCosts:
+    """Mean costs of the restarts in these runs of a baseline."""
     found = [restart for events in runs for restart in restarts(events)]
-    return Restarting(
+    return RestartCosts(
         step=median(took for events in runs for took in warm_steps(events).values()),
         save=median(restart.B - restart.A for restart in found),
         stall=fmean(restart.stall for restart in found),
@@ -179,7 +178,7 @@ def restarting(runs: Sequence[Sequence[Event]]) -> Restarting:
 
 
 def steps_by_alive(events: Sequence[Event]) -> dict[int, float]:
-    """A step in which nobody died, by how many replicas live."""
+    """Median seconds of a step without a death, by living replicas."""
     seconds = step_seconds(events)
     replicas = {e["step"]: e["replicas"] for e in events if e["what"] == "step-end"}
     return {
@@ -189,7 +188,7 @@ def steps_by_alive(events: Sequence[Event]) -> dict[int, float]:
 
 
 def recovery_seconds(events: Sequence[Event]) -> float:
-    """What a failure adds to the step that it strikes, compared with the steps before it."""
+    """Seconds that a failure adds to its step, compared with the steps before it."""
     normal = steps_by_alive(events)
     replicas = {e["step"]: e["replicas"] for e in events if e["what"] == "step-end"}
     extra = []
@@ -205,8 +204,8 @@ def interval_throughput(
 ) -> list[dict[str, float]]:
     """Effective throughput between each failure and the next, and from the last one to the end of `last_step`.
 
-    `alive[i]` ranks live in interval i. Tokens per second and living rank is the paper's metric; tokens per second and
-    rank that the job was given at its start tells what the losses cost.
+    `alive[i]` ranks live in interval i. Tokens per second and living rank are the paper's metric; tokens per second and
+    rank at the start show the cost of the losses.
     """
     deaths = failures(events)
     bounds = [(e["at"], e["step"]) for e in deaths] + [
@@ -231,7 +230,7 @@ def progress(
     events: Sequence[Event], tokens_per_step: int, ranks: int, lost_per_failure: int
 ) -> list[tuple[float, float]]:
     """(rank-seconds spent, tokens in the highest step completed so far), from the first step on."""
-    ends: dict[tuple[int, int], float] = {}  # by step and life, when the last rank was through
+    ends: dict[tuple[int, int], float] = {}  # by step and life: when the last rank had finished
     for event in events:
         if event["what"] == "step-end":
             ends[event["step"], event["life"]] = event["at"]
@@ -257,9 +256,9 @@ def tokens_at(curve: Sequence[tuple[float, float]], rank_seconds: float) -> floa
 
 
 def advantage(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """How many more tokens ours had processed at equal rank-hours: at the last moment that both curves reach.
+    """How many more tokens ours had processed at equal rank-hours, at the last moment that both curves reach.
 
-    Where that moment lies between two stalls of the baseline is chance; what both spent on the same tokens is not.
+    Where that moment lies between two stalls of the baseline is chance; the rank-hours for the same tokens are not.
     """
     at = min(ours[-1][0], theirs[-1][0])
     mine, other = tokens_at(ours, at), tokens_at(theirs, at)

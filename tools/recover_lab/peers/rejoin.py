@@ -1,4 +1,4 @@
-"""What the return of a lost replica costs: from its death until all are at work again, and what the others wait for."""
+"""Cost of a rejoin: from the death of a replica until all are in a step again, and the wait of the others."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from recover_lab.peers.metrics import failures
 
 
 @dataclass(frozen=True)
-class CameBack:
+class RejoinTimes:
     """Seconds from a death."""
 
-    again: float  # until the next step was committed
-    whole: float  # until a step was committed by as many as before
-    wait: float  # that the others waited over the return: the longest pause between two commits, less a usual one
+    again: float  # until the next commit
+    whole: float  # until a commit with as many replicas as before
+    wait: float  # of the others: the longest pause between two commits, less the median
 
     def to_json(self) -> dict[str, float]:
         return {name: round(seconds, 4) for name, seconds in vars(self).items()}
 
 
-def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> CameBack:
-    """After the first death of a run. `is_whole`: of a committed step, whether all replicas were in it."""
+def rejoin_times(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> RejoinTimes:
+    """After the first death of a run. `is_whole` says of a committed step whether all replicas were in it."""
     died = failures(events)[0]["at"]
     steps: dict[tuple[int, int], list[Event]] = {}
     for event in events:
@@ -34,22 +34,22 @@ def came_back(events: Sequence[Event], is_whole: Callable[[Event], bool]) -> Cam
             steps.setdefault((event["life"], event["step"]), []).append(event)
     ends = sorted((max(each["at"] for each in step), all(map(is_whole, step))) for step in steps.values())
     if not all(all_in for _, all_in in ends):
-        # One may die just after its vote: the others still commit with it.
+        # A replica may die just after its vote: the others still commit with it.
         ends = list(dropwhile(lambda end: end[1], ends))
     whole = next((at for at, all_in in ends if all_in), None)
     if whole is None:
-        raise BenchmarkError("the lost replica has not come back")
+        raise BenchmarkError("the lost replica has not rejoined")
     commits = [at for at, _ in ends if at <= whole]
     pauses = [later - before for before, later in pairwise(commits)]
     wait = max(pauses) - median(pauses) if len(pauses) > 1 else 0.0
-    return CameBack(commits[0] - died, whole - died, wait)
+    return RejoinTimes(commits[0] - died, whole - died, wait)
 
 
 STAGES = ("placed", "imports", "builds", "rehearses", "joins")
 
 
 def stages(events: Sequence[Event]) -> dict[str, float]:
-    """Of our run with one return: where the seconds go from the death to the first step with the one that came."""
+    """Of our run with one rejoin: seconds by stage, from the death to the first step with the new replica."""
     came = max(event["rank"] for event in events)
     at = {event["what"]: event["at"] for event in reversed(events) if event["rank"] == came}
     (join,) = joins(events)
@@ -66,12 +66,12 @@ def stages(events: Sequence[Event]) -> dict[str, float]:
 
 
 def joins(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Of our run: what each return has cost the others, of those who gave the state the slowest."""
+    """Of our run: each join, as noted by the member that waited longest."""
     joined: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if event["what"] == "step-end":
             for incident in event["incidents"]:
-                # A replica that comes tells of it as well, and has waited for nobody.
+                # The joining replica notes it, too, with a stall of 0.
                 if incident["kind"] == "joined":
                     joined.setdefault(event["step"], []).append(incident)
     return [max(told, key=lambda incident: incident["stall"]) for told in joined.values()]

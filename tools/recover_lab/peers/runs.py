@@ -1,4 +1,4 @@
-"""Starts the two sides of a comparison on the same scene, and reads what happened when."""
+"""Runs ours and checkpoint-restart on the same scene, and returns their events."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from recover_lab.peers.scene import VOCAB, Scene
 
 PROGRAMS = Path(__file__).parent / "programs"
 PR_SET_PDEATHSIG = 1
-PATIENCE = 900.0  # seconds after which a run is taken for hung
-MONITOR_INTERVAL = 0.1  # seconds between two looks of torchrun at its processes; its default
+PATIENCE = 900.0  # seconds after which a run counts as hung
+MONITOR_INTERVAL = 0.1  # seconds between two polls of torchrun; its default
 TORCHRUN = {
     "OMP_NUM_THREADS": "1",
-    # A store of its own for every life: in a shared one, gloo finds the addresses of processes that are gone.
+    # A separate store for every life: in a shared one, gloo finds the addresses of processes that have ended.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
 def run_ours(scene: Scene, place: Path) -> list[Event]:
-    """Our side: replicas die and the others go on."""
+    """Ours: replicas die and the others continue."""
     config = configure(scene, place)
     code = launch(
         scene.ranks,
@@ -59,9 +59,11 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
     return read_events(place)
 
 
-def run_returning(scene: Scene, place: Path, awaited: int = 0, ready: bool = True) -> list[Event]:
-    """Our side, where a lost replica is started again at once, and joins. `awaited`: how many must have, at the end;
-    `ready`: processes wait for it."""
+def run_ours_rejoining(scene: Scene, place: Path, awaited: int = 0, ready: bool = True) -> list[Event]:
+    """Ours, where a lost replica is restarted at once, and joins.
+
+    The run goes on until `awaited` replicas have joined. `ready`: with prewarmed processes.
+    """
     config = configure(scene, place)
     code = launch_alone(
         scene.ranks,
@@ -79,7 +81,7 @@ def run_returning(scene: Scene, place: Path, awaited: int = 0, ready: bool = Tru
 
 
 def run_baseline(scene: Scene, place: Path) -> list[Event]:
-    """The other side: torchrun starts all ranks again, from the last checkpoint."""
+    """Checkpoint-restart: torchrun restarts all ranks from the last checkpoint."""
     job = restart_job(scene, place)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(scene.ranks), "--max-restarts", str(len(scene.kills))]
@@ -92,7 +94,7 @@ def run_baseline(scene: Scene, place: Path) -> list[Event]:
 
 
 def restart_job(scene: Scene, place: Path) -> dict[str, Any]:
-    """What its ranks are told."""
+    """The argument of its ranks."""
     config = configure(scene, place)
     return {
         "place": str(place),
@@ -121,7 +123,7 @@ def configure(scene: Scene, place: Path) -> Config:
 
 
 def supervised(command: list[str], log: Path, environment: Mapping[str, str]) -> int:
-    """Run a launcher that is not ours; when we leave, it and its processes leave too."""
+    """Run a launcher that is not ours; it and its processes end with this process."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -136,11 +138,11 @@ def supervised(command: list[str], log: Path, environment: Mapping[str, str]) ->
             return process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise BenchmarkError(
-                f"{command[2]} shows no end after {PATIENCE:g} s; its output is in {log}"
+                f"{command[2]} has not ended after {PATIENCE:g} s; its output is in {log}"
             ) from None
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # torchrun ends its workers before it leaves
+                process.send_signal(signal.SIGTERM)  # torchrun ends its workers first
                 try:
                     process.wait(10)
                 except subprocess.TimeoutExpired:
@@ -148,13 +150,13 @@ def supervised(command: list[str], log: Path, environment: Mapping[str, str]) ->
 
 
 def _end_with_parent() -> None:
-    """SIGTERM when we are killed: torchrun ends its workers then."""
+    """Send SIGTERM to the child when this process dies: torchrun then ends its workers."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """In memory, so that checkpoints cost the baseline as little as can be."""
+    """A directory in memory, so that checkpoints cost the baseline as little as possible."""
     memory = Path("/dev/shm")
     directory = tempfile.mkdtemp(prefix="recover-bench-", dir=memory if memory.is_dir() else None)
     try:

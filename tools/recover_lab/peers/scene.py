@@ -1,8 +1,8 @@
-"""What a comparison runs: one training job with its deaths, the same for us and for whom we are compared with.
+"""The scene of a comparison: one training job with its deaths, the same for every system.
 
 Comparisons are *paced*: every microbatch takes at least a set time, most of it waiting, as if each rank had an
-accelerator of its own. Ranks that share a few cores would get faster when one of them dies, which would flatter
-whoever goes on without it. Communication, failures, restarts and checkpoints are real.
+accelerator of its own. Ranks that share a few cores would get faster when one of them dies, which would flatter the
+system that continues without it. Communication, failures, restarts and checkpoints are real.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 VOCAB = 256  # bytes
-PACE = 0.15  # seconds of a microbatch: with 8 ranks on 2 cores, what is computed and not waited for stays a tenth
+PACE = 0.15  # seconds of a microbatch: with 8 ranks on 2 cores, computing is a tenth of it
 SHAPE_HIDDEN = 128
 # A LLaMA so small (0.4M parameters) that computing takes little of the pace, even with several ranks to a core.
 SHAPE = {
@@ -36,14 +36,14 @@ class Scene:
 
     replicas: int = 6
     shard: int = 1  # ranks that hold a shard each; more than one: HSDP
-    tp: int = 1  # ranks that share each matrix, and stages of a pipeline; more than one: 3D
+    tp: int = 1  # tensor parallel ranks and (pp) pipeline stages; more than one: 3D
     pp: int = 1
     accum: int = 4
     pace: float = PACE
     steps: int = 24
     kills: tuple[tuple[int, int], ...] = ()
     save_every: int = 0  # steps between the baseline's checkpoints
-    hidden: int = SHAPE_HIDDEN  # how wide the model is: sets the size of the state
+    hidden: int = SHAPE_HIDDEN  # width of the model, which sets the size of the state
     seq_len: int = 64
     seed: int = 0
 
@@ -64,11 +64,11 @@ class Scene:
         return self.global_batch * self.shard * self.seq_len
 
     def victims(self) -> list[int]:
-        """Half of the replicas, in a random order."""
+        """Half of the replicas, in random order."""
         return random.Random(self.seed).sample(range(self.replicas), self.replicas // 2)
 
     def victim(self, step: int, replica: int) -> int:
-        """The rank that is killed: any of its replica, the same on both sides."""
+        """The rank that is killed: any rank of the replica, the same for every system."""
         local = random.Random(f"{self.seed}/{step}/{replica}").randrange(self.replica_size)
         return replica * self.replica_size + local
 
@@ -109,7 +109,7 @@ class Scene:
 
 
 def hidden_for(megabytes: float) -> int:
-    """How wide the model is to be for a state (parameters, and AdamW's two moments) of about this size, in MB."""
+    """Width of a model whose state (parameters, and AdamW's two moments) has about this size, in MB."""
     parameters = megabytes * 1e6 / 12
     width = next(n for n in range(8, 1 << 16, 8) if 21 * n * n + 2 * VOCAB * n >= parameters)
     return max(16, width)

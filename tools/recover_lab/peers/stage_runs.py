@@ -1,12 +1,11 @@
-"""Starts each system of a comparison on several hosts, strikes a rank, a host or a cable, and reads what happened when.
+"""Runs each system of a comparison on several hosts, kills a rank, a host or a link, and returns the events.
 
-Whoever is to be struck from outside says that it is inside the reduction, and waits there for its end.
+A rank whose host or link is to be lost notes that it is inside the reduction, and waits there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,38 +16,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import recover
-import recover_lab
 from recover.job.authentication import make_token_file
 from recover.launch import preflight
 from recover.runs.records.kinds import Event
+from recover_lab.locations import PYTHONPATH
 from recover_lab.peers.ended import BenchmarkError
 from recover_lab.peers.events import Events, read_events
-from recover_lab.peers.host_stage import HostStage
+from recover_lab.peers.host_stage import HostPool
 from recover_lab.peers.runs import MONITOR_INTERVAL, PROGRAMS, TORCHRUN, configure, restart_job
 from recover_lab.peers.scene import Scene
 from recover_lab.peers.torchft_runs import (
-    judged_events,
+    checked_events,
     lighthouse,
     replica_command,
     torchft_environment,
     torchft_job,
 )
 
-# Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (recover, recover_lab))
-PATIENCE = 240.0  # seconds after which a run is taken for hung
-LOOK = 0.02  # seconds between two looks at what has happened
-HELD = 120  # seconds that one who is to be struck waits for it
-# As quick as torchrun lets one set it: a lost host is left out after 3 s, and nobody is waited for in vain.
+PATIENCE = 240.0  # seconds after which a run counts as hung
+LOOK = 0.02  # seconds between two polls of the events
+HELD = 120  # seconds that a victim waits for its fault
+# The fastest settings of torchrun: a lost host is removed after 3 s, and the rendezvous does not wait for it.
 RENDEZVOUS = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 STORE_PORT, LIGHTHOUSE_PORT, ETCD_PORT = 29411, 29412, 29413
-OUTSIDE = 10**6  # who writes down what was done from outside, as if it was a rank
+OUTSIDE = 10**6  # rank number of events that this process notes
 
 
 @dataclass(frozen=True)
 class Strike:
-    """In the reduction of that step: a rank is killed, or the host that it runs on loses its power or its cable."""
+    """In the reduction of that step: a rank is killed, or its host loses its power or its link."""
 
     what: str  # rank, host or link
     step: int
@@ -59,32 +55,32 @@ class Strike:
         return f"{self.step}:{self.replica}:in-reduce" + ("" if self.what == "rank" else f"=stall:{HELD}")
 
 
-class Cast:
+class HostProcesses:
     """The processes of one run."""
 
-    def __init__(self, stage: HostStage, place: Path) -> None:
-        self.stage, self.place = stage, place
+    def __init__(self, pool: HostPool, place: Path) -> None:
+        self.pool, self.place = pool, place
         self._processes: list[subprocess.Popen[Any]] = []
         self._outside = Events(place, OUTSIDE)
 
     def start(
         self, host: str, command: Sequence[Any], environment: Mapping[str, str], log: str = ""
     ) -> subprocess.Popen[Any]:
-        clean = preflight.clean_environment() | {"PYTHONPATH": SOURCES} | dict(environment)
+        clean = preflight.clean_environment() | {"PYTHONPATH": PYTHONPATH} | dict(environment)
         with (self.place / f"{log or host}.log").open("ab") as output:
-            process = self.stage.start(
+            process = self.pool.start(
                 host, command, env=clean, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         self._processes.append(process)
         return process
 
     def await_waiting(self, step: int, over: Callable[[], bool]) -> None:
-        """Until the one that is to be struck in this step waits for it."""
+        """Wait until the victim of this step waits for its fault."""
         self.wait(lambda: any(_is(event, "waiting", step) for event in self.events()), over)
 
     def strike(self, what: str, host: str, step: int) -> None:
         self._outside.note("failure", step=step, struck=what)
-        (self.stage.cut if what == "link" else self.stage.power_cut)(host)
+        (self.pool.cut if what == "link" else self.pool.power_cut)(host)
 
     def wait(self, condition: Callable[[], bool], over: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -94,7 +90,7 @@ class Cast:
                     f"{path.name}: {path.read_text(errors='replace')[-1500:]}"
                     for path in self.place.glob("*.log")
                 )
-                raise BenchmarkError(f"a run on several hosts did not come to its end:\n{told}")
+                raise BenchmarkError(f"a run on several hosts did not finish:\n{told}")
             time.sleep(LOOK)
 
     def events(self) -> list[Event]:
@@ -109,102 +105,112 @@ class Cast:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()  # what it has started ends with its host
+                process.kill()  # its children end with their host
                 process.wait()
 
 
 @contextmanager
-def cast_on(stage: HostStage, place: Path) -> Iterator[Cast]:
+def processes_on(pool: HostPool, place: Path) -> Iterator[HostProcesses]:
     place.mkdir(parents=True, exist_ok=True)
-    cast = Cast(stage, place)
+    processes = HostProcesses(pool, place)
     try:
-        yield cast
+        yield processes
     finally:
-        cast.end()
+        processes.end()
 
 
 def start_ours(
-    cast: Cast, per_host: int, lease: float, script: Path, arguments: Sequence[str]
+    processes: HostProcesses, per_host: int, lease: float, script: Path, arguments: Sequence[str]
 ) -> dict[str, subprocess.Popen[Any]]:
-    """One agent on each host; its ranks have the numbers that its place among the hosts says."""
-    stage = cast.stage
-    endpoint = f"{stage.address(stage.names[0])}:{ETCD_PORT}"
+    """Start one agent on each host; ranks are numbered in the order of the hosts."""
+    pool = processes.pool
+    endpoint = f"{pool.address(pool.names[0])}:{ETCD_PORT}"
     agents = {}
-    for number, host in enumerate(stage.names):
-        command = [sys.executable, "-P", "-m", "recover.cli", "run", "--page", "off", "--run-dir", cast.place]
-        command += ["--nnodes", len(stage.names), "--nproc-per-node", per_host, "--rdzv-endpoint", endpoint]
+    for number, host in enumerate(pool.names):
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "recover.cli",
+            "run",
+            "--page",
+            "off",
+            "--run-dir",
+            processes.place,
+        ]
+        command += ["--nnodes", len(pool.names), "--nproc-per-node", per_host, "--rdzv-endpoint", endpoint]
         command += ["--rdzv-id", "bench", "--host-name", host, "--lease", lease]
-        command += ["--token-file", make_token_file(cast.place / "token"), script, *arguments]
-        agents[host] = cast.start(host, command, {"GROUP_RANK": str(number), "TMPDIR": "/tmp"})
+        command += ["--token-file", make_token_file(processes.place / "token"), script, *arguments]
+        agents[host] = processes.start(host, command, {"GROUP_RANK": str(number), "TMPDIR": "/tmp"})
     return agents
 
 
 def run_ours_struck(
-    stage: HostStage, scene: Scene, per_host: int, lease: float, strikes: Sequence[Strike], place: Path
+    pool: HostPool, scene: Scene, per_host: int, lease: float, strikes: Sequence[Strike], place: Path
 ) -> list[Event]:
-    """One strike after the other, in one run; the first host stays to the end."""
+    """One fault after the other, in one run; the first host stays to the end."""
     config = configure(scene, place)
-    with cast_on(stage, place) as cast:
+    with processes_on(pool, place) as processes:
         words = [config.model_dump_json(), "0", *(strike.words() for strike in strikes)]
-        first = start_ours(cast, per_host, lease, PROGRAMS / "forward.py", words)[stage.names[0]]
+        first = start_ours(processes, per_host, lease, PROGRAMS / "forward.py", words)[pool.names[0]]
         for strike in strikes:
             if strike.what != "rank":
-                cast.await_waiting(strike.step, lambda: first.poll() is not None)
-                cast.strike(strike.what, strike.host, strike.step)
-        cast.wait(lambda: first.poll() is not None)
+                processes.await_waiting(strike.step, lambda: first.poll() is not None)
+                processes.strike(strike.what, strike.host, strike.step)
+        processes.wait(lambda: first.poll() is not None)
         if first.returncode:
-            cast.wait(lambda: False, lambda: True)  # tells what was said
-        return cast.events()
+            processes.wait(lambda: False, lambda: True)  # tells what was said
+        return processes.events()
 
 
 def run_restart_struck(
-    stage: HostStage, scene: Scene, per_host: int, timeout: float, place: Path
+    pool: HostPool, scene: Scene, per_host: int, timeout: float, place: Path
 ) -> list[Event]:
-    """torchrun on every host: the last one loses its power, and the others start again from the last checkpoint."""
+    """torchrun on every host: the last one loses its power, and the others restart from the last checkpoint."""
     ((step, _),) = scene.kills
     job = restart_job(scene, place) | {"struck_from_outside": True, "timeout": timeout}
-    hosts = len(stage.names)
-    with cast_on(stage, place) as cast:
-        endpoint = f"{stage.address(stage.names[0])}:{STORE_PORT}"
+    hosts = len(pool.names)
+    with processes_on(pool, place) as processes:
+        endpoint = f"{pool.address(pool.names[0])}:{STORE_PORT}"
         agents = []
-        for host in stage.names:
+        for host in pool.names:
             command: list[Any] = [sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes", f"{hosts - 1}:{hosts}"]
             command += ["--nproc-per-node", per_host, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
             command += ["--rdzv-id", "bench", "--rdzv-conf", RENDEZVOUS, "--max-restarts", 3]
-            command += ["--monitor-interval", MONITOR_INTERVAL, "--local-addr", stage.address(host)]
+            command += ["--monitor-interval", MONITOR_INTERVAL, "--local-addr", pool.address(host)]
             command += ["--log-dir", place / "torchrun", PROGRAMS / "restart.py", json.dumps(job)]
-            environment = {**TORCHRUN, "STRUCK": "1" if host == stage.names[-1] else ""}
-            agents.append(cast.start(host, command, environment))
+            environment = {**TORCHRUN, "STRUCK": "1" if host == pool.names[-1] else ""}
+            agents.append(processes.start(host, command, environment))
         over = lambda: agents[0].poll() is not None  # noqa: E731
-        cast.await_waiting(step, over)
-        cast.strike("host", stage.names[-1], step)
-        done = lambda: any(_is(event, "step-end", scene.steps) for event in cast.events())  # noqa: E731
-        cast.wait(done, over)
-        return cast.events()
+        processes.await_waiting(step, over)
+        processes.strike("host", pool.names[-1], step)
+        done = lambda: any(_is(event, "step-end", scene.steps) for event in processes.events())  # noqa: E731
+        processes.wait(done, over)
+        return processes.events()
 
 
 def run_torchft_struck(
-    stage: HostStage, scene: Scene, per_host: int, python: Path, way: str, place: Path
+    pool: HostPool, scene: Scene, per_host: int, python: Path, way: str, place: Path
 ) -> list[Event]:
-    """The last host loses its power. The lighthouse is on the first one."""
+    """torchft: the last host loses its power; the lighthouse is on the first one."""
     ((step, _),) = scene.kills
     job = torchft_job(way, place, scene) | {"struck_from_outside": True}
-    with cast_on(stage, place) as cast:
-        environment = torchft_environment(stage.address(stage.names[0]), LIGHTHOUSE_PORT)
-        cast.start(stage.names[0], lighthouse(python, LIGHTHOUSE_PORT), environment, "log")
+    with processes_on(pool, place) as processes:
+        environment = torchft_environment(pool.address(pool.names[0]), LIGHTHOUSE_PORT)
+        processes.start(pool.names[0], lighthouse(python, LIGHTHOUSE_PORT), environment, "log")
         replicas = []
         for replica in range(scene.replicas):
-            host = stage.names[replica // per_host]
-            told = job | {"address": stage.address(host)}
-            replicas.append(cast.start(host, replica_command(python, told, replica), environment, "log"))
-        cast.await_waiting(step, lambda: replicas[0].poll() is not None)
-        cast.strike("host", stage.names[-1], step)
+            host = pool.names[replica // per_host]
+            told = job | {"address": pool.address(host)}
+            replicas.append(processes.start(host, replica_command(python, told, replica), environment, "log"))
+        processes.await_waiting(step, lambda: replicas[0].poll() is not None)
+        processes.strike("host", pool.names[-1], step)
         deadline = time.monotonic() + PATIENCE / 2
         while replicas[0].poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK)  # what was written until then tells enough
+            time.sleep(LOOK)  # the events until then suffice
         (place / "log").write_bytes((place / "log.log").read_bytes())
-    return judged_events(place, scene)
+    return checked_events(place, scene)
 
 
 def _is(event: Event, what: str, step: int) -> bool:

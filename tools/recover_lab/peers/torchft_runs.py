@@ -1,4 +1,4 @@
-"""Starts torchft on a scene, in a virtual environment of its own."""
+"""Runs torchft on a scene, in a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -17,53 +17,52 @@ from typing import Any
 
 from rich.console import Console
 
-import recover
-import recover_lab
 from recover.faults.locations import IN_FLIGHT
 from recover.runs.records.kinds import Event
 from recover.train.model_shape import shape_of
+from recover_lab.locations import PYTHONPATH
 from recover_lab.peers.events import read_events
 from recover_lab.peers.metrics import failures
 from recover_lab.peers.runs import PROGRAMS, configure
 from recover_lab.peers.scene import VOCAB, Scene
 
 TORCHFT = "torchft==0.2.0"
-PATIENCE = 120.0  # seconds: its timeouts add up to less
-# Where `recover` and `recover_lab` are imported from.
-SOURCES = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (recover, recover_lab))
+PATIENCE = 120.0  # seconds: more than its timeouts together
 
 
-class Absent(Exception):
-    """This peer cannot be run here."""
+class TorchftUnavailable(Exception):
+    """torchft cannot run here."""
 
 
 def torchft_home() -> Path:
-    """Where it is installed, unless somebody says otherwise."""
+    """Default directory of its virtual environment."""
     return Path.home() / ".cache" / "recover" / "torchft"
 
 
 def install_torchft(directory: Path, console: Console) -> Path:
-    """A virtual environment of its own, which takes torch from ours."""
+    """Make its virtual environment, which takes torch from ours; returns its Python."""
     python = directory / "bin" / "python"
     if platform.machine() != "x86_64":
-        raise Absent(f"it has no wheel for {platform.machine()}")
+        raise TorchftUnavailable(f"it has no wheel for {platform.machine()}")
     if not python.exists():
         console.print(f"installing torchft into {directory} ...", style="dim")
         venv.create(directory, with_pip=True)
     own = next(directory.glob("lib/python3*/site-packages"))
-    # Each time: who made it may have had its torch elsewhere.
+    # Each time: the environment may have been made from another one with torch elsewhere.
     (own / "torch_from_recover.pth").write_text(
         "\n".join(p for p in sys.path if p.endswith("-packages")) + "\n"
     )
     if _run(python, "-c", "import torchft"):
         command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCHFT]
         if said := _run(python, *command) or _run(python, "-c", "import torchft"):
-            raise Absent(f"it could not be installed ({said.splitlines()[-1]}); try again with --venv")
+            raise TorchftUnavailable(
+                f"it could not be installed ({said.splitlines()[-1]}); try again with --venv"
+            )
     return python
 
 
 def _run(python: Path, *arguments: str) -> str:
-    """What it said, if it failed."""
+    """Its error output if it failed, otherwise nothing."""
     try:
         done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
@@ -72,7 +71,7 @@ def _run(python: Path, *arguments: str) -> str:
 
 
 def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: bool = False) -> list[Event]:
-    """On this machine. `returns`: who dies is started again at once, and the run goes on until all are in it."""
+    """On this machine. `returns`: a dead replica is restarted at once, and the run goes on until all are in it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -104,7 +103,7 @@ def run_torchft(python: Path, way: str, directory: Path, scene: Scene, returns: 
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return judged_events(directory, scene)
+    return checked_events(directory, scene)
 
 
 def lighthouse(python: Path, port: int) -> list[Any]:
@@ -120,7 +119,7 @@ def torchft_environment(address: str, port: int) -> dict[str, str]:
     return {
         **os.environ,
         "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}",
-        "PYTHONPATH": SOURCES,
+        "PYTHONPATH": PYTHONPATH,
         "OMP_NUM_THREADS": "1",
     }
 
@@ -144,10 +143,10 @@ def torchft_job(way: str, directory: Path, scene: Scene) -> dict[str, Any]:
     }
 
 
-def judged_events(directory: Path, scene: Scene) -> list[Event]:
-    """Raises Absent if it did not come to what was to be seen."""
+def checked_events(directory: Path, scene: Scene) -> list[Event]:
+    """Events of a run. Raises TorchftUnavailable if it ended before the kill."""
     events = read_events(directory)
     if not events or (scene.kills and not failures(events)):
         text = (directory / "log").read_text(errors="replace").strip().splitlines()
-        raise Absent(f"it did not come to the kill ({text[-1] if text else 'no output'})")
+        raise TorchftUnavailable(f"it ended before the kill ({text[-1] if text else 'no output'})")
     return events

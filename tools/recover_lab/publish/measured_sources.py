@@ -6,18 +6,15 @@ import hashlib
 import json
 from pathlib import Path
 
-import recover
-
-LAB = Path(__file__).parents[1]
-PACKAGES = (Path(recover.__file__).parent, LAB)
+from recover_lab.locations import PACKAGES
 
 
 def sources() -> str:
-    """A digest of both packages: figures of the same sources need not be measured again."""
+    """Digest of both packages: figures of the same sources need not be measured again."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
-            digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -1,7 +1,8 @@
-"""The pictures of the evaluation, one for each of its parts."""
+"""Pictures of benchmarks, on the page of all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,15 @@ _RECOVERY = {
 }
 
 
-def draw(part: str, results: dict[str, Any], path: Path) -> Path | None:
-    """The picture of a part, where it has one."""
+def draw(picture: Callable[[dict[str, Any]], Any], results: dict[str, Any], path: Path) -> Path:
     need("matplotlib", "a picture")
     from matplotlib import rc_context
 
-    painter = {"trajectory": _trajectory, "breakdown": _breakdown, "multi": _multi, "sweep": _sweep}.get(part)
-    if painter is None:
-        return None
     with rc_context(STYLE):
-        return save_figure(painter(results), path)
+        return save_figure(picture(results), path)
 
 
-def _trajectory(results: dict[str, Any]) -> Any:
+def trajectory(results: dict[str, Any]) -> Any:
     figure = new_figure(9.0)
     loss, batches, speed = figure.subplots(3, 1, sharex=True)
     widths = {"stock": 1.0, "failure-free": 6.0, "ours": 1.7, "adaptive": 1.7}
@@ -65,7 +62,7 @@ def _trajectory(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _breakdown(results: dict[str, Any]) -> Any:
+def breakdown(results: dict[str, Any]) -> Any:
     rows = results["rows"]
     figure = new_figure(1.8 + 0.95 * len(rows))
     axes = figure.subplots()
@@ -97,7 +94,7 @@ def _breakdown(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _multi(results: dict[str, Any]) -> Any:
+def multi(results: dict[str, Any]) -> Any:
     figure = new_figure(4.8)
     speed, tokens = figure.subplots(1, 2)
     ours = results["ours"]
@@ -127,7 +124,7 @@ def _multi(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _sweep(results: dict[str, Any]) -> Any:
+def sweep(results: dict[str, Any]) -> Any:
     figure = new_figure(5.2)
     axes = figure.subplots()
     for number, curve in enumerate(results["curves"]):

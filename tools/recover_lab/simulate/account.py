@@ -1,4 +1,4 @@
-"""Where the time of one simulated run went. All of it: the parts add up to the length of the run."""
+"""The time of one simulated run in its parts, which add up to the length of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
-# In the order of pictures: what a failure costs at once, what it costs afterwards, what is paid without any.
+# In the order of pictures: costs of a failure at once, costs afterwards, costs without failures.
 PARTS = {
     "productive": "preserved work",
     "detect": "noticing the loss",
@@ -34,10 +34,10 @@ class TimeSpent:
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds
     steps: int = 0
     microbatches: int = 0
-    smallest: int = 0  # microbatches in a step, the fewest; 0 before the first
-    failures: int = 0  # of nodes, racks, switches, wherever they struck
-    struck: int = 0  # those that took something from the job
-    joined: int = 0  # replicas that came back
+    smallest: int = 0  # fewest microbatches in a step; 0 before the first step
+    failures: int = 0  # of nodes, racks and switches, inside the job or not
+    struck: int = 0  # failures that cost the job something
+    joined: int = 0  # replicas that rejoined
     restarts: int = 0  # of the whole job
     living: float = 0.0  # replica-seconds of living replicas
 
@@ -48,21 +48,21 @@ class TimeSpent:
             self.smallest = min(self.smallest or microbatches, microbatches)
 
     def take_back(self, seconds: float, *parts: str) -> None:
-        """A pause was booked as a whole and ended early: its rest, from these parts in turn."""
+        """Take back the rest of a pause that was booked as a whole and ended early, from these parts in turn."""
         for part in parts:
             if seconds <= 0.0:
-                return  # mostly
+                return  # the usual case
             less = min(seconds, max(self.parts[part], 0.0))
             self.parts[part] -= less
             seconds -= less
 
     def goodput(self, scenario: Scenario) -> float:
-        """Preserved work over all GPU time that was paid for; 1: nothing ever fails and nothing is saved."""
+        """Preserved work over all GPU time that was paid for; 1 without failures and checkpoints."""
         paid = scenario.cluster.nodes / (scenario.cluster.nodes + scenario.cluster.spares)
         return self.parts["productive"] / self.seconds * paid
 
     def shares(self, scenario: Scenario) -> dict[str, float]:
-        """Of all GPU time: adds up to 1."""
+        """Shares of all GPU time, which add up to 1."""
         paid = scenario.cluster.nodes / (scenario.cluster.nodes + scenario.cluster.spares)
         found = {part: self.parts.get(part, 0.0) / self.seconds * paid for part in PARTS}
         found["spares"] = 1 - paid

@@ -1,4 +1,4 @@
-"""What decides: at which rate of failures which system is ahead, what a spare is worth, and faster noticing."""
+"""The rates of failures at which one system overtakes another, and the value of changes such as more spares."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # times the scenario's rate of failures
 FEW_SEEDS, MOST_FAILURES = 5, 300  # of each point of a curve
-_NOTHING = 0.003  # of goodput: closer than this is a tie
+_NOTHING = 0.003  # of goodput: a smaller difference is a tie
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Curve:
 
 
 def quick(scenario: Scenario, **changes: Any) -> Scenario:
-    """The same, short enough to be run many times: few seeds, and as many days as some hundred failures take."""
+    """The same scenario, short enough to be run many times: few seeds, and days for some hundred failures."""
     other = scenario.but(**changes)
     days = min(other.run.days, max(0.1, MOST_FAILURES * other.between_failures / DAY))
     return other.but(run__days=days, run__seeds=min(other.run.seeds, FEW_SEEDS))
@@ -46,19 +46,19 @@ def curve(
     for value in values:
         other = quick(scenario, **{key.replace(".", "__"): value})
         between.append(other.between_failures)
-        for name, placing in race(other, names).items():
-            goodput[name].append(placing.goodput.mean)
+        for name, result in race(other, names).items():
+            goodput[name].append(result.goodput.mean)
     return Curve(key, tuple(values), {name: tuple(row) for name, row in goodput.items()}, tuple(between))
 
 
 def rates(scenario: Scenario, systems: Sequence[str] | None = None) -> Curve:
-    """From failures that are rare to failures all the time."""
+    """Goodput from rare to permanent failures."""
     values = [factor * scenario.failures.per_node_day for factor in FACTORS]
     return curve(scenario, "failures.per_node_day", values, systems)
 
 
 def crossings(found: Curve, one: str, other: str) -> list[float]:
-    """The values at which one overtakes the other, between those tried (the line between two, in logarithms)."""
+    """Values at which one system overtakes the other, interpolated in logarithms between those simulated."""
     gaps = [a - b for a, b in zip(found.goodput[one], found.goodput[other], strict=True)]
     places = []
     for (left, gap), (right, next_gap) in pairwise(zip(found.values, gaps, strict=True)):
@@ -69,22 +69,22 @@ def crossings(found: Curve, one: str, other: str) -> list[float]:
 
 
 def leaders(found: Curve) -> list[str]:
-    """The one that is ahead at each value."""
+    """The best system at each value."""
     names = list(found.goodput)
     return [max(names, key=lambda name: found.goodput[name][place]) for place in range(len(found.values))]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one change brings a system, in tokens a day: a part of what it had."""
+    """The gain of a system by one change: tokens a day, as a share of those before."""
 
     what: str
     system: str
     gain: float
 
 
-def worth(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Change]:
-    """Of a few more spares, of noticing at once, of restarts and returns in half of the time."""
+def value_of_changes(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Change]:
+    """Gains by more spares, faster detection, and restarts and rejoins in half of the time."""
     names = list(systems or scenario.systems)
     unit, few = scenario.unit_nodes, quick(scenario)
     spares = scenario.cluster.spares
@@ -108,11 +108,11 @@ def worth(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Chan
         "nodes repaired twice as fast": {"failures__repair_hours": scenario.failures.repair_hours / 2},
     }
     return [
-        Change(what, name, _gain(base[name], placing))
+        Change(what, name, _gain(base[name], result))
         for what, values in changes.items()
-        for name, placing in race(few.but(**values), names).items()
+        for name, result in race(few.but(**values), names).items()
     ]
 
 
-def _gain(before: Placing, after: Placing) -> float:
+def _gain(before: SystemResult, after: SystemResult) -> float:
     return after.tokens_per_day.mean / before.tokens_per_day.mean - 1 if before.tokens_per_day.mean else 0.0

@@ -1,4 +1,4 @@
-"""What is known without simulating: checkpoint-restart under Poisson failures, and how long copies last."""
+"""Closed forms: checkpoint-restart under Poisson failures, and the endurance of replicated shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def daly(save: float, between: float) -> float:
 
 
 def best_interval(save: float, between: float) -> float:
-    """The exact optimum: where exp(-(t + save) / M) = 1 - t / M. It does not depend on what a restart takes."""
+    """The exact optimum: where exp(-(t + save) / M) = 1 - t / M. It does not depend on the time of a restart."""
     low, high = 0.0, between
     for _ in range(200):
         middle = (low + high) / 2
@@ -42,5 +42,5 @@ def restart_goodput(every: float, save: float, restart: float, between: float) -
 
 
 def endured(groups: int, copies: int) -> float:
-    """Groups that can be lost before all copies of some shard are: shards lie on neighbours, in a ring."""
+    """Expected losses of groups until all copies of a shard are lost; copies are on neighbours in a ring."""
     return math.gamma(1 / copies) / copies * groups ** (1 - 1 / copies)

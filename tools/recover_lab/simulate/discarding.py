@@ -1,20 +1,20 @@
-"""Systems that discard the step in which somebody is lost, as torchft and FT-HSDP do, in virtual time."""
+"""Systems that discard the step of a failure, as torchft and FT-HSDP do, in virtual time."""
 
 from __future__ import annotations
 
 import math
 
-from recover_lab.simulate.elastic import GoingOn
-from recover_lab.simulate.failures import Mishap
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.elastic import ElasticRun
+from recover_lab.simulate.failures import NodeFailure
+from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 
 
-class Discarded(GoingOn):
-    """Who discards the step in which somebody is lost: the batch shrinks, or spares that did not count keep it."""
+class DiscardingRun(ElasticRun):
+    """A run that discards the step of a failure: the batch shrinks, or spare replicas that did not count keep it."""
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, spares: int = 0) -> None:
-        self.counting = scenario.replicas - spares if spares else 0  # so many, always
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, spares: int = 0) -> None:
+        self.counting = scenario.replicas - spares if spares else 0  # replicas that count; 0: all
         self.blocked = -1.0
         super().__init__(scenario, shares, seed, returning=True)
         self.start_s = scenario.discarding.start_s
@@ -29,7 +29,7 @@ class Discarded(GoingOn):
                 self.account.parts["waiting"] += at - self.blocked
                 self.blocked = -1.0
             return super().begin(at)
-        if self.blocked < 0 or at == self.pause_ends:  # from now on, or from the end of a restart
+        if self.blocked < 0 or at == self.pause_ends:  # from now, or from the end of a restart
             self.blocked = at
         self.began = self.end = math.inf
         self.losses, self.trail, self.at_start, self.slow_then = (), [], self.replicas, self.slow
@@ -54,17 +54,17 @@ class Discarded(GoingOn):
         waited, parts = self.blocked >= 0, self.account.parts
         before = parts["joining"]
         super().boundary(now)
-        if waited:  # whoever waits for nodes is not stalled by one that comes
+        if waited:  # a job that waits for nodes is not stalled by a joining replica
             parts["waiting" if self.blocked < 0 else "joining"] -= parts["joining"] - before
 
-    def replicas_lost(self, now: float, number: int, chance: float, mishap: Mishap) -> None:
+    def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
         cost, parts = self.scenario.discarding, self.account.parts
-        noticed = max(cost.timeout_s, self.scenario.recovery.lease_s if mishap.silent else 0.0)
+        noticed = max(cost.timeout_s, self.scenario.recovery.lease_s if failure.silent else 0.0)
         self.replicas -= number
         if self.blocked >= 0:
             return
         parts["discarded"] += max(0.0, now - self.began)
-        # Still in the pause of another loss: its rest is not waited for.
+        # Still in the pause of another loss: the rest of that pause is cancelled.
         self.account.take_back(max(0.0, self.began - now), "repair", "detect", "joining")
         parts["detect"] += noticed
         agreeing = cost.quorum_s + self.scenario.recovery.repair_ms_per_replica / 1e3 * self.replicas

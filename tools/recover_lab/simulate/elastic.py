@@ -1,7 +1,7 @@
-"""ReCoVer in virtual time, and whoever else goes on without the lost.
+"""ReCoVer in virtual time; also the base of other systems that continue without lost replicas.
 
-Between two events nothing is computed but how many steps fit. A step in which somebody is lost runs as
-`docs/protocol.md` says: survivors finish what they were dealt, repair, run what the policy deals them, reduce, commit.
+Between two events only the number of steps that fit is computed. A step with a loss runs as in `docs/protocol.md`:
+survivors finish their share, repair, run what the policy deals them, reduce and commit.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 from heapq import heappop, heappush
 
 from recover_lab.simulate.account import TimeSpent
-from recover_lab.simulate.failures import Fleet, Mishap, hits, slow_spells
-from recover_lab.simulate.plan_cache import Losses, ShareOuts
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.plan_cache import Losses, PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 
-class GoingOn:
+class ElasticRun:
     """One run of ReCoVer, from one seed."""
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, returning: bool) -> None:
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, returning: bool) -> None:
         self.scenario, self.shares, self.returning = scenario, shares, returning
         self.horizon = scenario.run.days * DAY
         self.account = TimeSpent(self.horizon)
@@ -37,11 +37,11 @@ class GoingOn:
         self.floor = self.lowest()
         self.warming = self.warm = self.asking = self.forgotten = 0
         self.slow, self.pause_ends = 1.0, 0.0
-        self.repairing = self.ready_before = 0.0  # of the step that is being repaired
-        self._ready: list[float] = []  # when replicas that warm up are warm
+        self.repairing = self.ready_before = 0.0  # of the step under repair
+        self._ready: list[float] = []  # times at which starting replicas are ready
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
         self._durations: dict[tuple[int, float], float] = {}
-        self._calm: dict[tuple[int, float], int] = {}  # steps, by replicas and slowness
+        self._calm: dict[tuple[int, float], int] = {}  # undisturbed steps, by replicas and slowness
         self.begin(0.0)
 
     # A step.
@@ -55,14 +55,14 @@ class GoingOn:
         return self._durations[key]
 
     def begin(self, at: float) -> None:
-        """With whoever is there."""
+        """Begin a step with the replicas that are in the job."""
         self.began, self.at_start, self.slow_then = at, self.replicas, self.slow
         self.losses: Losses = ()
-        self.trail: list[tuple[str, float]] = []  # what losses have added to it
+        self.trail: list[tuple[str, float]] = []  # parts that losses have added to the step
         self.end = at + self.duration(self.replicas, self.slow)
 
     def advance(self, now: float) -> None:
-        """Commit the steps that have ended by now."""
+        """Commit the steps that have ended until now."""
         if now < self.end:
             return
         self._commit()
@@ -89,7 +89,7 @@ class GoingOn:
                 self.account.parts[part] += seconds
 
     def boundary(self, now: float) -> None:
-        """Between two steps: joiners come in, or all start anew."""
+        """Between two steps: replicas join, or the whole job restarts."""
         admitted = min(self.asking, self.full - self.units)
         if admitted:
             self.asking -= admitted
@@ -117,7 +117,7 @@ class GoingOn:
             if due >= self.horizon:
                 break
             if due == repair:
-                fleet.mend(due)
+                fleet.return_repaired(due)
             else:
                 self.advance(due)
                 if due == failure:
@@ -136,28 +136,28 @@ class GoingOn:
 
     # Losses.
 
-    def _struck(self, now: float, mishap: Mishap) -> None:
+    def _struck(self, now: float, failure: NodeFailure) -> None:
         fleet = self.fleet
         self.account.failures += 1
         inside, healthy = self.units * self.per_unit, fleet.healthy
-        lost = hits(mishap, inside, healthy)
+        lost = hits(failure, inside, healthy)
         units = min(-(-lost // self.per_unit), self.units)
         if units:
             self.units -= units
             fleet.free += units * self.per_unit
         else:
-            self._idle_lost(mishap)
-        fleet.lose(now, mishap.nodes, mishap)
+            self._idle_lost(failure)
+        fleet.lose(now, failure.nodes, failure)
         if units:
             self.account.struck += 1
-            chance = mishap.chance * healthy / inside if mishap.nodes == 1 else mishap.chance
+            chance = failure.chance * healthy / inside if failure.nodes == 1 else failure.chance
             number = units * self.in_unit
-            if now < self.pause_ends:  # while all are started
+            if now < self.pause_ends:  # during a restart
                 self._struck_in_restart(now)
             elif number >= self.replicas:
                 self.all_lost(now)
             else:
-                self.replicas_lost(now, number, min(chance, 1 - 1e-9), mishap)
+                self.replicas_lost(now, number, min(chance, 1 - 1e-9), failure)
 
     def _struck_in_restart(self, now: float) -> None:
         if self.scenario.restart.struck == "again":
@@ -170,9 +170,9 @@ class GoingOn:
             self.pause_ends = ends
             self.begin(ends)
 
-    def _idle_lost(self, mishap: Mishap) -> None:
-        """A node that is not in the job: of a replica that is warm or warms up, or a free one."""
-        place = mishap.chance * self.fleet.healthy - self.units * self.per_unit
+    def _idle_lost(self, failure: NodeFailure) -> None:
+        """Loss of a node outside the job: of a replica that is ready or starting, or a free one."""
+        place = failure.chance * self.fleet.healthy - self.units * self.per_unit
         if place < (self.warm + self.asking) * self.per_unit:
             if self.warm:
                 self.warm -= 1
@@ -185,15 +185,15 @@ class GoingOn:
             return
         self.fleet.free += self.per_unit
 
-    def replicas_lost(self, now: float, number: int, chance: float, mishap: Mishap) -> None:
-        """In the step that is being run."""
-        noticed = now + (self.lease_s if mishap.silent else self.detect_s)
+    def replicas_lost(self, now: float, number: int, chance: float, failure: NodeFailure) -> None:
+        """Loss of replicas in the current step."""
+        noticed = now + (self.lease_s if failure.silent else self.detect_s)
         if not self.losses:
             computing = self.shares.plan(self.at_start).accum * self.microbatch
             self.ready = self.began + computing * self.stretch * self.slow_then
             self.tail = self.end - self.ready
             self.repaired = -math.inf
-        elif now < self.repaired:  # inside the repair of others: one repair, with all of the dead
+        elif now < self.repaired:  # during the repair of another loss: one repair for both
             number += len(self.losses[-1])
             self.replicas += len(self.losses[-1])
             self.losses = self.losses[:-1]
@@ -214,27 +214,27 @@ class GoingOn:
         self.end = self.ready + self.tail
 
     def all_lost(self, now: float) -> None:
-        """Back to the last checkpoint, half an interval ago on the mean; the step that was run is gone, too."""
+        """Back to the last checkpoint, half an interval ago in the mean; the current step is lost, too."""
         lost = min(self.scenario.recovery.checkpoint_every_s / 2, self.began)
         self.account.parts["rework"] += lost + now - self.began
         self.account.parts["productive"] -= lost
         self.restart(now)
 
-    # Returning, and starting anew.
+    # Rejoins and restarts.
 
     def lowest(self) -> float:
-        """With fewer replicas than this, all are started anew. Where they return, nobody needs it."""
+        """With fewer replicas than this, the whole job restarts; not needed where replicas rejoin."""
         given = self.scenario.recovery.restart_at
         if self.returning or given == 0:
             return 0
         return best_floor(self.scenario, self.shares) if given is None else given * self.replicas
 
     def _whole(self) -> int:
-        """Replicas, as they are placed, that all healthy nodes would make."""
+        """Placement units of replicas for which there are healthy nodes."""
         return min(self.full, self.fleet.healthy // self.per_unit)
 
     def restart(self, now: float, save: float = 0.0) -> None:
-        """Everybody who is healthy. With `save`, nothing is lost but the time."""
+        """Restart on all healthy nodes. With `save`, no work is lost."""
         fleet, parts = self.fleet, self.account.parts
         self.account.restarts += 1
         fleet.free += (self.units + self.warm + self.warming + self.asking) * self.per_unit
@@ -243,7 +243,7 @@ class GoingOn:
         begun = now
         while not self._whole():
             now = fleet.next_repair()
-            fleet.mend(now)
+            fleet.return_repaired(now)
         self.units = self._whole()
         fleet.free -= self.units * self.per_unit
         self.replicas = self.units * self.in_unit
@@ -262,7 +262,7 @@ class GoingOn:
             self.warm += 1
 
     def manage(self, now: float) -> None:
-        """Who is warm asks to join; free nodes become a replica that warms up."""
+        """Replicas that are ready ask to join; free nodes start a new replica."""
         if not self.returning:
             return
         while self.warm and self.units + self.asking < self.full:
@@ -276,10 +276,10 @@ class GoingOn:
             coming += 1
             heappush(self._ready, now + self.start_s)
 
-    # The books.
+    # Accounting.
 
     def _close(self) -> None:
-        """The steps' time in its parts; of the last step, what there was of it."""
+        """Account for the time of all steps, and of the unfinished last one."""
         for (replicas, slow), steps in self._calm.items():
             self.account.commit(self.shares.plan(replicas).committed, steps)
             self.spend(replicas, slow, steps)
@@ -292,7 +292,7 @@ class GoingOn:
             self.cut(self.began - self.horizon)
 
     def cut(self, over: float) -> None:
-        """The run ended inside a pause that was booked as a whole."""
+        """Correct a pause that was booked as a whole and is cut by the end of the run."""
         self.account.take_back(over, "restart", "joining", "waiting", "checkpoint")
 
     def spend(self, replicas: int, slow: float, steps: float) -> None:
@@ -301,7 +301,7 @@ class GoingOn:
         undelayed = took / slow
         plain = undelayed / self.stretch
         useful = whole * plan.committed / self.shares.global_batch
-        # A batch that shrinks with the replicas takes as long as ever; a whole one longer, by as many as are missing.
+        # A batch that shrinks with the replicas takes the same time; the full batch takes longer.
         by_right = (
             plain if plan.committed < self.shares.global_batch else whole * self.scenario.replicas / replicas
         )
@@ -312,11 +312,11 @@ class GoingOn:
         parts["stragglers"] += steps * (took - undelayed)
 
 
-def best_floor(scenario: Scenario, shares: ShareOuts) -> int:
-    """How far a job without return should shrink before all are started anew: where the work per hour is most.
+def best_floor(scenario: Scenario, shares: PlanCache) -> int:
+    """Number of replicas below which a job without rejoins should restart, to maximise work per hour.
 
-    From one start to the next, while it loses one placed replica after the other; what recoveries cost is left out,
-    and nodes are taken to be back by then.
+    From one restart to the next, while the job loses one placement unit after the other; costs of recoveries are left
+    out, and nodes are assumed to be repaired by then.
     """
     full, step = scenario.replicas, scenario.unit_replicas
     pause = scenario.restart.seconds + scenario.checkpoint.save_s
@@ -330,6 +330,6 @@ def best_floor(scenario: Scenario, shares: ShareOuts) -> int:
         value = work / (time + pause)
         if value > best:
             best, found = value, replicas
-        elif speed < best:  # every hour with fewer of them is below the mean already
+        elif speed < best:  # from here on every hour is below the mean
             break
     return found

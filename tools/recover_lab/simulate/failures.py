@@ -1,4 +1,4 @@
-"""The failures of one seed, one after another: the same for every system, so that all are in the same weather.
+"""The failures of one seed, in order: the same for every system of a comparison.
 
 A failure comes when the nodes that are there have been exposed for long enough together: half of the nodes, half as
 many failures an hour. Between failures lies an exposure that is drawn as the scenario says (exponential, Weibull,
@@ -21,17 +21,17 @@ from recover_lab.simulate.scenario_keys import DAY, HOUR
 _CHUNK = 2048
 
 
-class Mishap(NamedTuple):
-    gap: float  # exposure since the one before, in node-seconds
-    chance: float  # which of the nodes, from 0 to 1
-    nodes: int  # how many it takes
-    transient: bool  # the nodes are good again at once
+class NodeFailure(NamedTuple):
+    gap: float  # exposure since the previous failure, in node-seconds
+    chance: float  # selects the node, from 0 to 1
+    nodes: int  # that fail
+    transient: bool  # the nodes are healthy again at once
     silent: bool
     repair: float  # seconds
 
 
-def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
-    """For ever."""
+def draw_failures(scenario: Scenario, seed: int) -> Iterator[NodeFailure]:
+    """An endless sequence."""
     rng = np.random.default_rng([seed, 1])
     failures, cluster = scenario.failures, scenario.cluster
     of_racks = failures.per_rack_day / cluster.nodes_per_rack if cluster.nodes_per_rack else 0.0
@@ -40,7 +40,7 @@ def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
     rack, switch = of_racks / whole, of_switches / whole
     mean = 1 / scenario.rate
     while True:
-        # Always drawn in the same order, whatever is asked for: other rates see the same chances.
+        # Always drawn in the same order, so that scenarios with other rates see the same draws.
         draws = rng.random((6, _CHUNK))
         even = rng.exponential(1.0, _CHUNK)
         if failures.process == "regular":
@@ -61,11 +61,11 @@ def mishaps(scenario: Scenario, seed: int) -> Iterator[Mishap]:
             draws[4] < failures.silent,
             times * failures.repair_hours * HOUR,
         )
-        yield from map(Mishap._make, zip(*(column.tolist() for column in columns), strict=True))
+        yield from map(NodeFailure._make, zip(*(column.tolist() for column in columns), strict=True))
 
 
 def slow_spells(scenario: Scenario, seed: int, horizon: float) -> list[float]:
-    """When everybody begins to wait for a slow node, and when that ends, in turns."""
+    """Times at which a slow node begins to delay the job, and at which that ends, alternating."""
     if not scenario.stragglers.per_node_day:
         return []
     rng = np.random.default_rng([seed, 2])
@@ -82,14 +82,14 @@ def slow_spells(scenario: Scenario, seed: int, horizon: float) -> list[float]:
 
 
 class Fleet:
-    """All nodes, counted: in the job, free, or under repair; and when the next one fails."""
+    """Counts of nodes: in the job, free, or under repair; and the time of the next failure."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.total = scenario.cluster.nodes + scenario.cluster.spares
         self.free = self.total
         self.down = 0
         self._repairs: list[tuple[float, int]] = []
-        self._mishaps = mishaps(scenario, seed)
+        self._mishaps = draw_failures(scenario, seed)
         self._since = 0.0
         self._left = 0.0
         self._draw()
@@ -105,26 +105,26 @@ class Fleet:
     def next_repair(self) -> float:
         return self._repairs[0][0] if self._repairs else math.inf
 
-    def strike(self, now: float) -> Mishap:
-        """The failure that is due."""
+    def strike(self, now: float) -> NodeFailure:
+        """Take the failure that is due."""
         struck = self._next
         self._draw()
         self._since = now
         return struck
 
-    def lose(self, now: float, nodes: int, mishap: Mishap) -> None:
-        """So many nodes, which are counted as free, are gone until they are repaired."""
+    def lose(self, now: float, nodes: int, failure: NodeFailure) -> None:
+        """Move free nodes to repair."""
         nodes = min(nodes, self.free)
-        if mishap.transient or not nodes:
+        if failure.transient or not nodes:
             return
         self._left -= (now - self._since) * (self.total - self.down)
         self._since = now
         self.free -= nodes
         self.down += nodes
-        heappush(self._repairs, (now + mishap.repair, nodes))
+        heappush(self._repairs, (now + failure.repair, nodes))
 
-    def mend(self, now: float) -> int:
-        """The nodes whose repair is due are free again."""
+    def return_repaired(self, now: float) -> int:
+        """Free the nodes whose repair is due; returns their number."""
         self._left -= (now - self._since) * (self.total - self.down)
         self._since = now
         _, nodes = heappop(self._repairs)
@@ -137,10 +137,10 @@ class Fleet:
         self._left = self._next.gap
 
 
-def hits(mishap: Mishap, inside: int, healthy: int) -> int:
-    """How many of the nodes that a failure takes are among `inside` of all healthy ones."""
-    if mishap.nodes == 1:
-        return int(mishap.chance * healthy < inside)
-    expected = min(mishap.nodes, healthy) * inside / healthy
+def hits(failure: NodeFailure, inside: int, healthy: int) -> int:
+    """Failed nodes that are among the `inside` nodes of the job."""
+    if failure.nodes == 1:
+        return int(failure.chance * healthy < inside)
+    expected = min(failure.nodes, healthy) * inside / healthy
     whole = int(expected)
-    return min(inside, whole + (mishap.chance < expected - whole))
+    return min(inside, whole + (failure.chance < expected - whole))

@@ -1,4 +1,4 @@
-"""Parameters from what was measured: runs of `recover train`, files of `recover bench`."""
+"""Parameters of a scenario from measurements: runs of `recover train`, files of `recover bench`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recover.runs.records.kinds import Line
 
 
 def learn(paths: Sequence[Path]) -> dict[str, Any]:
-    """Dotted keys of a scenario, from run directories, all of them together, and JSON files, which win over runs."""
+    """Dotted keys of a scenario, from run directories together, and from JSON files, which take precedence."""
     found: dict[str, Any] = {}
     runs = [path for path in paths if path.is_dir()]
     if runs:
@@ -28,7 +28,7 @@ def learn(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def undisturbed(steps: Sequence[Line], incidents: Sequence[Line]) -> list[Line]:
-    """Steps that nothing happened in, but for the first one, which starts everything up, and those after a loss."""
+    """Steps without incidents, except the first, which warms up, and those right after a loss."""
     struck = {incident["step"] + late for incident in incidents for late in (0, 1)}
     return [line for line in steps[1:] if line["step"] not in struck and line.get("seconds")]
 
@@ -39,14 +39,16 @@ def _from_runs(runs: Sequence[Path]) -> dict[str, Any]:
     config: Line = {}
     for run in runs:
         if not (run / "steps.jsonl").exists() or not (run / "config.yaml").exists():
-            raise ValueError(f"{run} is no run of `recover train`: it needs steps.jsonl and config.yaml")
+            raise ValueError(
+                f"{run} is not a run of `recover train`: it has no steps.jsonl or no config.yaml"
+            )
         theirs = read(run / "incidents.jsonl").whole
         calm += undisturbed(read(run / "steps.jsonl").whole, theirs)
         incidents += theirs
         config = yaml.safe_load((run / "config.yaml").read_text()) or {}
     if len(calm) < 3:
         raise ValueError(
-            f"{', '.join(map(str, runs))}: {len(calm)} undisturbed steps are too few to learn from; 3 at least"
+            f"{', '.join(map(str, runs))}: {len(calm)} undisturbed steps are too few; give runs with 3 at least"
         )
     microbatch, overhead = fit_steps([(line["accum"], line["seconds"]) for line in calm])
     size = config.get("shard") or config.get("tp", 1) * config.get("pp", 1) * config.get("ep", 1)
@@ -66,7 +68,7 @@ def _from_runs(runs: Sequence[Path]) -> dict[str, Any]:
         found["recovery.repair_s"] = median(incident["repair_ms"] for incident in losses) / 1e3
         found["recovery.restore_s"] = median(incident["restore_ms"] for incident in losses) / 1e3
     joins = [incident for incident in incidents if "stall_ms" in incident]
-    if joins:  # what the others waited for has the transfer in it
+    if joins:  # the stall of the others includes the transfer
         found["joining.start_s"] = median(incident["warm_up_ms"] for incident in joins) / 1e3
         found["joining.stall_s"] = median(incident["stall_ms"] for incident in joins) / 1e3
         found["joining.state_gigabytes"] = 0.0
@@ -74,7 +76,7 @@ def _from_runs(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def fit_steps(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of a microbatch, and of a step beside its microbatches: a line through the medians, by accumulation."""
+    """Seconds of a microbatch, and of a step without its microbatches: a line through the medians by accumulation."""
     seconds: dict[int, list[float]] = {}
     for accum, took in steps:
         seconds.setdefault(accum, []).append(took)
@@ -103,9 +105,11 @@ def _from_bench(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"--from {path} cannot be read ({error.strerror}); name a run or a file") from None
+        raise ValueError(
+            f"--from {path} cannot be read ({error.strerror}); give a run directory or a file"
+        ) from None
     except ValueError:
-        raise ValueError(f"--from {path} is no JSON of `recover bench`, nor a run directory") from None
+        raise ValueError(f"--from {path} is neither JSON of `recover bench` nor a run directory") from None
     found: dict[str, Any] = {}
     if "breakdown" in content:
         pieces = [row["baseline"]["pieces"] for row in content["breakdown"]["rows"]]
@@ -129,7 +133,7 @@ def _from_bench(path: Path) -> dict[str, Any]:
         found["reduction.alpha_ms"], found["reduction.gigabytes_per_s"] = fit_alpha_beta(points)
     if not found:
         raise ValueError(
-            f"--from {path}: there is nothing in it to learn from; give a file of bench breakdown, repair or "
+            f"--from {path}: it has no parameters of a scenario; give a file of bench breakdown, repair or "
             "collectives"
         )
     return found

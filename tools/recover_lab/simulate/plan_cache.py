@@ -1,9 +1,9 @@
-"""The production policy's answers, remembered by their integers; replicas in the same role are counted, not listed.
+"""Cached plans of the production policy; replicas in the same role are counted, not listed.
 
-Nothing of the policy is done again here. A layout or a response is asked for with real replicas and real slots; what is
-kept of it is how many rounds it takes and which roles there are how often. Above `LISTED` replicas, not every number of
-them is asked for: where the policy gives the same accumulation for fewer and for more, it does in between
-(`tests/pure/test_simulate_policy.py` tries that on every policy), and losses are asked for at the fewest of them.
+The policy is not reimplemented here: layouts and responses are computed by it, with real replicas and slots, and only
+the rounds and the counts of the roles are kept. Above `LISTED` replicas, not every number is computed: where the policy
+gives the same accumulation for a smaller and for a larger number, it gives it in between, too
+(`tests/pure/test_simulate_policy.py` checks it for every policy), and losses are computed at the smallest of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import lru_cache
 from recover.policy import FailureEvent, Holding, Role, get_policy
 
 LISTED = 256
-Kind = tuple[Role, int, bool]  # role, microbatches in hand, whether they count
-Losses = tuple[tuple[int, ...], ...]  # per repair of a step: the kinds of who was lost, by their places
+Kind = tuple[Role, int, bool]  # role, microbatches held, whether they count
+Losses = tuple[tuple[int, ...], ...]  # per repair of a step: the kinds of the lost replicas, as indices
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Response:
-    """How a step goes on after a repair, and who there is then."""
+    """How a step continues after a repair, and the kinds of replicas then."""
 
     rounds: int
     committed: int
     survivors: int
-    kinds: tuple[int, ...]  # how many of each
+    kinds: tuple[int, ...]  # replicas of each kind
 
 
-class ShareOuts:
+class PlanCache:
     def __init__(self, policy: str, initial: int, global_batch: int) -> None:
         self.global_batch, self.initial = global_batch, initial
-        self.asked = 0  # how often the policy itself was
+        self.asked = 0  # calls of the policy itself
         self._policy = get_policy(policy, initial)
         self._plans: dict[int, StepPlan] = {}
         self._listed: list[int] = []  # the large ones among them, in order
@@ -58,7 +58,7 @@ class ShareOuts:
         return found
 
     def standing(self, replicas: int, losses: Losses = ()) -> Response:
-        """The step that began with so many, after these losses; without any, as it was dealt."""
+        """The step that began with so many replicas, after these losses."""
         place = replicas if replicas <= LISTED else self._band(replicas)
         key = (place, losses)
         found = self._standing.get(key)
@@ -75,7 +75,7 @@ class ShareOuts:
         return Response(found.rounds, found.committed, replicas - gone, grown)
 
     def victims(self, replicas: int, losses: Losses, chance: float, number: int) -> tuple[int, ...]:
-        """The kinds of so many neighbours, the first of them drawn by `chance`."""
+        """The kinds of `number` neighbours, the first of them selected by `chance`."""
         counts = self.standing(replicas, losses).kinds
         alive = sum(counts)
         start, chosen = int(chance * alive), []
@@ -127,7 +127,7 @@ def _kind(holding: Holding) -> Kind:
 
 
 def _without(census: Sequence[Holding], kinds: tuple[int, ...]) -> list[Holding]:
-    """Less one replica for each of these kinds; who of a kind makes no difference."""
+    """Without one replica of each of these kinds; replicas of one kind are equal."""
     names = list(dict.fromkeys(map(_kind, census)))
     gone = Counter(names[kind] for kind in kinds)
     left = []

@@ -1,4 +1,4 @@
-"""Clusters that something was published about. What is from a source says so; all else is assumed, and says so, too."""
+"""Clusters from publications. Each value is marked as published or as assumed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Preset:
     about: str
     source: str
     values: dict[str, Any]
-    published: tuple[str, ...]  # keys whose values are the source's; all others are assumed
+    published: tuple[str, ...]  # keys with values of the source; all others are assumed
     assumed: str
 
 
-# ReCoVer was never run at these sizes: between the tenth of a second that we measure on few ranks and the three minutes
-# that the only published system of the kind takes, we assume seconds.
+# ReCoVer was never run at these sizes. We assume seconds: between a tenth of a second, measured on few ranks, and three
+# minutes, which the only published system of this kind takes.
 _RECOVERY = {
     "recovery.detect_s": 2.0,
     "recovery.lease_s": 10.0,

@@ -1,4 +1,4 @@
-"""Published figures against simulated ones, row by row, each with the assumption that explains the difference."""
+"""Published figures against simulated ones, each with the assumption that explains the difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Compared:
     published: str
     simulated: str
     difference: str
-    kind: str  # input: follows from what was put in; fit: a parameter was chosen for it; prediction: neither
+    kind: str  # input: follows from the parameters; fit: a parameter was fitted to it; prediction: neither
     because: str
     source: str
     value: float  # simulated
@@ -41,8 +41,8 @@ def rsc_rows(seeds: int) -> Iterator[Compared]:
     for gpus, told in ((16384, 1.8), (131072, 0.23)):
         scenario = scenario_of("rsc-16k", cluster__nodes=gpus // 8, cluster__spares=0, run__seeds=seeds)
         scenario = scenario.but(failures__transient=1.0, run__days=60)
-        placing = race(scenario, ["restart"])["restart"]
-        hours = scenario.run.days * DAY / placing.failures / HOUR
+        result = race(scenario, ["restart"])["restart"]
+        hours = scenario.run.days * DAY / result.failures / HOUR
         yield Compared(
             f"mean time to failure, {gpus:,} GPUs, 6.5 failures per 1,000 node-days",
             f"{told:g} h",
@@ -58,20 +58,20 @@ def rsc_rows(seeds: int) -> Iterator[Compared]:
 
 def llama_rows(seeds: int) -> Iterator[Compared]:
     scenario = scenario_of("llama3-16k", run__seeds=seeds, cluster__spares=512)
-    placing = race(scenario, ["restart"])["restart"]
-    # Its spares are not counted: they belonged to others.
+    result = race(scenario, ["restart"])["restart"]
+    # Its spares are not counted: they belonged to other jobs.
     effective = (
-        placing.goodput.mean * (scenario.cluster.nodes + scenario.cluster.spares) / scenario.cluster.nodes
+        result.goodput.mean * (scenario.cluster.nodes + scenario.cluster.spares) / scenario.cluster.nodes
     )
     yield Compared(
         "Llama 3 405B: unexpected interruptions in 54 days on 16,384 GPUs",
         "419",
-        f"{placing.struck:.0f}",
-        f"{placing.struck / 419 - 1:+.1%}",
+        f"{result.struck:.0f}",
+        f"{result.struck / 419 - 1:+.1%}",
         "input",
         "the rate is put in",
         LLAMA3,
-        placing.struck,
+        result.struck,
         419,
     )
     stall = scenario.restart.seconds / 60
@@ -129,8 +129,8 @@ def ft_hsdp_rows(seeds: int) -> Iterator[Compared]:
         )
     for process in ("regular", "poisson"):
         scenario = scenario_of("meta-100k", **plain, failures__process=process)
-        placing = race(scenario, ["torchft"])["torchft"]
-        value, parts = placing.goodput.mean, placing.parts
+        result = race(scenario, ["torchft"])["torchft"]
+        value, parts = result.goodput.mean, result.parts
         stall = parts["detect"] + parts["repair"]
         lost = f"stall {stall:.1%}, the step thrown away {parts['discarded']:.1%}, replicas that are gone "
         lost += f"{parts['missing']:.1%}, waiting for joiners {parts['joining']:.1%}"
@@ -160,7 +160,7 @@ SPARE_CASES = {  # groups: (stack, time to train of replication and of SPARe ove
 
 
 def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared]:
-    """One of the cases."""
+    """One of `SPARE_CASES`."""
     stack, copied, stacked, up_copied, up_stacked = SPARE_CASES[groups]
     scenario = scenario_of(
         "spare-600k",
@@ -169,10 +169,10 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
         run__seeds=seeds,
         run__days=days,
     )
-    placings = race(scenario, ["replication", "stacked", "recover", "recover-return"])
+    results = race(scenario, ["replication", "stacked", "recover", "recover-return"])
     for name, told, up in (("replication", copied, up_copied), ("stacked", stacked, up_stacked)):
-        placing = placings[name]
-        available = 1 - sum(placing.parts[part] for part in ("restart", "rework", "checkpoint"))
+        result = results[name]
+        available = 1 - sum(result.parts[part] for part in ("restart", "rework", "checkpoint"))
         said = "3 copies of everything" if name == "replication" else f"stacks of {stack} (SPARe itself)"
         yield Compared(
             f"SPARe, {groups} groups: {said}, availability",
@@ -185,7 +185,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
             available,
             up,
         )
-        slowed = 1 / placing.goodput.mean
+        slowed = 1 / result.goodput.mean
         yield Compared(
             f"SPARe, {groups} groups: {said}, time to train against none failing",
             f"{told:.2f} times",
@@ -198,7 +198,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
             told,
         )
     for name, said in (("recover", "nobody returns"), ("recover-return", "replicas return")):
-        slowed = 1 / placings[name].goodput.mean
+        slowed = 1 / results[name].goodput.mean
         yield Compared(
             f"the same, ReCoVer, {said}",
             "",
@@ -213,7 +213,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
 
 
 # The setting of the paper's comparison: 16 replicas of 8 GPUs on nodes of 4, failures evenly spaced, until half of
-# the replicas are gone. Checkpoints are written as often as is best for who needs them.
+# the replicas are lost. Checkpoints are written at the best interval for each system.
 _PAPER = {
     "cluster.nodes": 32,
     "cluster.gpus_per_node": 4,
@@ -239,7 +239,7 @@ PAPER_SHARES = (
 
 
 def paper_rows(shares: Iterable[float] = PAPER_SHARES) -> list[list[str]]:
-    """What the paper's 2.23 times per living GPU becomes where restarts are cheaper, or dearer."""
+    """The paper's 2.23 times per living GPU where restarts are cheaper, or more expensive."""
     rows = [
         [
             "a restart's stall, as a share of the time between failures",

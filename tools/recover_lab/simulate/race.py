@@ -1,4 +1,4 @@
-"""All systems of a scenario, each in the same weather, and what came of it over the seeds."""
+"""Runs all systems of a scenario under the same failures, and summarizes them over the seeds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 from recover_lab.simulate.account import PARTS, TimeSpent
 from recover_lab.simulate.closed_forms import best_interval
-from recover_lab.simulate.discarding import Discarded
-from recover_lab.simulate.elastic import GoingOn
-from recover_lab.simulate.plan_cache import ShareOuts
-from recover_lab.simulate.restart import Copied, StartingOver
+from recover_lab.simulate.discarding import DiscardingRun
+from recover_lab.simulate.elastic import ElasticRun
+from recover_lab.simulate.plan_cache import PlanCache
+from recover_lab.simulate.restart import ReplicatedRun, RestartRun
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
-_SHARED = 40_000  # failures: from so many on, it pays to use a second core
+_SHARED = 40_000  # failures from which on a second core pays off
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the seeds."""
+    """Mean and deciles over the seeds."""
 
     mean: float
-    low: float  # a tenth of the seeds is below
-    high: float  # a tenth is above
+    low: float  # the lowest tenth of the seeds is below
+    high: float  # the highest tenth is above
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -37,8 +37,8 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Placing:
-    """What came of one system."""
+class SystemResult:
+    """Results of one system."""
 
     system: str
     goodput: Spread
@@ -72,44 +72,46 @@ def checkpoint_interval(scenario: Scenario, system: str) -> float | None:
     return None
 
 
-class Track:
-    """The policy's answers that the systems of a scenario share."""
+class SystemRunner:
+    """Runs systems of a scenario, which share one cache of plans."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         batch, replicas = scenario.global_batch, scenario.replicas
-        self.shares = ShareOuts(scenario.job.policy, replicas, batch)
+        self.shares = PlanCache(scenario.job.policy, replicas, batch)
         self.balanced = (
-            self.shares if scenario.job.policy == "balanced" else ShareOuts("balanced", replicas, batch)
+            self.shares if scenario.job.policy == "balanced" else PlanCache("balanced", replicas, batch)
         )
-        self.shrinking = ShareOuts("adaptive", replicas, batch)
+        self.shrinking = PlanCache("adaptive", replicas, batch)
 
     def run(self, system: str, seed: int) -> TimeSpent:
         scenario = self.scenario
         match system:
             case "recover" | "recover-return":
-                return GoingOn(scenario, self.shares, seed, system == "recover-return").run()
+                return ElasticRun(scenario, self.shares, seed, system == "recover-return").run()
             case "torchft":
-                return Discarded(scenario, self.shrinking, seed).run()
+                return DiscardingRun(scenario, self.shrinking, seed).run()
             case "torchft-spares":
-                return Discarded(scenario, self.balanced, seed, scenario.spare_replicas).run()
+                return DiscardingRun(scenario, self.balanced, seed, scenario.spare_replicas).run()
             case "replication":
-                return Copied(scenario, self.balanced, seed, scenario.replication.copies, stacked=False).run()
+                return ReplicatedRun(
+                    scenario, self.balanced, seed, scenario.replication.copies, stacked=False
+                ).run()
             case "stacked":
-                return Copied(scenario, self.balanced, seed, scenario.stack, stacked=True).run()
+                return ReplicatedRun(scenario, self.balanced, seed, scenario.stack, stacked=True).run()
         every = checkpoint_interval(scenario, system)
         assert every is not None, system
-        return StartingOver(scenario, self.balanced, seed, every, memory=system == "restart-memory").run()
+        return RestartRun(scenario, self.balanced, seed, every, memory=system == "restart-memory").run()
 
 
-def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, Placing]:
-    """Every system over all seeds."""
+def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, SystemResult]:
+    """Run every system with all seeds."""
     names = list(systems or scenario.systems)
     seeds = range(scenario.run.first_seed, scenario.run.first_seed + scenario.run.seeds)
     expected = scenario.run.days * DAY / scenario.between_failures * len(seeds) * len(names)
     cores = min(os.cpu_count() or 1, 8)
     if expected < _SHARED or cores < 2:
-        track = Track(scenario)
+        track = SystemRunner(scenario)
         runs = {name: [track.run(name, seed) for seed in seeds] for name in names}
     else:
         with ProcessPoolExecutor(cores, initializer=_prepare, initargs=(scenario,)) as pool:
@@ -117,28 +119,28 @@ def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, 
                 name: [pool.submit(_run, name, list(seeds[k::cores])) for k in range(cores)] for name in names
             }
             runs = {name: [run for task in those for run in task.result()] for name, those in tasks.items()}
-    return {name: placing(scenario, name, accounts) for name, accounts in runs.items()}
+    return {name: summarize(scenario, name, accounts) for name, accounts in runs.items()}
 
 
-_track: Track | None = None  # of a process of the pool
+_runner: SystemRunner | None = None  # in a process of the pool
 
 
 def _prepare(scenario: Scenario) -> None:
-    global _track
-    _track = Track(scenario)
+    global _runner
+    _runner = SystemRunner(scenario)
 
 
 def _run(system: str, seeds: list[int]) -> list[TimeSpent]:
-    assert _track is not None
-    return [_track.run(system, seed) for seed in seeds]
+    assert _runner is not None
+    return [_runner.run(system, seed) for seed in seeds]
 
 
-def placing(scenario: Scenario, system: str, accounts: Sequence[TimeSpent]) -> Placing:
+def summarize(scenario: Scenario, system: str, accounts: Sequence[TimeSpent]) -> SystemResult:
     rates = [account.tokens_per_day(scenario) for account in accounts]
     shares = [account.shares(scenario) for account in accounts]
     per_second = [rate / DAY * account.seconds for rate, account in zip(rates, accounts, strict=True)]
     living = sum(account.living for account in accounts) * scenario.job.replica_gpus
-    return Placing(
+    return SystemResult(
         system=system,
         goodput=Spread.of([account.goodput(scenario) for account in accounts]),
         tokens_per_day=Spread.of(rates),

@@ -1,4 +1,4 @@
-"""A schedule of deaths in the simulation, step by step: to be held against the run that suffered it for real."""
+"""Replays a schedule of deaths in the simulation, to compare it with a recorded run under the same schedule."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from recover.faults.fault import LETHAL, Fault
 from recover.faults.locations import AFTER_VERDICT
 from recover.runs.records.json_lines import read
-from recover_lab.simulate.elastic import GoingOn
-from recover_lab.simulate.failures import Mishap
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.elastic import ElasticRun
+from recover_lab.simulate.failures import NodeFailure
+from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 
-_DEATH = Mishap(0.0, 0.0, 1, True, False, 0.0)
+_DEATH = NodeFailure(0.0, 0.0, 1, True, False, 0.0)
 _A_MOMENT = 1e-6
-_IN_REDUCTION = ("bucket", "in-reduce", "in-totals")  # all have computed by then, or nearly
+_IN_REDUCTION = ("bucket", "in-reduce", "in-totals")  # nearly all microbatches are computed by then
 
 
 @dataclass(frozen=True)
-class Played:
+class ReplayedRun:
     seconds: tuple[float, ...]  # of each step
-    incidents: dict[int, float]  # by step: seconds from the repair until the gradients are whole again
+    incidents: dict[int, float]  # by step: seconds from the repair until the gradients are complete
     microbatches: tuple[int, ...]
 
 
-class _Scheduled(GoingOn):
-    """Deaths come when told, and nothing else happens."""
+class _ScheduledRun(ElasticRun):
+    """A run whose only failures are the scheduled deaths."""
 
     def __init__(self, scenario: Scenario) -> None:
-        shares = ShareOuts(scenario.job.policy, scenario.replicas, scenario.global_batch)
+        shares = PlanCache(scenario.job.policy, scenario.replicas, scenario.global_batch)
         super().__init__(scenario, shares, seed=0, returning=False)
         self.stretch, self.floor = 1.0, 0.0
         self.numbers = list(range(self.replicas))  # of the living
@@ -44,7 +44,7 @@ class _Scheduled(GoingOn):
         self.replicas_lost(self._moment(fault), 1, chance, _DEATH)
 
     def die_complete(self, fault: Fault) -> None:
-        """In the vote: everybody has the whole sum, and commits it."""
+        """Death in the vote: all survivors have the complete sum, and commit it."""
         self.numbers.remove(fault.replica)
         seconds = self.scenario.repairing(self.replicas - 1)
         self.trail.append(("repair", seconds))
@@ -59,13 +59,13 @@ class _Scheduled(GoingOn):
         return self.began + (computed if late else 0.0) + _A_MOMENT
 
 
-def play(scenario: Scenario, faults: Sequence[Fault], steps: int) -> Played:
-    """So many steps under these faults; only those that cost a replica are played."""
+def replay(scenario: Scenario, faults: Sequence[Fault], steps: int) -> ReplayedRun:
+    """Replay steps under these faults; only faults that cost a replica count."""
     lethal = [fault for fault in faults if fault.action in LETHAL and fault.action != "corrupt:weights"]
     of_step: dict[int, list[Fault]] = {}
     for fault in lethal:
         of_step.setdefault(fault.step + (fault.location in AFTER_VERDICT), []).append(fault)
-    run = _Scheduled(scenario)
+    run = _ScheduledRun(scenario)
     seconds, incidents, microbatches = [], {}, []
     for step in range(1, steps + 1):
         struck = of_step.get(step, [])
@@ -79,25 +79,25 @@ def play(scenario: Scenario, faults: Sequence[Fault], steps: int) -> Played:
         seconds.append(run.end - run.began)
         microbatches.append(run.shares.standing(run.at_start, run.losses).committed)
         run.advance(run.end)
-    return Played(tuple(seconds), incidents, tuple(microbatches))
+    return ReplayedRun(tuple(seconds), incidents, tuple(microbatches))
 
 
 @dataclass(frozen=True)
-class Held:
-    """A played run against the recorded one: differences as parts of what was recorded."""
+class ReplayComparison:
+    """A replayed run against the recorded one; differences are relative to the recorded one."""
 
     seconds: float  # recorded, of all steps but the first
     total: float
     tokens: float
-    incidents: dict[int, tuple[float, float, float]]  # by step: recorded, played, difference
-    microbatches: tuple[set[int], set[int]]  # that steps were committed on: recorded, played
+    incidents: dict[int, tuple[float, float, float]]  # by step: recorded, replayed, difference
+    microbatches: tuple[set[int], set[int]]  # of committed steps: recorded, replayed
 
 
-def hold_against(scenario: Scenario, faults: Sequence[Fault], run: Path) -> Held:
-    """The first step starts everything up (imports, groups, the first allocation) and is left out on both sides."""
+def compare_with_run(scenario: Scenario, faults: Sequence[Fault], run: Path) -> ReplayComparison:
+    """Replay the schedule of a run and compare. The first step, which warms up, is left out on both sides."""
     steps = read(run / "steps.jsonl").whole
     recorded = {line["step"]: line for line in read(run / "incidents.jsonl").whole if line["dead_replicas"]}
-    played = play(scenario, faults, len(steps))
+    played = replay(scenario, faults, len(steps))
     real, mine = sum(line["seconds"] for line in steps[1:]), sum(played.seconds[1:])
     tokens = sum(line["tokens"] for line in steps)
     my_tokens = sum(played.microbatches) * scenario.job.tokens
@@ -106,7 +106,7 @@ def hold_against(scenario: Scenario, faults: Sequence[Fault], run: Path) -> Held
         took = (line["repair_ms"] + line["restore_ms"] + line["redo_ms"]) / 1e3
         said = played.incidents.get(step, 0.0)
         incidents[step] = (took, said, said / took - 1)
-    return Held(
+    return ReplayComparison(
         real,
         mine / real - 1,
         my_tokens / tokens - 1,

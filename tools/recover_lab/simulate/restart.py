@@ -1,4 +1,4 @@
-"""Checkpoint-restart in virtual time, from disk and from memory; and copies that put a restart off."""
+"""Checkpoint-restart in virtual time, from disk and from memory; and replicated shards, which delay a restart."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 
 from recover_lab.simulate.account import TimeSpent
 from recover_lab.simulate.closed_forms import best_interval, endured
-from recover_lab.simulate.failures import Fleet, Mishap, hits, slow_spells
-from recover_lab.simulate.plan_cache import ShareOuts
+from recover_lab.simulate.failures import Fleet, NodeFailure, hits, slow_spells
+from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 
-class StartingOver:
+class RestartRun:
     """One run of checkpoint-restart, from one seed. `every`: seconds between checkpoints."""
 
     def __init__(
-        self, scenario: Scenario, shares: ShareOuts, seed: int, every: float, memory: bool = False
+        self, scenario: Scenario, shares: PlanCache, seed: int, every: float, memory: bool = False
     ) -> None:
         self.scenario, self.shares, self.memory = scenario, shares, memory
         self.horizon = scenario.run.days * DAY
@@ -26,18 +26,16 @@ class StartingOver:
         self.microbatch = scenario.microbatch
         self.save = scenario.checkpoint.memory_save_s if memory else scenario.checkpoint.save_s
         disk = scenario.recovery.checkpoint_every_s
-        self.stretch = (
-            (disk + scenario.checkpoint.save_s) / disk if memory else 1.0
-        )  # now and then to disk, too
+        # Checkpoints in memory are also written to disk from time to time.
+        self.stretch = (disk + scenario.checkpoint.save_s) / disk if memory else 1.0
         self.full = scenario.cluster.nodes // self.per_unit
         self.whole = scenario.full_step
         self.every = every
         self.slow = 1.0
         self._plains: dict[int, float] = {}
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
-        self.now = self.resume = self.started = (
-            0.0  # it works from `resume` on; a restart is over at `started`
-        )
+        # Steps run from `resume` on; a restart is complete at `started`.
+        self.now = self.resume = self.started = 0.0
         self._place()
 
     def run(self) -> TimeSpent:
@@ -52,7 +50,7 @@ class StartingOver:
                 self.account.failures += 1
                 self._struck(fleet.strike(due))
             elif due == repair:
-                fleet.mend(due)
+                fleet.return_repaired(due)
             else:
                 self._spells.pop()
                 self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
@@ -64,7 +62,7 @@ class StartingOver:
     # Training.
 
     def _plain(self, replicas: int) -> float:
-        """Seconds of a step."""
+        """Seconds of an undisturbed step."""
         found = self._plains.get(replicas)
         if found is None:
             computing = self.shares.plan(replicas).accum * self.microbatch
@@ -73,25 +71,25 @@ class StartingOver:
         return found
 
     def _place(self) -> None:
-        """On all healthy nodes, as many whole replicas as there were at the start or fewer."""
+        """Place whole replicas on healthy nodes, at most as many as at the start."""
         self.fleet.free = self.fleet.healthy
         self.units = min(self.full, self.fleet.free // self.per_unit)
         self.fleet.free -= self.units * self.per_unit
         self.replicas = self.units * self.in_unit
         self.placed()
-        self.at = 0.0  # seconds into the segment, as steps take now
-        self.shifted: dict[str, float] = {}  # the difference to the seconds that it has really taken
+        self.at = 0.0  # seconds into the segment, at the present speed
+        self.shifted: dict[str, float] = {}  # by part: the difference to the seconds that it has taken
         self.step = self.step_seconds()
         self.steps = max(1, round(self.every / self.step))
 
     def placed(self) -> None:
-        """For who keeps copies."""
+        """Called after a placement; for systems with copies."""
 
     def step_seconds(self) -> float:
         return self._plain(self.replicas) * self.stretch * self.slow
 
     def _pace(self, part: str) -> None:
-        """Steps take another time from now on: the same place in the segment, in other seconds."""
+        """The speed of steps changes: convert the position in the segment."""
         before, self.step = self.step, self.step_seconds()
         done = min(self.at, self.steps * before)
         place = done * self.step / before + self.at - done
@@ -99,7 +97,7 @@ class StartingOver:
         self.at = place
 
     def _settle(self) -> None:
-        """The segment is through: what it took more or less than its steps take now was what changed them."""
+        """The segment is complete: book the differences to the present speed to the parts that caused them."""
         for part, seconds in self.shifted.items():
             self.account.parts[part] += seconds
         self.shifted.clear()
@@ -132,31 +130,31 @@ class StartingOver:
 
     # Failures.
 
-    def _struck(self, mishap: Mishap) -> None:
+    def _struck(self, failure: NodeFailure) -> None:
         inside, healthy = self.units * self.per_unit, self.fleet.healthy
-        lost = hits(mishap, inside, healthy)
+        lost = hits(failure, inside, healthy)
         units = min(-(-lost // self.per_unit), self.units)
         self.fleet.free += units * self.per_unit
         self.units -= units
-        self.fleet.lose(self.now, mishap.nodes, mishap)
+        self.fleet.lose(self.now, failure.nodes, failure)
         if units:
             self.account.struck += 1
-            chance = mishap.chance * healthy / inside if mishap.nodes == 1 else mishap.chance
-            self.lost(units * self.in_unit, min(chance, 1 - 1e-9), mishap)
+            chance = failure.chance * healthy / inside if failure.nodes == 1 else failure.chance
+            self.lost(units * self.in_unit, min(chance, 1 - 1e-9), failure)
 
-    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
-        self.restart(mishap)
+    def lost(self, number: int, chance: float, failure: NodeFailure) -> None:
+        self.restart(failure)
 
-    def restart(self, mishap: Mishap) -> None:
+    def restart(self, failure: NodeFailure) -> None:
         parts, now, cost = self.account.parts, self.now, self.scenario.restart
         if now < self.started and cost.struck == "goes-on" and self.fleet.healthy >= self.per_unit:
             return self._place()
-        if now < self.started:  # once more
+        if now < self.started:  # a failure during a restart
             self.account.take_back(self.started - now, "restart", "waiting")
         else:
             parts["rework"] += self.at + sum(self.shifted.values())
             self.account.take_back(max(0.0, self.resume - now), "repair", "detect")
-        from_memory = self.memory and mishap.nodes < self.scenario.checkpoint.memory_copies
+        from_memory = self.memory and failure.nodes < self.scenario.checkpoint.memory_copies
         if self.memory and not from_memory:
             lost = min(self.scenario.recovery.checkpoint_every_s / 2, now)
             parts["rework"] += lost
@@ -164,13 +162,13 @@ class StartingOver:
         self.account.restarts += 1
         while self.fleet.healthy < self.per_unit:
             now = self.fleet.next_repair()
-            self.fleet.mend(now)
+            self.fleet.return_repaired(now)
         parts["waiting"] += now - self.now
         self._place()
         seconds = cost.seconds - cost.detect_s
         if from_memory:
             seconds += self.scenario.checkpoint.memory_load_s - cost.load_s
-        seconds += max(cost.detect_s, self.scenario.recovery.lease_s if mishap.silent else 0.0)
+        seconds += max(cost.detect_s, self.scenario.recovery.lease_s if failure.silent else 0.0)
         parts["restart"] += seconds
         self.resume = self.started = now + seconds
         self.account.living += (self.resume - self.now) * self.replicas
@@ -185,14 +183,14 @@ class StartingOver:
         self.account.parts["checkpoint"] += max(0.0, self.at - self.steps * self.step)
 
 
-class Copied(StartingOver):
-    """Every shard lies on several neighbours in a ring; a restart comes when all of some shard's are lost.
+class ReplicatedRun(RestartRun):
+    """Every shard is on several neighbours in a ring; the job restarts when all copies of a shard are lost.
 
-    Replication computes all of its shards in every step. A stacked system (SPARe) computes as few of them as the
-    living can cover all with: ceil(N / living). Either way nobody comes back before the restart.
+    Replication computes all of its shards in every step. A stacked system (SPARe) computes as few as the living groups
+    need to cover all shards: ceil(N / living). Lost groups do not rejoin before the restart.
     """
 
-    def __init__(self, scenario: Scenario, shares: ShareOuts, seed: int, copies: int, stacked: bool) -> None:
+    def __init__(self, scenario: Scenario, shares: PlanCache, seed: int, copies: int, stacked: bool) -> None:
         self.copies, self.stacked = copies, stacked
         between = scenario.between_failures * endured(scenario.replicas, copies)
         super().__init__(scenario, shares, seed, best_interval(scenario.checkpoint.save_s, between))
@@ -218,9 +216,9 @@ class Copied(StartingOver):
         parts["redundant"] += steps * (undelayed - alone)
         parts["stragglers"] += steps * (self.step - undelayed)
 
-    def lost(self, number: int, chance: float, mishap: Mishap) -> None:
+    def lost(self, number: int, chance: float, failure: NodeFailure) -> None:
         if self.now < self.started:
-            return self.restart(mishap)
+            return self.restart(failure)
         gone = []
         for _ in range(min(number, len(self._living))):
             place = int(chance * len(self._living))
@@ -228,23 +226,23 @@ class Copied(StartingOver):
             gone.append(self._living.pop())
             self._dead[gone[-1]] = 1
         if not self._living or any(self._wiped(group) for group in gone):
-            return self.restart(mishap)
+            return self.restart(failure)
         parts = self.account.parts
         self.account.take_back(max(0.0, self.resume - self.now), "repair", "detect")
-        detect = self.scenario.recovery.lease_s if mishap.silent else self.scenario.recovery.detect_s
+        detect = self.scenario.recovery.lease_s if failure.silent else self.scenario.recovery.detect_s
         parts["detect"] += detect
-        parts["repair"] += self._masking(mishap) - detect
-        self.resume = self.now + self._masking(mishap)
+        parts["repair"] += self._masking(failure) - detect
+        self.resume = self.now + self._masking(failure)
         self.replicas = len(self._living)
         self._pace("redundant")
 
-    def _masking(self, mishap: Mishap) -> float:
+    def _masking(self, failure: NodeFailure) -> float:
         recovery = self.scenario.recovery
-        noticed = recovery.lease_s if mishap.silent else recovery.detect_s
+        noticed = recovery.lease_s if failure.silent else recovery.detect_s
         return noticed + self.scenario.repairing(len(self._living))
 
     def _wiped(self, group: int) -> bool:
-        """Whether all holders of a shard of this group are dead: so many neighbours in a row."""
+        """Whether all holders of a shard of this group are dead: that many neighbours in a row."""
         row, here = 1, group
         while row < self.copies and self._dead[(here := (here + 1) % self.groups)]:
             row += 1

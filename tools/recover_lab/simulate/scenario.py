@@ -58,7 +58,7 @@ class Scenario(Keys):
         if cluster.nodes % self.unit_nodes:
             fitting = cluster.nodes // self.unit_nodes * self.unit_nodes
             raise ValueError(
-                f"cluster.nodes={cluster.nodes} are no whole number of replicas of {self.unit_nodes} nodes; "
+                f"cluster.nodes={cluster.nodes} are not a whole number of replicas of {self.unit_nodes} nodes; "
                 f"use {fitting}, and cluster.spares={cluster.spares + cluster.nodes - fitting}"
             )
         return self
@@ -72,13 +72,13 @@ class Scenario(Keys):
             )
         if failures.process == "weibull" and not 0.3 <= failures.shape <= 10:
             raise ValueError(
-                f"failures.shape={failures.shape:g} is no shape that failures were seen to have; use 0.3 to 10, or "
+                f"failures.shape={failures.shape:g} is outside of the observed shapes of failures; use 0.3 to 10, or "
                 "failures.process=regular"
             )
         for kind in ("rack", "switch"):
             if getattr(failures, f"per_{kind}_day") and not getattr(cluster, f"nodes_per_{kind}"):
                 raise ValueError(
-                    f"failures.per_{kind}_day needs cluster.nodes_per_{kind}: how many nodes one takes along"
+                    f"failures.per_{kind}_day needs cluster.nodes_per_{kind}: the nodes that fail together"
                 )
             if getattr(cluster, f"nodes_per_{kind}") > cluster.nodes:
                 raise ValueError(
@@ -100,7 +100,7 @@ class Scenario(Keys):
             )
         if self.spare_replicas >= self.replicas:
             raise ValueError(
-                f"discarding.spare_replicas={self.spare_replicas} leave none of {self.replicas} replicas to count; "
+                f"discarding.spare_replicas={self.spare_replicas} leave no replica of {self.replicas} that counts; "
                 "use fewer"
             )
         for key, value in (("copies", self.replication.copies), ("stack", self.stack)):
@@ -135,7 +135,7 @@ class Scenario(Keys):
 
     @property
     def stack(self) -> int:
-        """Of a stacked system: what its authors found to be best (presets.SPARE)."""
+        """Shards of a stacked system: the best number by its authors (presets.SPARE)."""
         best = int(math.log2(self.replicas) + 0.833)
         return max(2, best) if self.replication.stack is None else self.replication.stack
 
@@ -145,7 +145,7 @@ class Scenario(Keys):
 
     @property
     def unit_nodes(self) -> int:
-        """Nodes that are lost and placed together: those of a replica, or the one that holds several."""
+        """Nodes that are lost and placed together: those of a replica, or one node with several replicas."""
         return max(1, self.job.replica_gpus // self.cluster.gpus_per_node)
 
     @property
@@ -158,7 +158,7 @@ class Scenario(Keys):
 
     @property
     def gpus(self) -> int:
-        """All that are paid for, the spares included."""
+        """All GPUs that are paid for, with spares."""
         return (self.cluster.nodes + self.cluster.spares) * self.cluster.gpus_per_node
 
     @property
@@ -171,7 +171,7 @@ class Scenario(Keys):
         return flops / (self.job.replica_gpus * self.peak * self.job.mfu)
 
     def reduce(self, replicas: int) -> float:
-        """Seconds to sum the gradients of so many: a ring, or a tree for its latency; what backward hides aside."""
+        """Seconds to sum the gradients of so many replicas, by a ring or a tree, without what backward hides."""
         if replicas < 2:
             return 0.0
         cost = self.reduction
@@ -180,7 +180,7 @@ class Scenario(Keys):
 
     @property
     def full_step(self) -> float:
-        """Seconds of an undisturbed step of all."""
+        """Seconds of an undisturbed step of all replicas."""
         return self.job.accum * self.microbatch + self.reduce(self.replicas) + self.job.overhead_s
 
     def repairing(self, replicas: int) -> float:
@@ -189,12 +189,12 @@ class Scenario(Keys):
 
     @property
     def transfer(self) -> float:
-        """Seconds that a joiner's state takes."""
+        """Seconds to transfer the state to a joining replica."""
         return self.joining.state_gigabytes / self.joining.gigabytes_per_s
 
     @property
     def rate(self) -> float:
-        """Failures per node and second, of all kinds; one of a rack counts as one."""
+        """Failures per node and second, of all kinds; a failure of a rack counts once."""
         cluster, failures = self.cluster, self.failures
         of_racks = failures.per_rack_day / cluster.nodes_per_rack if cluster.nodes_per_rack else 0.0
         of_switches = failures.per_switch_day / cluster.nodes_per_switch if cluster.nodes_per_switch else 0.0
@@ -206,7 +206,7 @@ class Scenario(Keys):
         return 1 / (self.rate * self.cluster.nodes)
 
     def but(self, **changes: Any) -> Scenario:
-        """The same with other values, by dotted keys written with two underscores: cluster__nodes=8."""
+        """The same scenario with other values; dotted keys are written with two underscores: cluster__nodes=8."""
         flat = {key.replace("__", "."): value for key, value in changes.items()}
         return parse_scenario({**flat_scenario(self), **flat})
 

@@ -1,4 +1,4 @@
-"""The keys of a scenario, group by group: the cluster, its failures, the job, and what each part of a recovery costs.
+"""The keys of a scenario, by group: the cluster, its failures, the job, and the costs of each part of a recovery.
 
 Every key has a default, a unit and a meaning.
 """
@@ -124,7 +124,7 @@ class Recovering(Keys):
 
 
 class Joining(Keys):
-    """Returning replicas."""
+    """Rejoining replicas."""
 
     start_s: NonNegativeFloat = Field(
         default=300.0, description="from free nodes to a replica that asks to join; nobody waits for it"
@@ -151,7 +151,7 @@ class Saving(Keys):
 
 
 class Restarts(Keys):
-    """Of checkpoint-restart, replication and stacking, and of ReCoVer where it starts as a whole."""
+    """Restarts of checkpoint-restart, replication and stacking, and of ReCoVer as a whole."""
 
     detect_s: NonNegativeFloat = Field(default=60.0, description="until all know that somebody is dead")
     schedule_s: NonNegativeFloat = Field(
@@ -170,7 +170,7 @@ class Restarts(Keys):
 
 
 class Discarding(Keys):
-    """Systems that discard the step in which somebody is lost, and go on with a smaller batch or with spares."""
+    """Systems that discard the step of a failure, and continue with a smaller batch or with spares."""
 
     timeout_s: NonNegativeFloat = Field(default=5.0, description="until the reduction is given up")
     quorum_s: NonNegativeFloat = Field(

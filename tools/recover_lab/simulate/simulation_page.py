@@ -1,4 +1,4 @@
-"""One page about a simulated cluster: it stands alone, with its pictures inside."""
+"""One self-contained page about a simulated cluster, with its pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recover_lab.simulate.simulation_tables import (
     parameter_rows,
     rate_rows,
     system_rows,
-    worth_rows,
+    value_rows,
 )
 from recover_lab.simulate.study import Study
 
@@ -36,7 +36,7 @@ _HONEST = (
 
 
 def build_simulation(study: Study, output: Path) -> Path:
-    """The page, its pictures and `simulation.json`, in `output`; the path of the page."""
+    """Write the page, its pictures and `simulation.json` to `output`; returns the path of the page."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "simulation.json").write_text(json.dumps(study.to_json(), indent=1) + "\n")
     page = output / "index.html"
@@ -51,7 +51,7 @@ def build_simulation(study: Study, output: Path) -> Path:
             for name, picture in draw_simulation(study, output).items()
         ],
         crossings=crossing_rows(study),
-        worth=worth_rows(study),
+        worth=value_rows(study),
         parameters=parameter_rows(study.question),
     )
     page.write_text(text, encoding="utf-8")

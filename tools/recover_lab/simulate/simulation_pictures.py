@@ -1,4 +1,4 @@
-"""The pictures of a simulated cluster: where the time went, and goodput against one key for all systems."""
+"""Pictures of a simulated cluster: parts of the time, and goodput of all systems against one key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PART_COLOURS = {
     "stragglers": "#117733",
     "spares": "#DDDDDD",
 }
-_LINES: dict[str, tuple[str, str]] = {  # ours are whole and dark, the others by kind
+_LINES: dict[str, tuple[str, str]] = {  # ours solid and dark, the others by kind
     "restart": ("#D55E00", "-"),
     "restart-paper": ("#D55E00", ":"),
     "restart-memory": ("#E69F00", "-"),
@@ -44,7 +44,7 @@ assert _PART_COLOURS.keys() == PARTS.keys()
 
 
 def draw_simulation(study: Study, output: Path) -> dict[str, Path]:
-    """By name, in the order of the page."""
+    """Pictures by name, in the order of the page."""
     from matplotlib import rc_context
 
     drawn = {}
@@ -65,18 +65,18 @@ def draw_curve(curve: Curve) -> Any:
 
 
 def _parts(study: Study) -> Any:
-    placings = list(study.placings.values())
-    figure = new_figure(2.2 + 0.5 * len(placings))
+    results = list(study.results.values())
+    figure = new_figure(2.2 + 0.5 * len(results))
     axes = figure.subplots()
-    left = [0.0] * len(placings)
+    left = [0.0] * len(results)
     for part, name in PARTS.items():
-        widths = [100 * max(placing.parts[part], 0.0) for placing in placings]
+        widths = [100 * max(result.parts[part], 0.0) for result in results]
         if max(widths) < 0.05:
             continue
-        axes.barh(range(len(placings)), widths, left=left, height=0.66, color=_PART_COLOURS[part], label=name)
+        axes.barh(range(len(results)), widths, left=left, height=0.66, color=_PART_COLOURS[part], label=name)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, placing in enumerate(placings):
-        good = placing.goodput.mean
+    for place, result in enumerate(results):
+        good = result.goodput.mean
         inside = good > 0.12
         axes.annotate(
             f"{good:.1%}",
@@ -87,8 +87,8 @@ def _parts(study: Study) -> Any:
             va="center",
             fontsize=10.5,
         )
-    axes.set_yticks(range(len(placings)), [name_of(placing.system) for placing in placings])
-    axes.set_ylim(len(placings) - 0.5, -0.5)
+    axes.set_yticks(range(len(results)), [name_of(result.system) for result in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("percent of all GPU time")

@@ -1,4 +1,4 @@
-"""A simulated cluster as rows: for the screen, and for the page."""
+"""Tables of a simulated cluster, for the screen and for the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recover_lab.simulate.account import PARTS
 from recover_lab.simulate.published import Compared
-from recover_lab.simulate.replay import Held
+from recover_lab.simulate.replay import ReplayComparison
 from recover_lab.simulate.scenario import flat_scenario, keys_of_scenario
 from recover_lab.simulate.study import Question, Study, name_of, span
 
@@ -26,20 +26,20 @@ def system_rows(study: Study) -> Rows:
             "came back",
         ]
     ]
-    for name, placing in study.placings.items():
-        good, days = placing.goodput, placing.days_to_budget
-        held = f"{placing.batch:,.0f}"
-        if placing.smallest_batch and placing.smallest_batch < placing.batch:
-            held = f"{placing.batch:,.1f}, least {placing.smallest_batch:,}"
+    for name, result in study.results.items():
+        good, days = result.goodput, result.days_to_budget
+        held = f"{result.batch:,.0f}"
+        if result.smallest_batch and result.smallest_batch < result.batch:
+            held = f"{result.batch:,.1f}, least {result.smallest_batch:,}"
         rows.append(
             [
                 name_of(name),
                 f"{good.mean:.1%} ({good.low:.1%} to {good.high:.1%})",
-                quantity_of_tokens(placing.tokens_per_day.mean),
+                quantity_of_tokens(result.tokens_per_day.mean),
                 f"{days.mean:,.1f}" if days.mean < 1e5 else "never",
                 held,
-                f"{placing.restarts:,.0f}",
-                f"{placing.joined:,.0f}",
+                f"{result.restarts:,.0f}",
+                f"{result.joined:,.0f}",
             ]
         )
     return rows
@@ -48,11 +48,11 @@ def system_rows(study: Study) -> Rows:
 def lost_rows(study: Study) -> Rows:
     """The three largest parts of what each system loses."""
     rows: Rows = [["system", "where the rest goes"]]
-    for name, placing in study.placings.items():
+    for name, result in study.results.items():
         parts = sorted(
             (
                 (share, part)
-                for part, share in placing.parts.items()
+                for part, share in result.parts.items()
                 if part != "productive" and share > 0.0005
             ),
             reverse=True,
@@ -70,8 +70,8 @@ def crossing_rows(study: Study) -> Rows:
     for one, other, rate in study.crossed:
         between = scenario.between_failures * scenario.failures.per_node_day / rate
         rows.append([f"{name_of(one)} and {name_of(other)} are even", f"{rate:.2g}", span(between)])
-    for one in dict.fromkeys(one for one in ("recover-return", "recover") if one in study.placings):
-        others = [name for name in study.placings if name not in ("recover-return", "recover")]
+    for one in dict.fromkeys(one for one in ("recover-return", "recover") if one in study.results):
+        others = [name for name in study.results if name not in ("recover-return", "recover")]
         met = {other for first, other, _ in study.crossed if first == one}
         behind = [name_of(name) for name in others if name not in met and _ahead(study, one, name)]
         if behind:
@@ -95,13 +95,13 @@ def rate_rows(study: Study) -> Rows:
     return rows
 
 
-def worth_rows(study: Study) -> Rows:
-    if not study.worth:
+def value_rows(study: Study) -> Rows:
+    if not study.changes:
         return []
-    whats = list(dict.fromkeys(change.what for change in study.worth))
+    whats = list(dict.fromkeys(change.what for change in study.changes))
     rows: Rows = [["tokens a day", *whats]]
-    for name in study.placings:
-        gains = {change.what: change.gain for change in study.worth if change.system == name}
+    for name in study.results:
+        gains = {change.what: change.gain for change in study.changes if change.system == name}
         rows.append([name_of(name), *(f"{gains[what]:+.1%}" for what in whats)])
     return rows
 
@@ -121,7 +121,7 @@ def published_rows(compared: Sequence[Compared]) -> Rows:
     return rows
 
 
-def held_rows(held: Held) -> Rows:
+def held_rows(held: ReplayComparison) -> Rows:
     rows: Rows = [["step", "recorded", "played", "difference"]]
     rows.append(["all but the first", f"{held.seconds:.1f} s", "", f"{held.total:+.1%}"])
     for step, (took, said, apart) in held.incidents.items():

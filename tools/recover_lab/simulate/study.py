@@ -1,4 +1,4 @@
-"""One question asked of `recover simulate`, and all that is found out for it."""
+"""One question to `recover simulate`, and its results."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.config_keys import read
-from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, worth
+from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, value_of_changes
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import preset
-from recover_lab.simulate.race import Placing, race
+from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario, flat_scenario, keys_of_scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
 
-_POINTS = 8  # of a sweep, unless it says how many
+_POINTS = 8  # of a sweep that gives no number
 
 
 @dataclass(frozen=True)
 class Question:
     scenario: Scenario
     title: str
-    notes: tuple[str, ...]  # where it is from, and what is assumed
-    origins: dict[str, str]  # of every key that is not at its default
+    notes: tuple[str, ...]  # its source, and its assumptions
+    origins: dict[str, str]  # source of every key that is not at its default
 
     def to_json(self) -> dict[str, Any]:
         values = flat_scenario(self.scenario)
@@ -44,29 +44,29 @@ class Question:
 @dataclass(frozen=True)
 class Study:
     question: Question
-    placings: dict[str, Placing]
+    results: dict[str, SystemResult]
     rates: Curve | None = None
-    worth: tuple[Change, ...] = ()
+    changes: tuple[Change, ...] = ()
     sweep: Curve | None = None
     crossed: tuple[tuple[str, str, float], ...] = field(default=())  # one, other, failures per node-day
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.question.to_json(),
-            "systems": {name: placing.to_json() for name, placing in self.placings.items()},
+            "systems": {name: result.to_json() for name, result in self.results.items()},
             "rates": self.rates.to_json() if self.rates else None,
             "crossings": [
                 {"one": one, "other": other, "failures.per_node_day": rate}
                 for one, other, rate in self.crossed
             ],
             "leaders": leaders(self.rates) if self.rates else None,
-            "worth": [asdict(change) for change in self.worth],
+            "worth": [asdict(change) for change in self.changes],
             "sweep": self.sweep.to_json() if self.sweep else None,
         }
 
 
 def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Question:
-    """`[CONFIG.yaml] [KEY=VALUE]...` over what was measured, over a preset, over the defaults."""
+    """`[CONFIG.yaml] [KEY=VALUE]...`, before measured values, before a preset, before the defaults."""
     layers: list[tuple[str, Mapping[str, Any]]] = []
     notes: list[str] = []
     if name is not None:
@@ -103,7 +103,7 @@ def span(seconds: float) -> str:
 
 
 def parse_sweep(text: str) -> tuple[str, list[float]]:
-    """`nodes=8:80000`, `failures.per_node_day=1e-4:1e-1:12`: the key, and values from one end to the other."""
+    """`nodes=8:80000`, `failures.per_node_day=1e-4:1e-1:12`: the key and its values."""
     key, equals, ends = text.partition("=")
     known = {key for key, *_ in keys_of_scenario()}
     names = [full for full in known if full == key or full.endswith(f".{key}")]
@@ -123,7 +123,7 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
 
 
 def sweep_curve(scenario: Scenario, text: str) -> Curve:
-    """Goodput against one key. Nodes are rounded to whole replicas; spares go with them."""
+    """Goodput against one key. Nodes are rounded to whole replicas, and spares scaled with them."""
     key, values = parse_sweep(text)
     if key == "cluster.nodes":
         return _over_nodes(scenario, values)
@@ -157,24 +157,24 @@ def _over_nodes(scenario: Scenario, values: Sequence[float]) -> Curve:
 
 
 def study(question: Question, sweep: str | None = None, more: bool = True) -> Study:
-    """With `more`, also what decides: other rates of failures, and what changes would be worth."""
+    """Compare all systems; with `more`, also at other rates of failures and with changes."""
     scenario = question.scenario
-    swept = parse_sweep(sweep) and sweep if sweep else None  # refused before anything runs
-    placings = race(scenario)
+    swept = parse_sweep(sweep) and sweep if sweep else None  # refuses a bad sweep before anything runs
+    results = race(scenario)
     found = rates(scenario) if more else None
-    ours = [name for name in ("recover-return", "recover") if name in placings]
+    ours = [name for name in ("recover-return", "recover") if name in results]
     crossed = [
         (one, other, place)
         for one in ours
-        for other in placings
+        for other in results
         if found and other not in ours
         for place in crossings(found, one, other)
     ]
     return Study(
         question,
-        placings,
+        results,
         found,
-        tuple(worth(scenario)) if more else (),
+        tuple(value_of_changes(scenario)) if more else (),
         sweep_curve(scenario, swept) if swept else None,
         tuple(crossed),
     )

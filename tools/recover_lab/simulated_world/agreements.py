@@ -1,11 +1,12 @@
-"""How virtual ranks agree: in one of two ways, each as unkind as its model was measured, or derived, to be.
+"""Agreements of virtual ranks, in two models, each with the worst behaviour of the real one that is known.
 
-`Forgetful` is Open MPI's: a rank's own list of deaths lags; an agreement that meets an unacknowledged death fails
-everywhere and drops its word; it may succeed although somebody has not heard of a death, and count in one who has died
-since; it may forget to tell one rank; if all who held its result have died, the others may decide it anew.
+`OpenMpiAgreements`: a rank's own list of deaths lags; an agreement that meets an unacknowledged death fails
+everywhere and drops its word; it may succeed although a rank does not know of a death yet, and include the vote of a
+rank that has died since; one rank may never receive the result; if all ranks that held the result have died, the others
+may decide again.
 
-`Kept` is etcd's: a decision is made once and kept. Nobody is dead before it is declared to be, which takes a while;
-one that is declared may still run, stopped or cut off from all, and ends when it hears of it. And ranks may join.
+`EtcdAgreements`: a decision is made once and kept. A rank is dead when it is declared dead, which takes a while; a
+declared rank may still run, stopped or cut off, and ends when it learns of it. Ranks may join.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 
-LEASE = 0.3  # virtual seconds after which one that is cut off is declared dead
+LEASE = 0.3  # virtual seconds after which a rank that is cut off is declared dead
 
 
 class Agreements(Protocol):
-    """What the simulation asks of either."""
+    """Interface of both models to the simulation."""
 
     participants: frozenset[int]
 
     def vote(self, fabric: SimulatedFabric, number: int, word: int, admit: frozenset[int]) -> None: ...
 
     def told(self, fabric: SimulatedFabric, number: int) -> bool:
-        """Whether this rank holds the result of agreement `number`; it is decided when nobody is missing any more."""
+        """Whether this rank holds the result of agreement `number`, which is decided when no vote is missing."""
 
     def result(self, fabric: SimulatedFabric, number: int) -> int | None: ...
 
     def lost(self, rank: int) -> None:
-        """This rank's process has ended, well or not."""
+        """The process of this rank has ended, with or without success."""
 
     def look(self) -> None:
-        """Time has passed."""
+        """Called when time has passed."""
 
     def moments(self) -> list[float]:
-        """When something will happen by itself."""
+        """Times at which the model acts by itself."""
 
     def clear(self) -> None: ...
 
@@ -49,15 +50,15 @@ class _Agreement:
         self.resolved = False
         self.result: int | None = None
         self.forgets: int | None = None
-        self.holders: set[int] = set()  # who has the result
+        self.holders: set[int] = set()  # ranks that have the result
 
 
-class Forgetful:
+class OpenMpiAgreements:
     def __init__(self, simulation: Simulation, stalls: int) -> None:
         self.participants = frozenset(range(simulation.grid.ranks))
         self._simulation, self._rng, self._stalls = simulation, simulation.rng, stalls
         self._agreements: dict[int, _Agreement] = {}
-        self._notices: list[tuple[float, int, int]] = []  # (when, whom, who died)
+        self._notices: list[tuple[float, int, int]] = []  # (time, rank that learns, rank that died)
 
     def vote(self, fabric: SimulatedFabric, number: int, word: int, admit: frozenset[int]) -> None:
         self._agreements.setdefault(number, _Agreement()).words[fabric.rank] = word
@@ -93,18 +94,18 @@ class Forgetful:
         moments = [when for when, _, _ in self._notices]
         waiting = [f for f in self._simulation.fabrics if f.alive and f.waiting_in in self._agreements]
         if any(self._agreements[f.waiting_in or 0].forgets == f.rank for f in waiting):
-            moments.append(self._simulation.clock + 0.2)  # its watcher's patience will come to its end
+            moments.append(self._simulation.clock + 0.2)  # its watcher's timeout
         return moments
 
     def clear(self) -> None:
         self._agreements.clear()
 
     def _resolve(self, number: int) -> _Agreement:
-        """Decide an agreement once nobody alive is missing any more."""
+        """Decide an agreement once no vote of a living rank is missing."""
         agreement = self._agreements.setdefault(number, _Agreement())
         gone = self._simulation.gone
         if agreement.holders and agreement.holders <= gone:
-            # Those who had the result have taken it with them: the others may have to decide anew.
+            # All ranks that held the result have died: the others may have to decide again.
             agreement.holders, agreement.forgets = set(), None
             if self._rng.random() < 0.5:
                 agreement.resolved, agreement.result = False, None
@@ -119,7 +120,7 @@ class Forgetful:
                 counted.add(dead)
                 continue
             knowers = [f for f in alive if dead in f.known]
-            if not knowers:  # the agreement itself runs into the death; somebody learns of it
+            if not knowers:  # the agreement itself meets the death, and one rank learns of it
                 for fabric in self._rng.sample(alive, self._rng.randint(1, len(alive))):
                     fabric.known.append(dead)
                 success = False
@@ -149,18 +150,18 @@ class _Vote:
     admit: frozenset[int]
 
 
-class Kept:
+class EtcdAgreements:
     def __init__(self, simulation: Simulation) -> None:
         self.participants = frozenset(range(simulation.grid.ranks))
-        self.declared: list[int] = []  # in the order of their keys, which is the same for all
+        self.declared: list[int] = []  # in the order of their keys, the same for all ranks
         self.decisions: list[_Decision] = []
         self._simulation, self._rng = simulation, simulation.rng
-        self._votes: dict[int, _Vote] = {}  # in the agreement that is not decided yet
-        self._due: list[tuple[float, int]] = []  # (when, who): will be declared
-        self._heard: list[tuple[float, int, int]] = []  # (when, whom, how many deaths): news under way
+        self._votes: dict[int, _Vote] = {}  # of the agreement that is not decided yet
+        self._due: list[tuple[float, int]] = []  # (time, rank): will be declared
+        self._heard: list[tuple[float, int, int]] = []  # (time, rank that learns, number of deaths)
 
     def declare(self, rank: int) -> None:
-        """For all and for good, whatever its process does."""
+        """Declare a rank dead for all ranks, permanently, even if its process still runs."""
         if rank in self.declared:
             return
         self.declared.append(rank)
@@ -180,26 +181,26 @@ class Kept:
         if self._simulation.is_cut_off(fabric.rank):
             return False
         self._decide(number)
-        # One that was declared has nothing to wait for: it finds that out.
+        # A rank that was declared dead does not wait: it learns of it here.
         return len(self.decisions) >= number or fabric.rank in self.declared
 
     def result(self, fabric: SimulatedFabric, number: int) -> int | None:
         if len(self.decisions) != number or fabric.rank in self.decisions[number - 1].dead:
-            self._simulation.end(fabric.rank)  # the others went on without it
+            self._simulation.end(fabric.rank)  # the others have continued without it
         if fabric.rank in self.declared and self._rng.random() < 0.5:
-            self._simulation.end(fabric.rank)  # it may hear of that first
+            self._simulation.end(fabric.rank)  # it may learn of its own death first
         self._learn(fabric, only_dead_of=number)
         return self.decisions[number - 1].word
 
     def lost(self, rank: int) -> None:
         if rank in self._simulation.finished and self._rng.random() < 0.5:
-            return  # who has ended well need not be declared
-        # Its host's agent sees the exit; if there is none any more, the lease runs out.
+            return  # a rank that has ended with success is not declared
+        # The agent of its host sees the exit; without an agent the lease expires.
         late = self._rng.choice((0.0, 0.001, 0.01, LEASE)) * self._rng.random()
         self._due.append((self._simulation.clock + late, rank))
 
     def cut(self, rank: int, until: float) -> None:
-        """Cut off until then; declared dead if that is longer than a lease."""
+        """Cut a rank off until then; it is declared dead if that is longer than a lease."""
         if until > self._simulation.clock + LEASE:
             self._due.append((self._simulation.clock + LEASE, rank))
 
@@ -231,14 +232,14 @@ class Kept:
     def _learn(
         self, fabric: SimulatedFabric, count: int | None = None, only_dead_of: int | None = None
     ) -> None:
-        """Deaths become known in the order of their keys."""
+        """A rank learns of deaths in the order of their keys."""
         if only_dead_of is not None:
             dead = self.decisions[only_dead_of - 1].dead
             count = max((self.declared.index(rank) + 1 for rank in dead), default=0)
         fabric.known += [rank for rank in self.declared[:count] if rank not in fabric.known]
 
     def _decide(self, number: int) -> None:
-        """Once all who are not declared dead have voted. Whoever does it: there is one decision."""
+        """Decide once all ranks that are not declared dead have voted. Any rank may do it: there is one decision."""
         living = self.participants - set(self.declared)
         if len(self.decisions) >= number or not living or not living <= self._votes.keys():
             return

@@ -1,4 +1,4 @@
-"""The board of one host whose ranks are no processes."""
+"""The liveness board of one host whose ranks are not processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recover.world.liveness.board import COLUMNS, PID, Board
 
 
 class SimulatedBoard(Board):
-    """What is written to it is all real; who lives, who is stopped, and how one is killed is told."""
+    """Rows are real; which ranks live or are stopped, and how a rank is killed, is given by the simulation."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Carriers among virtual ranks: real arrays are summed, and a death may be met by some members and not by others."""
+"""Carriers among virtual ranks: real arrays are summed, and a death may fail an operation on some members only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 
 
 class SimulatedCarriers(DataCarriers):
-    """`sick` ranks of the simulation cannot make theirs, or not build it, from some try to another."""
+    """For `sick` ranks of the simulation, making or building the carrier fails at some tries."""
 
     settle = 0.002
 
@@ -44,7 +44,7 @@ class SimulatedCarrier(DataCarrier):
         self._key = (
             fabric.holds,
             self.peers,
-        )  # the same on all of them: they have made it after the same agreement
+        )  # the same on all members: they have made it after the same agreement
         self._operations = 0
         self._alarmed: Callable[[], bool] = lambda: False
 
@@ -54,7 +54,8 @@ class SimulatedCarrier(DataCarrier):
     def build(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        self._alarmed = alarmed  # nobody frees a wait for the dead while it is built, but who waits sees it
+        # During the build no thread frees a wait for a dead rank, but the waiting rank polls this.
+        self._alarmed = alarmed
         super().build(offers, confirm, alarmed)
         self._alarmed = lambda: False
         if self._is_sick:
@@ -115,7 +116,7 @@ class SimulatedCarrier(DataCarrier):
         self._exchange(np.zeros(1))
 
     def _exchange(self, mine: Array) -> list[Array]:
-        """What every peer brings, in their order."""
+        """Contributions of all peers, in their order."""
         self._operations += 1
         self._fabric.reach("in a reduction")
         parts = self._simulation.reductions.setdefault((self._key, self._operations), {})

@@ -1,4 +1,4 @@
-"""A virtual rank's end of the simulation: the fabric that the protocol is written against."""
+"""The fabric of a virtual rank: the interface that the protocol is written against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Died(greenlet.GreenletExit):
 
 
 class _Lock:
-    """Held by the rank's own task while it is in a phase of the protocol; its watcher finds it so, and keeps out."""
+    """Held by the rank's task during a phase of the protocol; its watcher does not run meanwhile."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -37,7 +37,7 @@ class _Lock:
 
 
 class SimulatedFabric:
-    """One virtual rank's end of the simulation."""
+    """The fabric of one virtual rank."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.rank = rank
@@ -53,7 +53,7 @@ class SimulatedFabric:
         self._simulation = simulation
         self._count = 0
         self._participants = frozenset(range(simulation.grid.ranks))
-        self._late: dict[int, float] = {}  # who asks, and how long it takes this rank to hear of it
+        self._late: dict[int, float] = {}  # by asking rank: how long until this rank learns of it
         self._ready: Callable[[], bool] = lambda: True
 
     @property
@@ -64,7 +64,7 @@ class SimulatedFabric:
         return self._simulation.clock >= self.asleep_until and self._ready()
 
     def wait(self, doing: str, ready: Callable[[], bool] = lambda: True) -> None:
-        """Give the word to the scheduler until `ready()`; the rank may die here."""
+        """Yield to the scheduler until `ready()`; the rank may die here."""
         self.doing, self._ready = doing, ready
         self._simulation.count_call(self.rank)
         self._simulation.switch()
@@ -81,7 +81,7 @@ class SimulatedFabric:
         return self._count
 
     def reach(self, doing: str) -> None:
-        """If this rank is cut off: until it is not any more."""
+        """Wait until this rank is not cut off."""
         if self._simulation.is_cut_off(self.rank):
             self.wait(doing, lambda: not self._simulation.is_cut_off(self.rank))
 
@@ -100,7 +100,7 @@ class SimulatedFabric:
         return result
 
     def asking(self) -> frozenset[int]:
-        """In whole replicas, each heard of after a while of its own."""
+        """Ranks that ask to join, in whole replicas; this rank learns of each after its own delay."""
         simulation = self._simulation
         asked = {
             rank
@@ -123,7 +123,7 @@ class SimulatedFabric:
         if self.rank not in kept.participants:
             raise NotAdmittedError("nobody is left whom it could join")
         del simulation.asked[self.rank]
-        # Decisions since then wait for its vote, so this is still the one that has admitted it, or one without it.
+        # Later decisions wait for the vote of this rank, so the latest one has admitted it or does not include it.
         self._count = self.holds = next(
             n for n, decision in enumerate(kept.decisions, 1) if self.rank in decision.participants
         )
@@ -131,7 +131,7 @@ class SimulatedFabric:
         return Admission(self._count, self._participants)
 
     def _reach(self) -> None:
-        """Until the others can be reached; by then they may go on without this rank."""
+        """Wait until the others can be reached; they may have continued without this rank."""
         self.reach("reaching the others")
         kept = self._simulation.kept
         if kept and (self.rank in kept.declared or len(kept.decisions) > self._count):
@@ -170,7 +170,7 @@ class SimulatedFabric:
 
     def linger(self, seconds: float) -> None:
         if self._simulation.kept:
-            return  # nobody needs this rank for the result
+            return  # no other rank needs this one for the result
         number, deadline = self._count, self._simulation.clock + seconds
         while self._simulation.clock < deadline and any(
             f.alive and f.holds < number and f is not self for f in self._simulation.fabrics

@@ -1,4 +1,4 @@
-"""The parts of a world whose ranks are tasks of one process: the same world, watcher and step run on them."""
+"""The parts of a simulated world, whose ranks are tasks of one process; the production code runs on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recover_lab.simulated_world.scheduler import Died, SimulatedFabric, Simulat
 
 
 class InlineWorker(Worker):
-    """No thread: what is posted is run at once, by whoever posts it."""
+    """A worker without a thread: a task runs at once, in the caller."""
 
     def __init__(self) -> None:
         self._failed: list[Work] = []
@@ -52,7 +52,7 @@ class InlineWorker(Worker):
 
 
 class SimulatedOwn:
-    """A virtual rank's own process."""
+    """The process of a virtual rank."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation, self._rank = simulation, rank
@@ -68,7 +68,7 @@ class SimulatedOwn:
             self._simulation.leaving.add(self._rank)
             while (
                 self._simulation.staying
-            ):  # stuck on its way out: the others must not go on before it is dead
+            ):  # stuck while exiting: the others must not continue before it is dead
                 self._simulation.fabrics[self._rank].pause(1.0)
         self._simulation.kill(self._rank, str(how))
         raise Died
@@ -86,13 +86,13 @@ class SimulatedOwn:
         pass
 
     def succeed(self) -> None:
-        """The script has ended well: what a real rank does then."""
+        """What a real rank does when its script has ended with success."""
         while self._callbacks:
             self._callbacks.pop()()
 
 
 class SimulatedNotes:
-    """What all ranks read in the run directory."""
+    """Notes that all ranks read in the run directory."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._all: dict[tuple[int, int], Note] = simulation.reductions.setdefault("notes", {})

@@ -1,10 +1,10 @@
 """The simulated fabric: many virtual ranks in one process, under a deterministic scheduler.
 
 The same protocol code as over Open MPI and etcd runs here, one greenlet per rank; at every call the scheduler picks,
-from a seed, who runs next and who dies. It is as unkind as the real things are: of agreements, either way of them is
-told by `simulated_agreements`; a reduction hit by a death succeeds on some and fails on others; messages of the dying
-may be lost; the carriers of a rank may fail, for a while or for ever; where decisions are kept, a rank may be cut off
-from all others for a while, or be declared dead while it lives, and replicas may come later and ask to join.
+from a seed, the rank that runs next and the ranks that die. It has the worst behaviour of the real systems: agreements
+are modelled by `agreements.py`; a reduction that meets a death succeeds on some ranks and fails on others; messages of
+a dying rank may be lost; carriers of a rank may fail, for a while or for ever. In the model of etcd a rank may be cut
+off from all others for a while, or be declared dead while it lives, and replicas may ask to join.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import greenlet
 
 from recover.job.grid import Grid
-from recover_lab.simulated_world.agreements import Agreements, Forgetful, Kept
+from recover_lab.simulated_world.agreements import Agreements, EtcdAgreements, OpenMpiAgreements
 from recover_lab.simulated_world.board import SimulatedBoard
 from recover_lab.simulated_world.fabric import Died, SimulatedFabric
 
 __all__ = ["Died", "HangError", "SimulatedFabric", "Simulation"]
 
 TICK = 0.0002  # virtual seconds per scheduling decision
-LOOKS = 0.15  # of the watchers look around between two of them
+LOOKS = 0.15  # share of the watchers that run between two decisions
 
 
 class HangError(Exception):
@@ -31,12 +31,13 @@ class HangError(Exception):
 
 
 class Simulation:
-    """`programs` get their fabric and run to the end or die. `kills`: after how many calls a rank dies; `stops`: ... is
-    stopped, for ever.
+    """Runs a program on every rank, until all have ended or died.
 
-    `sick`: from which to which try a rank's carrier fails, and whether it can be made then, or only not be built.
-    `kept`: agreements are etcd's, not Open MPI's. Then there may be `joiners`, so many replicas beyond the grid's, that
-    ask to join; `suspicions`: after how many calls a rank is declared dead while it lives; `cuts`: ... is cut
+    `kills`: by rank, the number of calls after which it dies; `stops`: ... after which it is stopped for ever.
+
+    `sick`: the tries at which a rank's carrier fails, and whether it fails when it is made or when it is built.
+    `kept`: agreements are etcd's, not Open MPI's. Then `joiners` is the number of replicas beyond the grid that ask to
+    join; `suspicions`: calls after which a rank is declared dead while it lives; `cuts`: calls after which it is cut
     off from all others, and for how many seconds.
     """
 
@@ -63,10 +64,10 @@ class Simulation:
         self.dead: dict[int, str] = {}
         self.finished: dict[int, Any] = {}
         self.mail: dict[tuple[int, int, int], bytes] = {}
-        self.kept = Kept(self) if kept else None
-        self.agreements: Agreements = self.kept or Forgetful(self, stalls)
-        self.asked: dict[int, float] = {}  # who asks to join, and since when
-        self.reductions: dict[object, Any] = {}  # parts of operations under way, by whoever brings them
+        self.kept = EtcdAgreements(self) if kept else None
+        self.agreements: Agreements = self.kept or OpenMpiAgreements(self, stalls)
+        self.asked: dict[int, float] = {}  # ranks that ask to join, and since when
+        self.reductions: dict[object, Any] = {}  # contributions to operations in progress, by contributor
         self.revoked: set[object] = set()
         self.board = SimulatedBoard(
             self.size,
@@ -74,8 +75,8 @@ class Simulation:
             lambda rank: rank in self.stopped,
             lambda rank: self.kill(rank, "fenced"),
         )
-        self.watchers: dict[int, Callable[[float], None]] = {}  # by rank: one look around
-        self.stopped: set[int] = set()  # by a signal, as it were: they neither run nor die
+        self.watchers: dict[int, Callable[[float], None]] = {}  # by rank: runs its watcher once
+        self.stopped: set[int] = set()  # as by a signal: these ranks neither run nor die
         self._kills, self._stops = dict(kills or {}), dict(stops or {})
         self._suspicions = dict(suspicions or {})
         self._cuts = {rank: calls for rank, (calls, _) in (cuts or {}).items()}
@@ -83,13 +84,13 @@ class Simulation:
         self._cut_until: dict[int, float] = {}
         self._limit = limit
         self.sick = dict(sick or {})
-        self.torn: dict[int, int] = {}  # how many exchanges of a rank fail, although nobody dies
-        self.reluctant = False  # for programs: who is left out does not leave by itself ...
-        self.leaving: set[int] = set()  # ... but stays as long as there are others
+        self.torn: dict[int, int] = {}  # by rank: exchanges that fail without a death
+        self.reluctant = False  # for programs: an evicted rank does not leave by itself ...
+        self.leaving: set[int] = set()  # ... but stays as long as others run
         self._scheduler = greenlet.getcurrent()
 
     def run(self, program: Callable[[SimulatedFabric], Any]) -> dict[int, Any]:
-        """Run the program on every rank; what each survivor returned. Raises HangError."""
+        """Run the program on every rank; returns the results of the survivors. Raises HangError."""
         for fabric in self.fabrics:
             fabric.task = greenlet.greenlet(self._guard(program, fabric))
         while self._anybody_can_go_on():
@@ -106,7 +107,7 @@ class Simulation:
                 continue
             self.clock += TICK
             self.rng.choice(ready).task.switch()
-        # The dead are still somewhere in their programs, and keep what they saw: a thousand runs would fill the memory.
+        # Greenlets of dead ranks are suspended in their programs and hold memory: a thousand runs would fill it.
         self.reductions.clear()
         self.agreements.clear()
         return self.finished
@@ -121,19 +122,19 @@ class Simulation:
                 return
             if fabric.alive:
                 self.finished[fabric.rank] = result
-                self.agreements.lost(fabric.rank)  # who leaves without MPI_Finalize is taken for dead
+                self.agreements.lost(fabric.rank)  # a rank that exits without MPI_Finalize counts as dead
 
         return body
 
     def kill(self, rank: int, why: str) -> None:
-        """`rank` dies now. The others will hear of it, each in its own time."""
+        """Kill a rank now. Each of the others learns of it at its own time."""
         if rank in self.dead or rank in self.finished:
             return
         self.dead[rank] = why
         self.agreements.lost(rank)
 
     def end(self, rank: int) -> NoReturn:
-        """A rank finds that the others take it for dead."""
+        """End a rank that learns that it was declared dead."""
         self.kill(rank, "declared")
         raise Died
 
@@ -150,7 +151,7 @@ class Simulation:
         return {*self.dead, *self.finished}
 
     def count_call(self, rank: int) -> None:
-        """Every call may be the last one."""
+        """Count a call of a rank, and apply a fault that is due."""
         strikes = (
             (self._kills, self._strike_dead),
             (self._stops, self.stopped.add),
@@ -187,37 +188,37 @@ class Simulation:
         return [f for f in self.fabrics if f.alive and f.rank not in self.stopped and f.ready()]
 
     def _anybody_can_go_on(self) -> bool:
-        """Whether a rank lives whose replica has nobody stopped: of one that is alone nobody would fence it."""
+        """Whether a rank lives whose replica has no stopped rank: a stopped rank that is alone is never fenced."""
         held_up = set(self.grid.replicas_of(self.stopped - self.gone)) if self.stopped else ()
         able = [f.rank for f in self.fabrics if f.alive and self.grid.replica(f.rank) not in held_up]
-        # Who asks to join can only wait, as long as anybody may answer.
+        # A rank that asks to join can only wait for an answer.
         members = self.agreements.participants
         return any(rank not in self.asked or rank in members or members <= self.gone for rank in able)
 
     def _watch(self, share: float) -> None:
-        """Every rank that runs has a watcher, which looks around now and then: this share of them just now."""
+        """Run this share of the watchers of all running ranks."""
         for rank, look in self.watchers.items():
             if self.fabrics[rank].alive and rank not in self.stopped and self.rng.random() < share:
                 self.board.beat(rank)
                 try:
                     look(self.clock)
                 except Died:
-                    pass  # it found that its own rank must go
+                    pass  # the watcher ended its own rank
 
     def _skip_ahead(self) -> None:
-        """Nobody can run: on to the next moment at which something happens by itself."""
+        """No rank can run: advance the clock to the next time at which something happens by itself."""
         moments = self.agreements.moments()
         moments += [f.asleep_until for f in self.fabrics if f.alive and f.asleep_until > self.clock]
         moments += [until for until in self._cut_until.values() if until > self.clock]
         if self.stopped - self.gone:
-            moments.append(self.clock + 0.2)  # some watcher's patience will come to its end
+            moments.append(self.clock + 0.2)  # a watcher's timeout
         calls = [
             set(self.board.calls_beside(fabric.rank).values()) for fabric in self.fabrics if fabric.alive
         ]
         if any(len(beside) > 1 for beside in calls):
-            moments.append(self.clock + 0.2)  # a watcher will see it
+            moments.append(self.clock + 0.2)  # a watcher will notice it
         if not moments and not self._anybody_can_go_on():
-            return  # the last one has left just now
+            return  # the last rank has just left
         if not moments:
             raise HangError(f"at {self.clock:.3f} s nobody can go on: {self._picture()}")
         self.clock = max(self.clock + TICK, min(moments))

@@ -1,4 +1,4 @@
-"""Run by every rank of `recover bench repair`: die one by one; how long until the others have a working world?"""
+"""Run by every rank of `recover bench repair`: ranks die one by one; survivors note when they have reduced again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from recover_lab.peers.kills import note_kill
 
 import recover
 
@@ -23,7 +24,7 @@ for victim in range(1, world.grid.ranks):
     while True:
         complete = world.cross.all_reduce(source, out).wait()
         if victim == world.rank and time.time() - started > 0.3:
-            (run_dir / f"killed-{victim}").write_text(repr(time.time()))
+            note_kill(run_dir, victim)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.005)
         if world.agree(complete) is None:

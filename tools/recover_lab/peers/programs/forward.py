@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 from recover_lab.peers.events import Events
+from recover_lab.peers.kills import incident_facts
 
 import recover
 from recover.data import open_stream
@@ -86,22 +87,7 @@ while step.index < last or came < awaited:
         microbatches=len(step.all_samples),
         replicas=len(world.replicas),
         redone=redone(times),
-        incidents=[
-            {
-                "kind": incident.kind,
-                "noticed_at": incident.noticed_at,
-                "detect": incident.detect_ms / 1e3,
-                "repair": incident.repair_ms / 1e3,
-                "restore": incident.restore_ms / 1e3,
-                "redo": incident.redo_ms / 1e3,
-                "discarded": incident.discarded_microbatches,
-                "warm_up": incident.warm_up_ms / 1e3,
-                "transfer": incident.transfer_ms / 1e3,
-                "bytes": incident.transfer_bytes,
-                "stall": incident.stall_ms / 1e3,
-            }
-            for incident in step.incidents
-        ],
+        incidents=[incident_facts(incident) for incident in step.incidents],
     )
     if (there := sum(replica >= world.grid.replicas for replica in world.replicas)) > came:
         last, came = max(last, step.index + AFTER), there

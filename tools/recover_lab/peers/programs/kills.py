@@ -1,6 +1,7 @@
-"""Run by every rank of `recover bench gpu`: replicas die inside reductions, the others commit the step all the same.
+"""Run by every rank of `recover bench gpu` and `recover bench recovery`: replicas die inside reductions.
 
-Arguments: device, model size, sequence length, accumulation, deaths, and a seed for who dies.
+Arguments: device, model size, sequence length, accumulation, deaths, and the seed that draws the victims. Survivors
+commit the step of each death, and note what it took.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import os
 import random
 import sys
 import time
-from dataclasses import asdict
 
 import torch
 from recover_lab.peers.gpu_rank import GpuRank, RandomTokens, Tokens
-from recover_lab.peers.kills import timed_steps
+from recover_lab.peers.kills import note_kill, timed_steps
 
 import recover
 from recover.faults import Fault
@@ -30,7 +30,7 @@ batch = accum * world.grid.replicas
 
 
 def fire(kill: Fault) -> None:
-    (me.run_dir / f"killed-{kill.step}").write_text(repr(time.time()))
+    note_kill(me.run_dir, kill.step)
     os.kill(os.getpid(), 9)
     time.sleep(60)
 
@@ -49,20 +49,12 @@ def run(tokens: Tokens) -> None:
         torch.cuda.current_stream().synchronize()  # what computes, not what reduces
 
 
-rows = [
-    {
-        **row,
-        "microbatches": len(step.all_samples),
-        "incidents": [asdict(incident) for incident in step.incidents],
-    }
-    for row in timed_steps(step, world.replica, stream, kills[-1].step + 2, run, me.synchronize)
-]
 facts = {
-    "rows": rows,
+    "rows": list(timed_steps(step, world.replica, stream, kills[-1].step + 2, run, me.synchronize)),
     "batch": batch,
     "parameters": sum(p.numel() for p in model.parameters()),
     "left": list(world.replicas),
     "expected": sorted(set(range(world.grid.replicas)) - set(victims)),
     "digest": parameters_digest(sorted(model.named_parameters())),
 }
-(me.run_dir / f"rows-{world.rank}.json").write_text(json.dumps({**facts, **me.place}, default=str))
+(me.run_dir / f"rows-{world.rank}.json").write_text(json.dumps({**facts, **me.place}))

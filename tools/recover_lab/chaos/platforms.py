@@ -1,4 +1,4 @@
-"""What the jobs of a campaign run on, and what it is asked for."""
+"""Interface of what the jobs of a campaign run on: one machine, or the hosts of a lab."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from recover.train.config import Config
 
 
 @dataclass(frozen=True)
-class OneRun:
+class CampaignRun:
     """One `recover train` of a campaign."""
 
     words: Sequence[str]
     run_dir: Path
-    limit: float | None = None  # seconds; then it hangs, and is ended
+    limit: float | None = None  # seconds after which it counts as hung and is ended
     faults: Sequence[Fault] = ()
-    running: set[subprocess.Popen[bytes]] | None = None  # its processes, while they run: others may end them
+    running: set[subprocess.Popen[bytes]] | None = (
+        None  # its processes while they run, so that the caller can end them
+    )
 
 
-class Ground(Protocol):
-    """What may strike there, how a job is run, and what must hold of it. `returns`: lost replicas are started again."""
+class Platform(Protocol):
+    """Draws the faults of a job, runs it and checks its invariants. `returns`: lost replicas are restarted."""
 
     returns: bool
 
@@ -32,7 +34,7 @@ class Ground(Protocol):
 
     def schedule(self, config: Config, seed: int) -> tuple[Fault, ...]: ...
 
-    def run(self, job: OneRun) -> Any: ...
+    def run(self, job: CampaignRun) -> Any: ...
 
     def violations(
         self, run: Any, config: Config, faults: Sequence[Fault], calm: Any = None

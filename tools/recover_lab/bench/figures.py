@@ -1,0 +1,38 @@
+"""All figures that benchmarks publish, by name, in the order of the page."""
+
+from __future__ import annotations
+
+from recover_lab.bench import (
+    breakdown,
+    collectives,
+    gpu,
+    multi,
+    peers,
+    rejoin,
+    rejoin_hosts,
+    several_hosts,
+    simulations,
+    sweep,
+    training,
+    trajectory,
+)
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        trajectory.FIGURE,
+        breakdown.FIGURE,
+        multi.FIGURE,
+        sweep.FIGURE,
+        peers.FIGURE,
+        training.OVERHEAD,
+        training.RECOVERY,
+        collectives.REPAIR,
+        collectives.COLLECTIVES,
+        several_hosts.FIGURE,
+        rejoin_hosts.FIGURE,
+        rejoin.FIGURE,
+        gpu.FIGURE,
+        simulations.FIGURE,
+    )
+}
