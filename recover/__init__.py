@@ -1,4 +1,4 @@
-"""ReCoVer: pre-training that loses processes and goes on, every optimizer step on exactly B microbatches."""
+"""ReCoVer: fault-tolerant pre-training. Every optimizer step uses exactly B microbatches, whichever processes die."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __version__ = "0.1.0"
 
 
 def _save_states(step: Step, error: StateDivergedError) -> None:
-    """`Step` itself knows nothing of files, and no script pays for importing this before it is needed."""
+    """`Step` itself knows nothing of files, and scripts import this only when it is needed."""
     importlib.import_module("recover.checkpoint.save_and_resume").save_states(step, error)
 
 
 def __getattr__(name: str) -> Any:
-    """Names are fetched when first used: the command line must not pay for MPI and torch."""
+    """Import public names when they are first used, so that the command line does not import MPI and torch."""
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
         if name == "Step":

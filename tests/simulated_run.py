@@ -24,7 +24,7 @@ from recover.policy import Layout, SlotSet, get_policy
 from recover.runs.writing.journal import Journal
 from recover.step.errors import StateDivergedError
 from recover.step.incident import Incident
-from recover.step.joining.admission import NobodyHoldsTheStateError, enter, take_in
+from recover.step.joining.admission import NobodyHoldsTheStateError, admit_replicas, join_members
 from recover.step.joining.stripes import Stripes
 from recover.step.poisoned_sample import PoisonedSampleError
 from recover.step.record import Arrival
@@ -252,7 +252,7 @@ class Rank:
         for _ in range(self.schedule.joins[self.world.replica]):
             self.fabric.wait("warming up")
         self.mates.combine_numbers([0.0])
-        self.arrived = enter(self.transaction, Arrival("", 0.0), self.take)
+        self.arrived = join_members(self.transaction, Arrival("", 0.0), self.take)
 
     def take(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
         stripes, held = self._stripes(givers, takers), np.zeros(SHARE, np.uint8)
@@ -264,7 +264,7 @@ class Rank:
         # Whatever is not as it was given spoils the state.
         self.state = int(held[0]) + 256 * int(held[1]) if (held[2:] == 7).all() else -1
         self.sums.exponents.load_state_dict(told["exponents"])
-        self.transaction.index = self.number + 1
+        self.transaction.adopt_step(self.number + 1)
         self.world.board.catch_up(self.rank, told["votes"], self.number + 1)
         return SHARE
 
@@ -291,20 +291,19 @@ class Rank:
         if has_drifted(self.schedule, self.world.replica, number):
             self.flaw = DRIFTED
         if self.schedule.asks_to_stop == (self.rank, number):
-            self.transaction.stop_requested = True
+            self.transaction.request_stop()
         self.world.hooks.step = number
         rounds = self.schedule.seed % 2  # a pipeline runs all that it owes at once
         cut = (lambda slots: [slots] if slots else []) if rounds else (lambda slots: [[s] for s in slots])
         try:
             with self.world.step(number):
                 self.transaction.begin(number, number + 1000 * self.state)
-                if self.transaction.asked:
-                    incidents = take_in(self.transaction, self.give)
-                    self.transaction.begin(number, number + 1000 * self.state)
-                    self.transaction.incidents += incidents
+                if self.transaction.take_join_request():
+                    incidents = admit_replicas(self.transaction, self.give)
+                    self.transaction.begin(number, number + 1000 * self.state, incidents)
                 elif self.arrived:
                     self.journal.load_state_dict(self.journal_so_far)
-                    self.transaction.incidents += self.arrived
+                    self.transaction.begin(number, number + 1000 * self.state, self.arrived)
                     self.arrived = []
                 for slots, place, post in self.transaction.attempts(cut, not rounds, lambda: None):
                     self.world.hooks(place)
@@ -312,7 +311,7 @@ class Rank:
                     if post:
                         self.sums.post_all(self.transaction.post)
                 self.commit(number)
-        except LeftEarly:  # as `Step._leave` does it
+        except LeftEarly:  # as `StepEngine._leave` does it
             self.world.cross.break_off("a replica has left its step early")
             self.transaction.leave()
 
@@ -331,7 +330,7 @@ class Rank:
                 self.world._own.die("raised", "this sample cannot be read")
             large = self.schedule.too_large == (number, slot)
             self.sums.largest = max(self.sums.largest, LARGE if large else float(number))
-            self.transaction.finish_slot(slot, sample, 1.0, 1.0)
+            self.transaction.attempt.finish_slot(slot, sample, 1.0, 1.0)
         self.sums.run(slots, number + self.flaw)
         self.world.board.touch(self.rank)
         self.world.board.compute(self.rank, ())

@@ -1,4 +1,5 @@
-"""A state counts as saved when all have been compared after it was taken."""
+"""Saves a checkpoint and compares the state of all replicas, where no step follows whose vote
+would do so."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ def save_confirmed(
     save: Callable[[], object] | None,
     lost: Callable[[tuple[int, ...], float], object],
 ) -> None:
-    """Where no step follows whose vote would confirm the draft. `save`: by all ranks of a replica that writes; None: no
-    draft is wanted, only the comparison. `lost` is told of who was lost over it."""
+    """Save and confirm.
+
+    save:  writes the draft; called by all ranks of a writing replica. None: compare only
+    lost:  called with the ranks that were lost meanwhile, and the seconds of their repairs
+    """
     writing: set[int] = set()
-    while writing != writing_replicas(world):  # again, if it was a writer that was lost over it
+    while writing != writing_replicas(world):  # again if a writer was lost meanwhile
         writing = writing_replicas(world)
         if save and world.replica in writing and together(step, world, saver.lacks(step.index)):
             save()
@@ -37,6 +41,6 @@ def save_confirmed(
 
 
 def together(step: Step, world: World, decided: bool) -> bool:
-    """What the first rank of this replica has decided, on all of its ranks."""
+    """The decision of the first rank of this replica, on all of its ranks."""
     vote = torch.tensor([float(decided and world.shard == 0)], dtype=torch.float64)
     return bool(replica_of(step.state().model).combine(vote))

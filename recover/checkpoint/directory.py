@@ -1,11 +1,12 @@
-"""Checkpoints as they lie on disk: `checkpoints/step-N`, with safetensors files and one readable file, `trainer.json`.
+"""Checkpoints on disk: `checkpoints/step-N`, with safetensors files and one readable file,
+`trainer.json`.
 
-What has this name is whole, and a later vote has confirmed the state that it was taken from. Until then it is a draft,
-`checkpoints/draft-N`, which is offered to nobody: see `recover.checkpoint.saver`. What is saved when nobody can vote
-any more, since all of etcd is lost, is `checkpoints/unconfirmed-N`: whole, and
-reported as such to any run that resumes from it.
-Where replicas held different states and nobody could tell which was right, each of the states is
-`checkpoints/unconfirmed-N-replica-R`: offered to nobody until a person renames one of them.
+step-N                   complete, and confirmed by a later vote
+draft-N                  not confirmed yet; no run resumes from it (see `recover.checkpoint.saver`)
+unconfirmed-N            complete, saved after all of etcd was lost, so that no vote can confirm it; a run that resumes
+                         from it reports that
+unconfirmed-N-replica-R  one of several different states, without a majority that tells which is right; no run resumes
+                         from it until a person renames it
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, or a draft of one, that is whole."""
+    """A checkpoint or draft on disk."""
 
     path: Path
     step: int
 
     def facts(self) -> dict[str, Any]:
-        """What `trainer.json` says. Raises CheckpointError if it is not one of ours."""
+        """The contents of `trainer.json`. Raises CheckpointError if it cannot be read."""
         try:
             facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
             form = facts.get("format", 1)
@@ -54,11 +55,12 @@ class Found:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether a vote has compared it with what the other replicas held."""
+        """Whether a vote has compared it with the state of the other replicas."""
         return not self.path.name.startswith(UNCONFIRMED)
 
     def identity(self) -> str:
-        """The same for copies of the same checkpoint, and for those that several replicas have written."""
+        """The same for copies of a checkpoint, and for checkpoints of one state that several
+        replicas have written."""
         facts = {name: value for name, value in self.facts().items() if name != "writer"}
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return f"step {self.step} ({digest[:12]})"
@@ -75,7 +77,7 @@ class Found:
                     )
 
     def mend(self) -> str:
-        """What to do instead of loading this one."""
+        """The remedy: what to do instead of loading this checkpoint."""
         older = [found for found in all_good(self.path.parents[1]) if found.step < self.step]
         if older:
             return f"move it away, and --resume (recover.resume) goes on from {older[-1].path.name}"
@@ -89,28 +91,29 @@ class Found:
 
 
 def latest(run_dir: Path) -> Found | None:
-    """The newest one to go on from: a good one, or, if that is newer, what was saved when the world was lost."""
+    """The newest checkpoint to resume from: a confirmed one, or a newer one that was saved after
+    the loss of etcd."""
     found = sorted([*unconfirmed(run_dir), *all_good(run_dir)], key=lambda found: found.step)
     return found[-1] if found else None
 
 
 def all_good(run_dir: Path) -> list[Found]:
-    """The good ones, oldest first."""
+    """Confirmed checkpoints, oldest first."""
     return _named("step", run_dir / "checkpoints")
 
 
 def unconfirmed(run_dir: Path) -> list[Found]:
-    """What was saved when nobody could agree on anything any more, oldest first."""
+    """Checkpoints that were saved when no vote was possible any more, oldest first."""
     return _named(UNCONFIRMED, run_dir / "checkpoints")
 
 
 def undecided(run_dir: Path) -> list[Found]:
-    """The different states that replicas held when nobody could tell which was right, oldest first."""
+    """Different states without a majority, oldest first."""
     return _named(UNCONFIRMED, run_dir / "checkpoints", r"-replica-\d+")
 
 
 def drafts(run_dir: Path) -> list[Found]:
-    """Those that nobody has vouched for yet, half written ones included."""
+    """Drafts, including incomplete ones."""
     return _named("draft", run_dir / "checkpoints")
 
 

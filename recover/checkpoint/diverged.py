@@ -1,5 +1,7 @@
-"""Where replicas hold different states and nobody can tell which is right, one replica of each saves it, and the run
-ends. A person decides: none of these states is offered to a run that goes on, until it is renamed."""
+"""Saves diverged states: without a majority, one replica of each state saves it, and the run ends.
+
+A person decides: no run resumes from one of these states until it is renamed.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,20 @@ def save_states(
     tensors: Tensors,
     facts: Callable[[], tuple[dict[str, Any], Mapping[str, torch.Tensor]]],
 ) -> None:
-    """By all ranks. `facts`: what goes with the tensors of the state after `step`, and further tensors.
+    """Called by all ranks. `facts`: facts and further tensors of the state after `step`.
 
-    Adds to the error where the states are, and what to do with them.
+    Adds the paths of the states and the remedy to the error.
     """
     names = {replicas[0]: f"{UNCONFIRMED}-{step}-replica-{replicas[0]}" for replicas in error.states}
-    world.board.in_step(world.rank, ENDED)  # saving may take long: nobody waits for this rank
+    world.board.in_step(world.rank, ENDED)  # saving may take long: the watchdog must not wait for this rank
     if world.replica in names and _is_on_one_host(world):
         values, beside = facts()
         path = saver.save_unconfirmed(step, tensors, values, names[world.replica], beside)
-        told = f"saved as {path}" if path else "could not be saved (is the disk full?)"
-        rank_exit.log(told := f"the state of replica {world.replica} after step {step} is {told}")
+        outcome = f"saved as {path}" if path else "could not be saved (is the disk full?)"
+        text = f"the state of replica {world.replica} after step {step} is {outcome}"
+        rank_exit.log(text)
         if world.shard == 0:
-            print(f"recover: {told}", flush=True)
+            print(f"recover: {text}", flush=True)
     where = ", ".join(f"{names[replicas[0]]} ({_named(replicas)})" for replicas in error.states)
     error.say(
         f"the states are saved as {where} in checkpoints/ of the run; find out which one is right, rename it to "
@@ -46,7 +49,8 @@ def save_states(
 
 
 def _is_on_one_host(world: World) -> bool:
-    """Otherwise its ranks may not see the same directory."""
+    """Whether all ranks of this replica are on one host: otherwise they may not see the same
+    directory."""
     ranks = world.grid.mates(world.rank) | {world.rank}
     return len(ranks) == 1 or all(world.board.pid(rank) for rank in ranks)
 

@@ -1,8 +1,9 @@
-"""What an optimizer holds, under the names of the parameters: a rank of a pipeline has only some of a group's.
+"""State of an optimizer under the names of the parameters: a rank of a pipeline has only some
+parameters of a group.
 
-Not by way of torch's distributed checkpoints: those make what is missing by a step that is none (on the replica that
-saves, and with the user's hooks), know nothing of parameters that were frozen or never used, and round what they load
-to the type of the parameter.
+Not through torch's distributed checkpoints: those create missing state by a step with a learning
+rate of 0 (on the replica that saves, and with the user's hooks), do not handle parameters that
+were frozen or never used, and round loaded values to the type of the parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recover.checkpoint.directory import CheckpointError
 from recover.parallel import plain_name
 
-FOLLOWS = ("params", "param_names")  # of a group: they are as the script has made them
+FOLLOWS = ("params", "param_names")  # entries of a group that the script has set, and that are not loaded
 
 
 class StoredState(Protocol):
@@ -25,7 +26,7 @@ class StoredState(Protocol):
     def names(self, prefix: str) -> list[str]: ...
 
     def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and type of a tensor; None of what is none."""
+        """Shape and type of a tensor; None for other values."""
 
     def load(self, name: str, into: torch.Tensor) -> torch.Tensor: ...
 
@@ -33,14 +34,15 @@ class StoredState(Protocol):
 
 
 def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of it, tensors and values: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`.
+    """All tensors and values: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`.
 
-    Where the optimizer has it under another key than that name says, `key.PARAMETER.KEY` is the way to it.
+    Where the optimizer has a value under other keys than that name says, `key.PARAMETER.KEY` is
+    the path to it.
     """
-    told, names = optimizer.state_dict(), _names(model)
+    state_dict, names = optimizer.state_dict(), _names(model)
     found: dict[str, Any] = {}
     by_key: dict[Any, str] = {}
-    for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
+    for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, key in zip(group["params"], packed["params"], strict=True):
             by_key[key] = names[parameter]
             found |= {
@@ -48,7 +50,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 for option, value in packed.items()
                 if option not in FOLLOWS
             }
-    for key, state in told["state"].items():
+    for key, state in state_dict["state"].items():
         if key not in by_key:
             raise CheckpointError(
                 f"the optimizer holds {key!r}, which belongs to no parameter: a checkpoint has no place for it; "
@@ -67,7 +69,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: StoredState, prefix: str
 ) -> None:
-    """Give the optimizer what the files have for its parameters, and nothing for those of which they have nothing."""
+    """Load the state of the optimizer's parameters; parameters without saved state get none."""
     names = _names(model)
     parameters = {name: parameter for parameter, name in names.items()}
     states: dict[torch.Tensor, list[tuple[list[Any], Any]]] = {}
@@ -76,8 +78,8 @@ def load_state(
         rest = full.removeprefix(f"{prefix}state.")
         name, path = _split(rest, parameters)
         if name is not None:  # otherwise another rank of the pipeline has it
-            told = f"{prefix}key.{rest}"
-            way = stored.value(told, None) if told in ways else _way_of_old(path)
+            key = f"{prefix}key.{rest}"
+            way = stored.value(key, None) if key in ways else _way_of_old(path)
             states.setdefault(parameters[name], []).append((way, _load(stored, full, parameters[name])))
     numbers = {
         parameter: number
@@ -97,7 +99,7 @@ def load_state(
     optimizer.load_state_dict({"state": held, "param_groups": groups})
     if own:
         return
-    for parameter, state in states.items():  # to the bit: that has rounded to the type of the parameter
+    for parameter, state in states.items():  # again without the cast to the type of the parameter
         for (*way, last), value in state:
             place: Any = optimizer.state.get(parameter, {})
             for key in way:
@@ -106,14 +108,15 @@ def load_state(
 
 
 def _is_known_to_torch(value: Any) -> bool:
-    """Optimizer.load_state_dict takes whatever can be iterated apart, strings and arrays included."""
+    """Whether Optimizer.load_state_dict keeps it: it takes other iterables, such as strings and
+    arrays, apart."""
     if isinstance(value, list | tuple):
         return all(map(_is_known_to_torch, value))
     return isinstance(value, torch.Tensor | bool | int | float | None)
 
 
 def _exact(value: Any, loaded: Any) -> Any:
-    """`value`, with its tensors where torch has put them."""
+    """`value`, with its tensors on the devices that torch has chosen."""
     if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
     if isinstance(value, list | tuple) and isinstance(loaded, list | tuple) and len(value) == len(loaded):
@@ -122,7 +125,7 @@ def _exact(value: Any, loaded: Any) -> Any:
 
 
 def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """Of all parameters, without what wrappers put into them."""
+    """Names of all parameters, without the prefixes of wrappers."""
     wrappers = [
         f"{prefix}." if prefix else ""
         for prefix, module in model.named_modules()
@@ -139,7 +142,7 @@ def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _loads_otherwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it makes something of its own of what it loads."""
+    """Whether its load_state_dict is not torch's own, or has hooks."""
     own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     return own or bool(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None))
 
@@ -153,7 +156,7 @@ def _leaves(state: Mapping[Any, Any], way: Sequence[Any] = ()) -> Iterator[tuple
 
 
 def _way_of_old(path: str) -> list[Any]:
-    """In files that do not say more, or where there is no more to say."""
+    """The path of a value without a `key` entry."""
     return [int(key) if key.isdigit() else key for key in path.split(".")]
 
 
@@ -168,7 +171,7 @@ def _nested(state: Sequence[tuple[list[Any], Any]]) -> dict[Any, Any]:
 
 
 def _split(name: str, parameters: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The parameter, of which one may be called as another one begins, and what is held for it."""
+    """The parameter and the path of the value: the name of a parameter may be a prefix of another."""
     parameter, path = name, ""
     while parameter not in parameters:
         parameter, _, last = parameter.rpartition(".")
@@ -183,11 +186,11 @@ def _load(stored: StoredState, name: str, parameter: torch.Tensor) -> Any:
         return stored.value(name, None)
     shape, dtype = kind
     mesh: Any = getattr(parameter, "device_mesh", None)
-    if shape and shape == tuple(parameter.shape):  # sharded as it is, if it is
+    if shape and shape == tuple(parameter.shape):  # with the placements of the parameter
         room = torch.empty_like(parameter.detach(), dtype=dtype)
     elif not shape or mesh is None:
-        room = torch.empty(shape, dtype=dtype)  # the optimizer puts it where it wants it
-    else:  # averages of rows, say: sharded along what they have in common, otherwise whole
+        room = torch.empty(shape, dtype=dtype)  # the optimizer chooses the device
+    else:  # such as averages of rows: sharded along common dimensions, otherwise replicated
         from torch.distributed import tensor as dtensor
 
         placements: Any = parameter.placements  # type: ignore[attr-defined]
@@ -199,7 +202,8 @@ def _load(stored: StoredState, name: str, parameter: torch.Tensor) -> Any:
 
 
 def _options(group: Mapping[str, Any], stored: StoredState, prefixes: list[str]) -> dict[str, Any]:
-    """Of a group: what the files say of its first parameter. One without parameters stays as it is."""
+    """Options of a group: those of its first parameter in the files. A group without parameters is
+    unchanged."""
     options = {option: value for option, value in group.items() if option not in FOLLOWS}
     for prefix in prefixes:
         more = {name.removeprefix(prefix) for name in stored.names(prefix)}

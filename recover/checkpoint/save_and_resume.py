@@ -1,7 +1,7 @@
-"""`recover.save` and `recover.resume`: the state of a step on disk, for loops of one's own.
+"""`recover.save` and `recover.resume`: checkpoints for the user's own loop.
 
-The files are those of `recover train`: `PATH/checkpoints/step-N`, whole tensors under the names of the whole model, so
-that any number of replicas, sharded or not, goes on from them.
+The files are those of `recover train`: `PATH/checkpoints/step-N`, whole tensors under the names
+of the whole model, so that any number of replicas, sharded or not, can resume from them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
 
 
 def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> None:
-    """Write the state after the last committed step to `path`/checkpoints/step-N, and return when it is there.
+    """Write the state after the last committed step to `path`/checkpoints/step-N, and return when
+    it is there.
 
-    To be called by all replicas after the same step. The first living one writes; if it is lost over it, the next one
-    does. It gets its name only when all replicas were found to hold the same state, `extra` included: until then it is
-    a draft. A disk that is full is told, and the one before stands. Raises CheckpointError with the name of an entry of
-    the optimizer or the model, TypeError with that of an entry of `extra`, that no file can hold.
+    All replicas must call it after the same step. The first living replica writes; if it dies
+    meanwhile, the next one does. The checkpoint is a draft until all replicas were found to hold
+    the same state, `extra` included. If the disk is full, that is reported, and the checkpoint
+    before it stays. Raises CheckpointError with the name of an entry of the optimizer or the model,
+    TypeError with that of an entry of `extra`, that no file can hold.
 
-    extra:  what is saved beside `Step(extra=)`, by name: objects with state_dict() and load_state_dict(), tensors,
-            numpy arrays, numbers, strings, lists, dicts. A replica that joins is not given these: give to Step what
-            changes during the run
-    keep:   good ones that are kept; older ones go
+    extra:  entries to save in addition to `Step(extra=)`, by name: objects with state_dict() and load_state_dict(),
+            tensors, numpy arrays, numbers, strings, lists, dicts. Joining replicas do not receive them: give to Step
+            what changes during the run
+    keep:   number of confirmed checkpoints to keep; older ones are removed
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
@@ -81,7 +83,8 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
 
 
 def save_states(step: Step, error: StateDivergedError) -> None:
-    """Replicas hold different states: save each, where the script saves its checkpoints, or in the job's run directory.
+    """Replicas hold different states: save each, where the script saves its checkpoints, or in the
+    job's run directory.
 
     By all ranks; called by `Step`, before the error ends them.
     """
@@ -101,13 +104,16 @@ def save_states(step: Step, error: StateDivergedError) -> None:
 def resume(
     step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, *, rebatch: bool = False
 ) -> dict[str, Any] | None:
-    """Go on from the newest good checkpoint under `path`; None if there is none, and the run begins at its beginning.
+    """Resume from the newest confirmed checkpoint under `path`. Returns None if there is none, and
+    the run starts new.
 
-    To be called by all replicas before the first step. Model, optimizer, scheduler and position are filled in place,
-    whatever number of replicas, and of ranks in each, has saved them; every file is held against its digest first.
-    Objects and dicts in `extra` get back their state, by name, and belong to `step.extra` from here on. Returns all
-    extras that were saved, as plain values and tensors. A replica that joins goes on from no checkpoint (None): it is
-    given what the others have. `rebatch`: with another global batch, too; no sample is used twice, none is left out.
+    All replicas must call it before the first step. Model, optimizer, scheduler and position are
+    filled in place, for any number of replicas and of ranks in each that has saved them; every file
+    is compared with its digest first. Objects and dicts in `extra` get their state back, by name,
+    and belong to `step.extra` afterwards. Returns all saved extras as plain values and tensors. A
+    joining replica returns None: it receives the state of the members.
+
+    rebatch:  allow another global batch; no sample is used twice, none is left out
     """
     _kept(step).path = Path(path)
     for name, value in (extra or {}).items():
@@ -158,7 +164,8 @@ def _resume(
 
 
 class _Found:
-    """Tensors of a checkpoint: whole ones, or this rank's part where it holds a part of the same name."""
+    """Finds tensors of a checkpoint: whole ones, or this rank's part of a sharded tensor with
+    the same name."""
 
     def __init__(self, stored: Stored, held: Mapping[str, torch.Tensor]) -> None:
         self._stored, self._held = stored, held
@@ -177,7 +184,7 @@ def _packed(state: StepState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 class _Kept:
-    """What is made once for a step: groups and threads."""
+    """Groups and threads that are created once for a step."""
 
     def __init__(self, step: Step) -> None:
         state, world = step.state(), step.world

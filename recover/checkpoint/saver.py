@@ -1,9 +1,10 @@
-"""Saving while training goes on, and telling good checkpoints from drafts.
+"""Saves checkpoints while training continues: first as drafts, which a later vote confirms.
 
-A checkpoint of step N is taken before anybody could know whether the state after step N is sound: a bit may have
-flipped on the replica that writes it. The vote of step N+1 (or the confirmation after the last step) compares what
-all replicas hold. So it is a draft until a later vote has found its writer equal to the others; then it is named, and
-only then does an older one go. A draft whose writer was lost before that vote goes, and a sound replica saves again.
+When a checkpoint of step N is taken, it is not known whether that state is right: a bit may have
+flipped on the replica that writes it. The vote of step N+1 (or the confirmation after the last
+step) compares the state of all replicas. So the checkpoint is a draft until a later vote has
+found its writer equal to the others; then it is renamed, and only then are older ones removed. A
+draft whose writer died before that vote is removed, and another replica saves again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from recover.job.record_files import AGAIN, FILES, PATIENCE, is_passing
 from recover.world import rank_exit
 
 T = TypeVar("T")
-TRIES = int(PATIENCE / AGAIN)  # to write a checkpoint that waits for the disk
+TRIES = int(PATIENCE / AGAIN)  # attempts to write a checkpoint that waits for room on the disk
 
 
 class Saver:
-    """Saves for one rank of a replica, in a thread of its own, one thing after the other.
+    """Saves for one rank of a replica, in order, in a thread of its own.
 
-    The `first` rank of the replica names checkpoints and removes old ones; `alone`: the replica has no other.
+    The `first` rank of the replica renames drafts and removes old checkpoints; `alone`: the
+    replica has one rank.
     """
 
     def __init__(
@@ -43,23 +45,25 @@ class Saver:
         self._run_dir, self._every, self._keep = run_dir, every, keep
         self._directory = run_dir / "checkpoints"
         self._replica, self._first, self._alone = replica, first, alone
-        self._newest: int | None = None  # the newest one, tried or there; None: this rank has not looked yet
+        self._newest: int | None = None  # step of the newest checkpoint or attempt; None: not looked up yet
         self._equal: dict[int, int] = {}  # by replica: the last step whose vote found it equal to the others
-        self._unnamed: list[int] = []  # the steps of drafts of this rank's own
+        self._unnamed: list[int] = []  # steps of this rank's drafts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recover-saver")
         self._writing: Future[None] | None = None
 
     def start(self) -> None:
-        """Before the first step, by the rank that writes: drafts of an earlier run go, as nobody can vouch for them."""
+        """Called by the writing rank before the first step: removes drafts of an earlier run,
+        which no vote can confirm."""
         self._newest = self._take_over()
 
     def comes(self, step: int, lost: bool) -> bool:
-        """Whether one may be taken after this step, the same answer on all replicas: one falls due, or its
-        writer may be among those who were lost."""
+        """Whether a checkpoint may be taken after this step, the same on all replicas: one is
+        due, or the writer of a draft may have been lost."""
         return bool(self._every) and (step % self._every == 0 or lost)
 
     def due(self, step: int) -> bool:
-        """Whether this rank should save now. While one is being written, the next is left out."""
+        """Whether this rank should save now. While one checkpoint is being written, the next is
+        left out."""
         is_idle = self._writing is None or self._writing.done()
         return self._first and is_idle and self.newest() < step // self._every * self._every
 
@@ -68,7 +72,7 @@ class Saver:
         return self._first and self.newest() != step
 
     def newest(self) -> int:
-        """The step of the newest checkpoint or draft, tried or there; 0 if there is none."""
+        """The step of the newest checkpoint, draft or attempt; 0 if there is none."""
         if self._newest is None:
             self._newest = self._take_over()
         return self._newest
@@ -81,17 +85,18 @@ class Saver:
         beside: Mapping[str, torch.Tensor] | None = None,
         waits: bool = False,
     ) -> None:
-        """Copy all tensors now, and write the draft in the thread. All ranks of the replica call it.
+        """Copy all tensors now, and write the draft in the thread. All ranks of the replica call
+        it.
 
-        `beside`: tensors that are neither the model's nor the optimizer's. `waits`: for a disk that is full, while
-        there is patience (`recover.job.record_files`).
+        beside:  tensors that belong neither to the model nor to the optimizer
+        waits:   wait for room on a full disk, for a limited time (`recover.job.record_files`)
         """
         self._newest = step
         try:
             snapshot = tensors.snapshot(beside or {})
         except Exception as error:
             if not self._alone:
-                raise  # its mates are saving already, and would wait for this rank for ever
+                raise  # its peers are saving already, and would wait for this rank forever
             self._failed(step, error)
             return
         self._unnamed.append(step)
@@ -105,9 +110,11 @@ class Saver:
         name: str = "",
         beside: Mapping[str, torch.Tensor] | None = None,
     ) -> Path | None:
-        """Now, since no vote will come any more; where it is. All ranks of the replica call it; others may, too.
+        """Save at once, since no further vote will come. Returns the path, or None. All ranks of
+        the replica call it.
 
-        `name`: of the state of this replica, where others hold other states. `beside`: as in `save`.
+        name:    name of the state of this replica, where replicas hold different states
+        beside:  as in `save`
         """
         draft = self._directory / f".lost-{step}-{self._replica}"
         path = self._directory / (name or f"{UNCONFIRMED}-{step}")
@@ -122,7 +129,8 @@ class Saver:
         return path
 
     def found_equal(self, step: int, replicas: Iterable[int]) -> None:
-        """The vote of this step has found that these replicas held the same state when it began."""
+        """The vote of this step has found these replicas equal at its beginning: confirm drafts
+        of earlier steps."""
         self._equal |= dict.fromkeys(replicas, step)
         good = [draft for draft in self._unnamed if self._is_good(draft, self._replica)]
         for draft in good:
@@ -131,7 +139,7 @@ class Saver:
                 self._thread.submit(self._name, draft)  # after it is written
 
     def finish(self) -> None:
-        """Wait until what is to be saved is on disk, or has failed."""
+        """Wait until all saves are on disk, or have failed."""
         self._thread.submit(lambda: None).result()
 
     def _is_good(self, step: int, writer: int) -> bool:
@@ -148,8 +156,9 @@ class Saver:
     def _write(
         self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], tries: int = 1
     ) -> None:
-        # Tensors are written by all ranks of the replica, and fail on all of them or on none: so all of them make the
-        # same number of tries, whatever their clocks say. The rest is written by the first alone.
+        # All ranks of the replica write tensors, and fail together or not at all: so all of them
+        # make the same number of attempts, whatever their clocks say. Only the first rank writes
+        # the facts.
         written = self._repeated(partial(tensors.write, draft, snapshot), tries)
         if self._first:
             self._repeated(partial(self._write_facts, draft, written, facts), tries)
@@ -174,17 +183,18 @@ class Saver:
             file.write(json.dumps(facts, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        (draft / f"{FACTS}.tmp").rename(draft / FACTS)  # last: what has it is whole
+        (draft / f"{FACTS}.tmp").rename(draft / FACTS)  # last: a directory with this file is complete
         _flush(draft)
         _flush(self._directory)
 
     def _name(self, step: int) -> None:
-        """All know now that it is good: it gets its name, and those that are older than the last `keep` go."""
+        """Rename a confirmed draft, and remove all but the last `keep` checkpoints."""
         draft, path = self._directory / f"draft-{step}", self._directory / f"step-{step}"
         try:
             if not (draft / FACTS).exists():
                 return  # it could not be written
-            # One that was declared dead, and lives, may do the same at this moment: a good one is never taken away.
+            # A rank that was declared dead and still lives may do the same now: a good checkpoint
+            # is never removed.
             if path.exists() and _are_copies(draft, path):
                 shutil.rmtree(draft, ignore_errors=True)
             else:
@@ -201,7 +211,7 @@ class Saver:
             self._failed(step, error)
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Training is worth more than a checkpoint: say so and go on."""
+        """Report the failure and go on: training is worth more than a checkpoint."""
         if not self._first:
             return
         shutil.rmtree(self._directory / f"draft-{step}", ignore_errors=True)
@@ -209,12 +219,12 @@ class Saver:
         rank_exit.report(text)
 
     def _take_over(self) -> int:
-        """Drafts of a writer that is gone: those that are whole and good are named, the others go."""
+        """Drafts of a dead writer: rename the confirmed ones, remove the others."""
         for draft in directory.drafts(self._run_dir):
             try:
                 good = self._is_good(draft.step, draft.facts()["writer"])
             except CheckpointError:
-                good = False  # it died over it
+                good = False  # its writer died while writing it
             if good:
                 self._name(draft.step)
             else:
@@ -230,12 +240,12 @@ def _are_copies(draft: Path, path: Path) -> bool:
     try:
         return Found(draft, 0).identity() == Found(path, 0).identity()
     except CheckpointError:
-        return not (draft / FACTS).exists()  # it has just become the other one
+        return not (draft / FACTS).exists()  # it has just been renamed to the other one
 
 
 def _remove(path: Path) -> None:
     gone = path.with_name(f".gone-{path.name}-{time.time_ns()}")
-    path.rename(gone)  # first: half a checkpoint must not have a checkpoint's name
+    path.rename(gone)  # first: half a checkpoint must not have the name of a checkpoint
     shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
-"""Model and optimizer on disk: each rank of a replica writes its parts of them into one safetensors file.
+"""Model and optimizer on disk: each rank of a replica writes its parts into one safetensors file.
 
-Parts have the names of the whole model and say where they lie in the whole tensor, so they are read back by slices
-into whatever grid comes after. What is no tensor is JSON, in the header of the file. Nothing in a file can run code:
-pickle is never used, and only files that the checkpoint lists are opened.
+Parts have the names of the whole model and their offsets in the whole tensor, so any grid can
+read them back by slices. Values that are not tensors are JSON in the header of the file. Nothing
+in a file can run code: pickle is never used, and only files that the checkpoint lists are
+opened.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from recover.parallel import plain_name
 from recover.parallel.gathering import gather_json
 from recover.step.joining.packing import NamedTensors, NotPackableError, pack, unpack
 
-CONTENTS = "contents"  # of a file: what its tensors are, and what is no tensor
-NESTED = (
-    "nested."  # tensors inside of a value, such as a list of an optimizer's state: the value refers to them
-)
+CONTENTS = "contents"  # header entry: positions of the tensors, and values that are not tensors
+# Prefix of tensors inside of a value, such as a list in an optimizer's state: the value refers to
+# them.
+NESTED = "nested."
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor: a block of it, or all."""
+    """The part of a tensor that one rank holds: a block of it, or all."""
 
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # where the block begins in it
+    offsets: tuple[int, ...]  # of the block in the whole tensor
     tensor: torch.Tensor
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Part:
         tensor = tensor.detach()
-        chunks = getattr(tensor, "__create_chunk_list__", None)  # a DTensor's word on what is here
+        chunks = getattr(tensor, "__create_chunk_list__", None)  # a DTensor knows its local block
         if chunks is None:
             return Part(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
         offsets = tuple(chunks()[0].offsets)
@@ -61,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of a rank's parts, which training does not change any more."""
+    """Copies of a rank's parts, which training does not change."""
 
     parts: dict[str, Part]
     values: dict[str, Any]
@@ -70,7 +71,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Written:
-    """What all ranks of the replica have written together."""
+    """The files of all ranks of the replica."""
 
     files: dict[str, str]  # and the SHA-256 of each
     parameters: list[str]  # the names of all parameters
@@ -83,13 +84,14 @@ class Tensors:
         from recover.parallel.torch_world import TIMEOUT
 
         self._model, self._optimizer = model, optimizer
-        # Its parameters are flat pieces of others, which torch alone can name.
+        # Parameters of FSDP1 are flat pieces of others, which only torch can name.
         self._is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        # A group of its own: it is used by the saving thread while the replica computes.
+        # A group of its own: the saving thread uses it while the replica computes with other
+        # groups.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if replica_size > 1 else None
 
     def snapshot(self, beside: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Snapshot:
-        """Copy what this rank holds, and the tensors `beside` it."""
+        """Copy the tensors of this rank, and those of `beside`."""
         tensors, values = self._state()
         tensors |= beside
         return Snapshot(
@@ -99,17 +101,19 @@ class Tensors:
         )
 
     def refuse_unsavable(self) -> None:
-        """Raises CheckpointError with the name of an entry of model or optimizer that no file can hold."""
+        """Raises CheckpointError with the name of an entry of model or optimizer that no file
+        can hold."""
         self._state()
 
     def write(self, directory: Path, snapshot: Snapshot) -> Written:
-        """Write this rank's file. All ranks of the replica call it; it fails on all of them, or on none."""
+        """Write this rank's file. All ranks of the replica call it; it fails on all of them, or
+        on none."""
         rank = 0 if self._group is None else dist.get_rank(self._group)
         path = directory / f"part-{rank}.safetensors"
-        held = self._tell({name: list(part.offsets) for name, part in snapshot.parts.items()})
+        held = self._gather({name: list(part.offsets) for name, part in snapshot.parts.items()})
         mine = {
             name: part
-            for name, part in snapshot.parts.items()  # what several hold is written by the first of them
+            for name, part in snapshot.parts.items()  # a block that several ranks hold is written by the first of them
             if (part.tensor.numel() or 0 in part.shape)
             and not any(parts.get(name) == list(part.offsets) for parts in held[:rank])
         }
@@ -121,14 +125,14 @@ class Tensors:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             FILES.remove(path)  # half a file takes room, too
-        told = self._tell((path.name, digest, failure, snapshot.parameters))
-        if failures := [failure for _, _, failure, _ in told if failure]:
+        written = self._gather((path.name, digest, failure, snapshot.parameters))
+        if failures := [failure for _, _, failure, _ in written if failure]:
             raise CheckpointError(failures[0])
-        names = {name for *_, parameters in told for name in parameters}
-        return Written({name: digest for name, digest, *_ in told}, sorted(names))
+        names = {name for *_, parameters in written for name in parameters}
+        return Written({name: digest for name, digest, *_ in written}, sorted(names))
 
     def load(self, directory: Path, files: Iterable[str]) -> None:
-        """Fill model and optimizer with what was written, by whatever grid."""
+        """Fill model and optimizer from files that any grid has written."""
         with Stored(directory, files) as stored:
             if self._is_flat:
                 self._load_flat(stored)
@@ -162,7 +166,7 @@ class Tensors:
         )
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's tensors, and what else the optimizer holds, under the names of the whole model."""
+        """This rank's tensors and other values, under the names of the whole model."""
         weights: Mapping[str, Any]
         moments: Mapping[str, Any]
         if self._is_flat:
@@ -188,9 +192,9 @@ class Tensors:
             )
         return tensors | nested, values
 
-    def _tell(self, word: Any) -> list[Any]:
-        """What each rank of the replica says."""
-        return [word] if self._group is None else gather_json(word, self._group)
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all ranks of the replica."""
+        return [value] if self._group is None else gather_json(value, self._group)
 
 
 class Stored:
@@ -224,7 +228,7 @@ class Stored:
         return [name for name in (*self._parts, *self._values) if name.startswith(prefix)]
 
     def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and type of a tensor; None of what is none."""
+        """Shape and type of a tensor; None for other values."""
         if name not in self._parts:
             return None
         (file, _), *_ = self._parts[name]
@@ -238,9 +242,9 @@ class Stored:
         return into
 
     def fill(self, name: str, part: Part) -> None:
-        """Put together what lies inside this part."""
+        """Fill this part from all blocks that overlap it."""
         if 0 in part.shape:
-            return  # older files do not mention it
+            return  # older files do not list empty tensors
         if name not in self._parts:
             raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another model")
         if self._shapes[name] != part.shape:
@@ -273,7 +277,7 @@ class Stored:
             raise CheckpointError(f"{self._directory} lacks {missing} numbers of {name}; it is not whole")
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor put together from all of its parts."""
+        """A whole tensor, from all of its parts."""
         kind = self.kind(name)
         if kind is None:
             raise CheckpointError(f"{self._directory} has no {name}")
@@ -283,7 +287,7 @@ class Stored:
         return tensor
 
     def value(self, name: str, current: Any) -> Any:
-        """A value that is no tensor. Older files have lists instead of tuples."""
+        """A value that is not a tensor. Older files have lists instead of tuples."""
         if name not in self._values:
             raise CheckpointError(f"{self._directory} has no {name}; it is a checkpoint of another optimizer")
         value = unpack(self._values[name], self.whole)
@@ -296,7 +300,8 @@ def _copy(part: Part) -> Part:
 
 def _write(path: Path, parts: Mapping[str, Part], values: Mapping[str, Any]) -> None:
     where = {name: (part.shape, part.offsets) for name, part in parts.items()}
-    # Under one name: safetensors writes several in any order, and the same must have the same digest everywhere.
+    # Under one name: safetensors writes several names in any order, and equal contents must have
+    # equal digests.
     header = {CONTENTS: json.dumps({"parts": where, "values": values})}
     save_file({name: part.tensor for name, part in parts.items()}, path, metadata=header)
     with open(path, "rb") as file:
@@ -304,18 +309,20 @@ def _write(path: Path, parts: Mapping[str, Part], values: Mapping[str, Any]) -> 
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Options of a group that are tuples of numbers are lists in the files: those who read them know what they are."""
+    """Options of a group that are tuples of numbers are lists in the files; `Stored.value` makes
+    them tuples again."""
     is_option = name.startswith("optimizer.param_groups.") and type(value) is tuple
     return list(value) if is_option and all(isinstance(each, bool | int | float) for each in value) else value
 
 
 def _contents(header: Mapping[str, str]) -> dict[str, Any]:
-    """What a file holds; older ones say it under two names."""
+    """The contents of a file; older files have them under two names."""
     if CONTENTS in header:
         return dict(json.loads(header[CONTENTS]))
     return {name: json.loads(header[name]) for name in ("parts", "values")}
 
 
 def _options() -> StateDictOptions:
-    """By parameter, not by group: a rank of a pipeline has only some of a group's parameters."""
+    """State by parameter, not by group: a rank of a pipeline has only some parameters of a
+    group."""
     return StateDictOptions(flatten_optimizer_state_dict=True)

@@ -1,4 +1,4 @@
-"""The command `recover`: one file per verb. Each imports what it needs when it is called, so that `--help` is quick."""
+"""The command `recover`, one file per verb. Verbs import what they need when called, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recover.cli.watch import watch
 from recover.cli.why import why
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from recover.job.machine import version_of
 
@@ -38,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-# Options may be written with torchrun's underscores, too.
+# Options may also be written with underscores, as torchrun's may.
 _SPELLING = {"token_normalize_func": lambda word: word.replace("_", "-")}
 app.command(cls=RunCommand, context_settings={"allow_interspersed_args": False, **_SPELLING})(run)
 app.command(cls=TrainCommand, context_settings=_SPELLING)(train)
@@ -53,13 +53,18 @@ plugins.add_commands(app)
 def command(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which version this is."),
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_version,
+            help="Print the versions of recover and of what it needs.",
+        ),
     ] = False,
 ) -> None:
     """Pre-train LLMs on machines that fail: every optimizer step on exactly B microbatches."""
 
 
 def main() -> None:
-    # On aarch64 oneDNN otherwise leaves a file for `perf` in /tmp for every process that multiplies. 1: as on x86_64.
+    # On aarch64 oneDNN otherwise leaves a file for `perf` in /tmp for every process. 1 is the default on x86_64.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")
     app()

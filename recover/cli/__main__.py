@@ -1,4 +1,4 @@
-"""`python -m recover.cli`: the command, where it is not on the PATH."""
+"""`python -m recover.cli`: the command `recover` where it is not on the PATH."""
 
 from recover.cli import main
 

@@ -1,4 +1,4 @@
-"""`recover doctor`: is this machine fit? Are these hosts?"""
+"""`recover doctor`: checks of this machine, or of several hosts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.job.host_options import HostOptions
 
 
-@about_hosts("nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file")
+@with_host_options(
+    "nnodes", "rdzv_endpoint", "rdzv_id", "join_timeout", "interface", "host_name", "token_file"
+)
 def doctor(
     mpirun: Annotated[
         str | None, typer.Option(help="Open MPI's mpirun.  [default: the one beside this Python, then PATH]")
@@ -19,14 +21,14 @@ def doctor(
     hosts: Annotated[
         bool,
         typer.Option(
-            "--hosts", help="Check what is between several hosts: the same command on each, with --nnodes."
+            "--hosts", help="Check the network between hosts: run the same command on each, with --nnodes."
         ),
     ] = False,
     *,
     several: HostOptions,
 ) -> None:
-    """Check this machine: versions, fault tolerance, memory, cores, and three real processes, one killed. Or, with
-    --hosts, what is between several: versions, clocks, names, ports, MTU, and the bandwidth of every pair."""
+    """Check this machine: versions, fault tolerance, memory, cores, and three real processes, one of which is killed.
+    With --hosts, check several hosts: versions, clocks, names, ports, MTU, and the bandwidth of every pair."""
     if hosts:
         from recover.launch.doctor.hosts import examine_hosts
 

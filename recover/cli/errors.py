@@ -1,4 +1,4 @@
-"""What cannot be done is said in a sentence, not in a traceback."""
+"""Errors of commands: one sentence and exit code 2, no traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 @contextmanager
 def refusals(command: str) -> Iterator[None]:
-    """Inside, an error that names a wrong value ends the command with exit code 2."""
+    """Print a ValueError or an OSError that is raised inside, and end the command with exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`recover faults`: make and check schedules of faults. Each command imports what it needs when it is called."""
+"""`recover faults`: makes and checks schedules of faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recover.cli.errors import refusals
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Schedules of faults: make one, check one, or let chance strike a training job.",
+    help="Schedules of faults: make or check one, or inject random faults into training jobs.",
 )
 
 
@@ -20,17 +20,22 @@ app = typer.Typer(
 def make(
     replicas: Annotated[int, typer.Option(help="Replicas of the job.")],
     replica_size: Annotated[int, typer.Option(help="Ranks that hold one copy of the model.")] = 1,
-    count: Annotated[int | None, typer.Option(help="How many faults.")] = None,
+    count: Annotated[int | None, typer.Option(help="Number of faults.")] = None,
     mtbf: Annotated[
-        str | None, typer.Option(help="Instead: the mean between failures, in steps (12) or seconds (30s).")
+        str | None,
+        typer.Option(help="Instead of --count: mean time between failures, in steps (12) or seconds (30s)."),
     ] = None,
-    steps: Annotated[str, typer.Option(metavar="FIRST:LAST", help="Where they may strike.")] = "1:60",
+    steps: Annotated[
+        str, typer.Option(metavar="FIRST:LAST", help="Steps in which faults may strike.")
+    ] = "1:60",
     seed: Annotated[int, typer.Option(help="The same seed gives the same schedule.")] = 0,
     locations: Annotated[
-        str | None, typer.Option(help="Weights, as in-reduce=3,vote.  [default: all alike]")
+        str | None,
+        typer.Option(help="Locations with weights, for example in-reduce=3,vote.  [default: all, equally]"),
     ] = None,
     actions: Annotated[
-        str | None, typer.Option(help="Weights, as kill=5,pause:1,stop.  [default: kill]")
+        str | None,
+        typer.Option(help="Actions with weights, for example kill=5,pause:1,stop.  [default: kill]"),
     ] = None,
 ) -> None:
     """Draw a schedule from a seed and print it as YAML, for `recover train faults=FILE`."""
@@ -48,7 +53,7 @@ def check(
     replica_size: Annotated[int | None, typer.Option(help="Ranks that hold one copy of the model.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the job.")] = None,
 ) -> None:
-    """Say which faults of a schedule can never strike, and why."""
+    """List the faults of a schedule that can never strike, and why."""
     from recover.faults import command
 
     with refusals("recover faults check"):

@@ -1,4 +1,4 @@
-"""What commands are told about hosts, and about replicas that come back, with torchrun's words."""
+"""Command-line options for several hosts and for restarts of lost replicas, named as in torchrun where it has them."""
 
 from __future__ import annotations
 
@@ -20,56 +20,65 @@ def _option(help: str, metavar: str | None = None) -> typer.models.OptionInfo:
 
 
 Command = Callable[..., None]
-WORDS: dict[str, Any] = {
-    "nnodes": Annotated[str | None, _option("How many hosts; 3:4 begins with three of four.", "N[:M]")],
+OPTIONS: dict[str, Any] = {
+    "nnodes": Annotated[
+        str | None, _option("Number of hosts; 3:4 starts with three of at most four.", "N[:M]")
+    ],
     "nproc_per_node": Annotated[
         str | None, _option("Ranks on this host: a number, gpu or auto.  [default: 1]", "K")
     ],
     "rdzv_endpoint": Annotated[
         str | None,
-        _option("Where etcd is, or is to be started: one host, or three.", "HOST:PORT[,HOST:PORT,HOST:PORT]"),
+        _option(
+            "Address of an etcd, or of the one or three hosts that start one.",
+            "HOST:PORT[,HOST:PORT,HOST:PORT]",
+        ),
     ],
-    "rdzv_id": Annotated[str | None, _option("The name of the job, the same on every host.", "JOB")],
-    "rdzv_backend": Annotated[str | None, _option("For lines of torchrun's: hosts meet in etcd.", "etcd")],
+    "rdzv_id": Annotated[str | None, _option("Name of the job, the same on every host.", "JOB")],
+    "rdzv_backend": Annotated[
+        str | None, _option("For torchrun's command lines; hosts always use etcd.", "etcd")
+    ],
     "rdzv_patience": Annotated[
-        float, _option("Seconds that etcd may be silent; then ranks that need it end.", "SECONDS")
+        float, _option("Seconds without an answer from etcd after which ranks that need it exit.", "SECONDS")
     ],
-    "join_timeout": Annotated[float, _option("Seconds that the hosts have to come.", "SECONDS")],
-    "lease": Annotated[float, _option("Seconds without a sign after which a host is lost.", "SECONDS")],
+    "join_timeout": Annotated[float, _option("Seconds to wait for all hosts at the start.", "SECONDS")],
+    "lease": Annotated[float, _option("Seconds without a sign of life until a host is lost.", "SECONDS")],
     "interface": Annotated[
         str | None,
-        _option("Interface or address for data.  [default: the one that leads to the endpoint]", "NAME"),
+        _option(
+            "Network interface or address for data.  [default: the one that routes to the endpoint]", "NAME"
+        ),
     ],
     "host_name": Annotated[
-        str | None, _option("What this host is called in the job.  [default: its name]", "NAME")
+        str | None, _option("Name of this host in the job.  [default: its host name]", "NAME")
     ],
     "token_file": Annotated[
         Path | None,
         _option(
-            "A secret that every host has a copy of; with several hosts needed unless etcd is there already.",
+            "File with a secret, the same on every host; required with several hosts unless etcd exists already.",
             "FILE",
         ),
     ],
     "etcd_dir": Annotated[
-        Path | None, _option("Where an etcd that is started keeps its data.  [default: in memory]", "DIR")
+        Path | None, _option("Data directory of an etcd that is started.  [default: in memory]", "DIR")
     ],
-    "etcd_prefix": Annotated[str, _option("Of all keys, in an etcd that others use, too.", "PREFIX")],
-    "etcd_user": Annotated[str | None, _option("Who we are to an existing etcd.", "NAME")],
-    "etcd_password_file": Annotated[Path | None, _option("Its password.", "FILE")],
-    "etcd_ca": Annotated[Path | None, _option("Who signed etcd's certificate; TLS is used.", "FILE")],
-    "etcd_cert": Annotated[Path | None, _option("What we show of ourselves.", "FILE")],
-    "etcd_key": Annotated[Path | None, _option("Its key.", "FILE")],
+    "etcd_prefix": Annotated[str, _option("Prefix of all keys, for an etcd that is shared.", "PREFIX")],
+    "etcd_user": Annotated[str | None, _option("User name at an existing etcd.", "NAME")],
+    "etcd_password_file": Annotated[Path | None, _option("File with the password of --etcd-user.", "FILE")],
+    "etcd_ca": Annotated[Path | None, _option("CA certificate of etcd; turns TLS on.", "FILE")],
+    "etcd_cert": Annotated[Path | None, _option("Client certificate for etcd.", "FILE")],
+    "etcd_key": Annotated[Path | None, _option("Key of the client certificate.", "FILE")],
     "returns": Annotated[
         bool,
-        typer.Option(
-            "--return", help="Start lost replicas again, and let hosts come later: the job stands on etcd."
-        ),
+        typer.Option("--return", help="Restart lost replicas, and let hosts join later; uses etcd."),
     ],
-    "return_delay": Annotated[float, _option("How long the place of a lost rank rests before.", "SECONDS")],
+    "return_delay": Annotated[
+        float, _option("Seconds before the slot of a lost rank is used again.", "SECONDS")
+    ],
     "forgive": Annotated[
         float,
         _option(
-            "A place where ranks die twice is not tried again, unless one has worked there for so long.",
+            "A slot in which ranks died twice is not used again, unless a rank has run there for this long.",
             "SECONDS",
         ),
     ],
@@ -77,38 +86,38 @@ WORDS: dict[str, Any] = {
         bool,
         typer.Option(
             "--ready/--no-ready",
-            help="With --return: keep processes that have imported torch, so that a lost replica is back sooner.",
+            help="With --return: keep processes that have imported torch already, for faster restarts.",
         ),
     ],
     "standby": Annotated[
-        int, _option("Replicas that are ready, and wait for a loss; implies --return.", "K")
+        int, _option("Number of replicas that are started and wait for a loss; implies --return.", "K")
     ],
     "warm_up": Annotated[
-        float, _option("One that is started again is ended if it is not ready after so long.", "SECONDS")
+        float, _option("Seconds after which a restarted rank that is not ready is killed.", "SECONDS")
     ],
 }
 
 
-def about_hosts(*names: str) -> Callable[[Command], Command]:
-    """A command with these options, or all of them; it gets them together, as `several`."""
+def with_host_options(*names: str) -> Callable[[Command], Command]:
+    """Decorator that adds these host options, or all of them, to a command, which receives them as `several`."""
     defaults = {field.name: field.default for field in fields(HostOptions)}
     options = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=WORDS[name]
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=OPTIONS[name]
         )
-        for name in names or WORDS
+        for name in names or OPTIONS
     ]
 
-    def widen(command: Command) -> Command:
+    def decorate(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
-        def told(**given: Any) -> None:
+        def wrapped(**given: Any) -> None:
             several = HostOptions(**{option.name: given.pop(option.name) for option in options})
             command(**given, several=several)
 
         signature = inspect.Signature([*(each for each in own if each.name != "several"), *options])
-        told.__signature__ = signature  # type: ignore[attr-defined]
-        return told
+        wrapped.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapped
 
-    return widen
+    return decorate

@@ -1,4 +1,4 @@
-"""The options of `recover run` and `recover train` for whoever looks on."""
+"""Monitoring options of `recover run` and `recover train`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import typer
 Page = Annotated[
     str,
     typer.Option(
-        metavar="PORT|off", help="Where the live page is served, on this host alone.  [default: 8470 or next]"
+        metavar="PORT|off",
+        help="Port of the live page, on this host only.  [default: 8470 or next]",
     ),
 ]
 PageBind = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Serve the page on this address, for who has its token.")
+    str, typer.Option(metavar="ADDRESS", help="Serve the page on this address, to anyone who has its token.")
 ]
 OnIncident = Annotated[
     str | None,
-    typer.Option(
-        metavar="CMD", help="Run CMD after every loss, with all that is known of it as JSON on its stdin."
-    ),
+    typer.Option(metavar="CMD", help="Run CMD after every loss, with the facts about it as JSON on stdin."),
 ]
 Otel = Annotated[
     bool,
     typer.Option(
         "--otel",
-        help="Send steps and repairs as OpenTelemetry traces, where OTEL_EXPORTER_OTLP_ENDPOINT says.",
+        help="Send steps and repairs as OpenTelemetry traces to OTEL_EXPORTER_OTLP_ENDPOINT.",
     ),
 ]

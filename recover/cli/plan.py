@@ -1,4 +1,4 @@
-"""`recover plan`: what losses, and replicas that join, would do to a job."""
+"""`recover plan`: the effect of losses and joins on a job, without running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVENTS = "recover.plan.events"
 
 
 class PlanCommand(TyperCommand):
-    """Losses and joins happen in the order in which they are given, whichever option each of them is."""
+    """Keeps --lose and --join in the order in which they are given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
@@ -30,13 +30,16 @@ def plan(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...", help="A job, as `recover train` takes it."),
+        typer.Argument(
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="A job, with the keys of `recover train`."
+        ),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="Instead of a job: replicas at the start.", show_default=False)
+        int | None,
+        typer.Option(help="Instead of a job: number of replicas at the start.", show_default=False),
     ] = None,
     accum: Annotated[
-        int | None, typer.Option(help="... and microbatches that each of them accumulates in a step.")
+        int | None, typer.Option(help="Instead of a job: microbatches per replica and step.")
     ] = None,
     lose: Annotated[
         list[str] | None,
@@ -47,10 +50,12 @@ def plan(
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(help="So many replicas join, between two steps; may be repeated, and among the losses."),
+        typer.Option(
+            help="Number of replicas that join between two steps; may be repeated, and mixed with --lose."
+        ),
     ] = None,
     until: Annotated[
-        int | None, typer.Option(help="Then lose one after another until so many are left, and draw it.")
+        int | None, typer.Option(help="Then lose replicas one by one until this many are left, and plot it.")
     ] = None,
     policy: Annotated[
         str | None,
@@ -58,16 +63,17 @@ def plan(
             help="static, balanced or adaptive.  [default: the job's, or what a job has by default]"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    png: Annotated[Path | None, typer.Option(help="Where the picture goes.  [default: plan.png]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    png: Annotated[Path | None, typer.Option(help="File for the plot.  [default: plan.png]")] = None,
 ) -> None:
-    """Show what losses and joins would do to a job: who steps in, who runs more, and that B stays B."""
+    """Show the effect of losses and joins on a job: which replicas step in, which run more, and that B stays B."""
     from recover.runs.report.plan_narration import tell
 
     with refusals("recover plan"):
         batch = None
         if words:
-            from recover.train.config import parse, read
+            from recover.job.config_keys import read
+            from recover.train.config import parse
 
             if replicas is not None or accum is not None:
                 raise ValueError("--replicas and --accum are keys of a job; write replicas=8 accum=4")

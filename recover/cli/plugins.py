@@ -24,7 +24,7 @@ LAB_COMMANDS = {
 
 
 def load(name: str) -> Callable[..., Any] | None:
-    """What the entry point of this name refers to; None if no distribution brings it."""
+    """The object that the entry point of this name refers to; None if no distribution provides it."""
     for found in entry_points(group=GROUP, name=name):
         loaded: Callable[..., Any] = found.load()
         return loaded
@@ -32,7 +32,7 @@ def load(name: str) -> Callable[..., Any] | None:
 
 
 def needs_lab(words: str) -> str:
-    """The refusal for a command of the lab where it is not installed."""
+    """The error for a command of the lab that is not installed."""
     return f"`recover {words}` is part of {LAB}, which is not installed; install it: pip install {LAB}"
 
 

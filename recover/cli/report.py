@@ -1,4 +1,4 @@
-"""`recover report`: what runs did, as a page."""
+"""`recover report`: an HTML report about one or several runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recover.cli.errors import refusals
 def report(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="Run directories; several are laid over each other."),
+        typer.Argument(metavar="RUN_DIR...", help="Run directories; several are plotted together."),
     ],
     compare: Annotated[
-        bool, typer.Option("--compare", help="Say in one line whether runs did the same; draw nothing.")
+        bool, typer.Option("--compare", help="Print in one line whether the runs are equal; write no report.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Where page and pictures go.  [default: RUN_DIR/report]")
+        Path | None, typer.Option(help="Directory for the report.  [default: RUN_DIR/report]")
     ] = None,
 ) -> None:
-    """Show what runs did: one page with loss, batch, replicas, throughput and every incident."""
+    """Write a report about runs: loss, batch, replicas, throughput and every incident."""
     from recover.runs.report import build
     from recover.runs.report import compare as compare_runs
 

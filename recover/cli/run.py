@@ -1,4 +1,4 @@
-"""`recover run`: a script on several ranks that survive each other."""
+"""`recover run`: a user's script on several fault-tolerant ranks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from typing import Annotated, Any
 import typer
 
 from recover.cli.errors import refusals
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.cli.run_command import MISSING
 from recover.job.host_options import HostOptions
 
 
-@about_hosts()
+@with_host_options()
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file that every rank runs.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script as they are.")
-    ] = None,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python file that every rank runs.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="How many processes, all on this host.")
+        int | None, typer.Option("--ranks", "-n", help="Number of ranks, all on this host.")
     ] = None,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
     ] = False,
     replica_size: Annotated[int, typer.Option(help="Ranks that hold one copy of the model.")] = 1,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where logs and results go.  [default: runs/SCRIPT-TIME]")
+        Path | None, typer.Option(help="Directory for logs and records.  [default: runs/SCRIPT-TIME]")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="End a job that shows no progress for so many seconds; 0: never.")
+        float, typer.Option(help="Seconds without progress after which the job is ended; 0: never.")
     ] = 1800,
     mpirun: Annotated[
         str | None, typer.Option(help="Open MPI's mpirun.  [default: the one beside this Python, then PATH]")
@@ -41,7 +39,7 @@ def run(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="A rank that hangs for so long while others wait is taken for dead.  [default: 10 if its process "
+            help="A rank that hangs for this long while others wait is declared dead.  [default: 10 if its process "
             "does not run, 60 or ten steps if it does]",
         ),
     ] = None,
@@ -49,18 +47,18 @@ def run(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="A reduction that all ranks wait in, and that moves nothing for so long, is given up: a link is "
-            "broken.  [default: 60]",
+            help="A reduction that moves no data for this long while all ranks wait in it is aborted, as over a "
+            "broken link.  [default: 60]",
         ),
     ] = None,
     carrier: Annotated[
-        str, typer.Option(help="What moves the data between replicas: auto, mpi, gloo or nccl.")
+        str, typer.Option(help="Transport between replicas: auto, mpi, gloo or nccl.")
     ] = "auto",
     kill: Annotated[
         list[str] | None,
         typer.Option(
             metavar="STEP:REPLICA[.LOCAL]:LOCATION[=ACTION]",
-            help="A fault on schedule, as 3:1:in-reduce; may be repeated.  [default: what RECOVER_KILL says]",
+            help="Inject a fault, for example 3:1:in-reduce; may be repeated.  [default: RECOVER_KILL]",
         ),
     ] = None,
     page: Page = "auto",
@@ -76,33 +74,18 @@ def run(
     *,
     several: HostOptions,
 ) -> None:
-    """Start SCRIPT on several ranks that survive each other: on this host (-n), or on several (--nnodes). Options go
-    before SCRIPT."""
-    from recover.runs.live.monitors import onlookers
+    """Run SCRIPT on several fault-tolerant ranks: on this host (-n), or on several hosts (--nnodes). Options go before
+    SCRIPT."""
+    from recover.runs.live.monitors import make_monitors
 
-    if several.asked and ranks is not None:
-        typer.echo("recover run: -n is for one host; with --nnodes give --nproc-per-node", err=True)
-        raise typer.Exit(2)
-    if not several.asked and ranks is None:
-        typer.echo(f"recover run: {MISSING}", err=True)
-        raise typer.Exit(2)
-    if several.restarts and hostfile is not None:
-        typer.echo("recover run: --return is not for Open MPI's --hostfile; give --nnodes", err=True)
-        raise typer.Exit(2)
-    if ranks is None or several.restarts:
-        for name, value in (("--hostfile", hostfile), ("--mpirun", mpirun)):
-            if value is not None:
-                typer.echo(
-                    f"recover run: {name} is Open MPI's, and would have no effect here; leave it out",
-                    err=True,
-                )
-                raise typer.Exit(2)
-    # What the script says is its own: where nobody sits in front of it, the address is in the run directory alone.
+    # The output belongs to the script. Without a person at the terminal, the address of the page is in the run
+    # directory only.
     tell = sys.stderr.isatty() or page not in ("auto", "off") or page_bind != "127.0.0.1"
     with refusals("recover run"):
+        _check_options(ranks, several, hostfile, mpirun)
         several.check_use()
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
-        monitors = onlookers(page, page_bind, on_incident, say, otel, tell)
+        monitors = make_monitors(page, page_bind, on_incident, say, otel, tell)
     told: dict[str, Any] = {
         "replica_size": replica_size,
         "run_dir": run_dir,
@@ -124,3 +107,19 @@ def run(
     from recover.launch.launcher import launch
 
     raise typer.Exit(launch(ranks, script, args or [], mpirun=mpirun, hosts=hostfile, **told))
+
+
+def _check_options(
+    ranks: int | None, several: HostOptions, hostfile: Path | None, mpirun: str | None
+) -> None:
+    """Options that contradict each other. Raises ValueError."""
+    if several.asked and ranks is not None:
+        raise ValueError("-n is for one host; with --nnodes give --nproc-per-node")
+    if not several.asked and ranks is None:
+        raise ValueError(MISSING)
+    if several.restarts and hostfile is not None:
+        raise ValueError("--return is not for Open MPI's --hostfile; give --nnodes")
+    if ranks is None or several.restarts:
+        for name, value in (("--hostfile", hostfile), ("--mpirun", mpirun)):
+            if value is not None:
+                raise ValueError(f"{name} is Open MPI's, and would have no effect here; leave it out")

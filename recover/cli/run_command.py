@@ -1,4 +1,4 @@
-"""`recover run` reads its own options up to the name of the script; the rest is the script's."""
+"""Parsing of `recover run`: options before the script's name are its own, everything after it is the script's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MISSING = "how many ranks? give -n RANKS, or --nnodes HOSTS for several hosts"
 
 
 class RunCommand(TyperCommand):
-    """Options that stand after the script's name go to the script. Where that makes a difference, it is said."""
+    """Passes options after the script's name to the script, and explains it where one of them was meant for us."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         try:
             rest: list[str] = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            self._tell_late(given, error.format_message().rstrip("."))
+            self._explain_late_options(given, error.format_message().rstrip("."))
             raise
         if all(ctx.params[name] is None for name in ("ranks", "nnodes", "rdzv_endpoint", "rdzv_id")):
-            self._tell_late(given, MISSING)
+            self._explain_late_options(given, MISSING)
         return rest
 
-    def _tell_late(self, args: list[str], problem: str) -> None:
-        """Ends the command if options of it stand after the script's name."""
+    def _explain_late_options(self, args: list[str], problem: str) -> None:
+        """End the command with an explanation if some of its options are given after the script's name."""
         script, late = self.late_options(args)
         if not late:
             return
@@ -37,7 +37,7 @@ class RunCommand(TyperCommand):
         raise typer.Exit(2) from None
 
     def late_options(self, args: list[str]) -> tuple[str, list[str]]:
-        """The script's name, and the options of this command that stand after it."""
+        """The script's name, and the options of this command that are given after it."""
         options = {name: option for option in self.params for name in (*option.opts, *option.secondary_opts)}
         known = {name: option for name, option in options.items() if name.startswith("-")}
         place = 0

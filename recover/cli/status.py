@@ -1,4 +1,4 @@
-"""`recover status`: how a run stands, in the terminal."""
+"""`recover status`: the state of a run, in the terminal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from recover.cli.errors import refusals
 
 def status(
     run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="A run.  [default: the newest one in runs/]")
+        Path | None,
+        typer.Argument(metavar="[RUN_DIR]", help="Run directory.  [default: the newest one in runs/]"),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends, or Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Update until the run ends, or Ctrl-C.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show how a run stands: step, loss, batch, replicas, goodput, what each rank does, and every loss."""
+    """Show the state of a run: step, loss, batch, replicas, goodput, the activity of each rank, and every loss."""
     from recover.runs.live.server import status as everything
     from recover.runs.live.terminal import follow as go_on
     from recover.runs.live.terminal import newest, once

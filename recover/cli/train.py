@@ -9,18 +9,21 @@ import typer
 from typer.core import TyperCommand
 
 from recover.cli.errors import refusals
-from recover.cli.host_options import about_hosts
+from recover.cli.host_options import with_host_options
 from recover.cli.monitor_options import OnIncident, Otel, Page, PageBind
 from recover.job.host_options import HostOptions
 
 
 class TrainCommand(TyperCommand):
-    """Its help ends with all keys; they are looked up only when somebody asks for it."""
+    """Appends all keys to the help; they are imported only then."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from recover.train.config import describe
+        from recover.job.config_keys import describe
+        from recover.train.config import Config
 
-        rows = [(key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe()]
+        rows = [
+            (key, f"{meaning}  [default: {_as_yaml(default)}]") for key, default, meaning in describe(Config)
+        ]
         with formatter.section("Keys, in CONFIG.yaml or as key=value"):
             formatter.write_dl(rows)
 
@@ -29,33 +32,31 @@ def _as_yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@about_hosts()
+@with_host_options()
 def train(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="What to train and how; the keys are below."
+            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="Configuration; the keys are listed below."
         ),
     ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Where the run is written.  [default: runs/train-TIME]")
-    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory.  [default: runs/train-TIME]")] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(
             metavar="STEP:REPLICA[.LOCAL]:LOCATION[=ACTION]",
-            help="A fault on schedule, as 3:1:in-reduce, or 5:2:vote=stop (kill is the default); may be repeated.",
+            help="Inject a fault, for example 3:1:in-reduce or 5:2:vote=stop (default action: kill); may be repeated.",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="Go on from the last checkpoint of this run, with as many replicas as you like.",
+            help="Resume from the last checkpoint of this run, with any number of replicas.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show grid, memory and plan; start nothing.")
+        bool, typer.Option("--dry-run", help="Show grid, memory and plan without starting anything.")
     ] = False,
     page: Page = "auto",
     page_bind: PageBind = "127.0.0.1",
@@ -65,12 +66,12 @@ def train(
     several: HostOptions,
 ) -> None:
     """Pre-train a LLaMA. Replicas may die at any moment; every step has exactly B = replicas x accum microbatches."""
-    from recover.runs.live.monitors import onlookers
+    from recover.runs.live.monitors import make_monitors
     from recover.train.supervision import train as start
 
     with refusals("recover train"):
         several.check_use()
-        monitors = onlookers("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
+        monitors = make_monitors("off" if dry_run else page, page_bind, on_incident, typer.echo, otel)
     hosts_asked = several if several.asked else None
     returning = several if several.restarts else None
     raise typer.Exit(

@@ -1,4 +1,4 @@
-"""`recover watch`: the page of a run from its records alone."""
+"""`recover watch`: the live page of a run, from its records alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from recover.cli.errors import refusals
 
 def watch(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="A run: going, finished, or copied from elsewhere.")
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory: of a running, finished or copied run.")
     ],
     page: Annotated[
-        int | None, typer.Option(metavar="PORT", help="The port; 0: any.  [default: 8470 or next]")
+        int | None, typer.Option(metavar="PORT", help="Port; 0: any.  [default: 8470 or next]")
     ] = None,
     page_bind: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Serve it on this address, for who has its token.")
+        str,
+        typer.Option(metavar="ADDRESS", help="Serve the page on this address, to anyone who has its token."),
     ] = "127.0.0.1",
 ) -> None:
     """Serve the live page of a run, until Ctrl-C."""

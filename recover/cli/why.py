@@ -1,4 +1,4 @@
-"""`recover why`: the first cause of every loss."""
+"""`recover why`: the root cause of every loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from recover.cli.errors import refusals
 
 
 def why(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, finished or not.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, finished or not.")],
     incident: Annotated[
-        int | None, typer.Argument(metavar="[INCIDENT]", help="Its number, from 1 on.  [default: all]")
+        int | None,
+        typer.Argument(metavar="[INCIDENT]", help="Number of the incident, from 1 on.  [default: all]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell who was lost first, why, who followed and because of whom, and what to do."""
+    """Show which ranks were lost first and why, which followed because of them, and what to do."""
     from recover.runs.report import explanation
     from recover.runs.report.recorded_runs import read_runs
 

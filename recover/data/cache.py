@@ -1,7 +1,9 @@
-"""Text is turned into tokens once per machine: the first process does it, the others wait and map the same file.
+"""The token cache: text is tokenised once per machine. The first process does it, the others wait and map the same
+file.
 
-The files lie in $RECOVER_CACHE, or `recover` under $XDG_CACHE_HOME or ~/.cache, named after a digest of all that they
-depend on. They are renamed into place when whole; the lock is the kernel's, so when a builder dies the next one builds.
+The files are in $RECOVER_CACHE, or in `recover` under $XDG_CACHE_HOME or ~/.cache, named by a digest of everything
+that they depend on. They are renamed into place when complete. The lock belongs to the kernel, so that another
+process continues if the builder dies.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from numpy.typing import DTypeLike
 
 from recover.data.tokenizer import Tokens
 
-_VERSION = 1  # of the way from text to tokens; a new one leaves the old files alone
-_PATIENCE = 3.0  # seconds without a word
+_VERSION = 1  # version of the tokenisation; a new one does not touch old files
+_PATIENCE = 3.0  # seconds without a message
 
 
 def directory() -> Path:
@@ -32,7 +34,7 @@ def directory() -> Path:
 
 
 def cached(identity: Any, name: str, dtype: DTypeLike, build: Iterator[Tokens]) -> Path:
-    """The file with these tokens, made from `build` if it is not there."""
+    """The file with these tokens; `build` makes it if it does not exist."""
     key = sha256(json.dumps([_VERSION, identity]).encode()).hexdigest()[:32]
     path = directory() / f"{key}.{np.dtype(dtype).name}"
     if path.exists():
@@ -52,7 +54,7 @@ def cached(identity: Any, name: str, dtype: DTypeLike, build: Iterator[Tokens]) 
 
 
 def _write(path: Path, name: str, dtype: DTypeLike, build: Iterator[Tokens]) -> None:
-    """Only the holder of the lock is here, so one name for the unfinished file is enough."""
+    """Only the holder of the lock calls this, so one name for the unfinished file is enough."""
     unfinished, announced = path.with_suffix(".tmp"), time.monotonic() + _PATIENCE
     try:
         with unfinished.open("wb") as file:

@@ -1,4 +1,4 @@
-"""A corpus is one long row of token ids, memory-mapped: made here from any of the forms that a user may have."""
+"""A corpus is one long memory-mapped row of token ids, made from any of the supported formats."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from recover.data.sources import TOKEN_FILES, Hub, Piece, Source, find_source
 from recover.data.split import train_and_heldout
 from recover.data.tokenizer import Bytes, Tokenizer, Tokens, get_tokenizer
 
-_BATCH = 64  # pieces that are encoded together, in parallel where the library can
-_LOOK = 1 << 24  # tokens of a token file that are looked at before the start; the rest when they are used
+_BATCH = 64  # pieces that are encoded together, in parallel if the library can
+_LOOK = 1 << 24  # tokens of a token file that are checked before the start; the rest when they are used
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Corpus:
 
 
 def open_corpus(path: str | None, tokenizer: str) -> Corpus:
-    """Text is tokenised into the cache first, unless that has been done on this machine before."""
+    """Open a corpus. Text is tokenised into the cache first, unless this machine has done so before."""
     coder = get_tokenizer(tokenizer)
     tokens, name = _in_place(path, coder), path
     if tokens is None:
@@ -50,10 +50,8 @@ def check_corpus(
     global_batch: int,
     heldout_fraction: float = 0.02,
 ) -> None:
-    """Refuse, in one sentence, what could not be trained on for one step. Reads no more than that takes.
-
-    A dataset of the hub is not asked for anything here: only its name and the library are checked.
-    """
+    """Raise ValueError if one step could not be trained on this corpus. Reads no more than necessary; for a dataset
+    of the hub only its name and the library are checked."""
     coder = get_tokenizer(tokenizer)
 
     def enough(tokens: int) -> bool:
@@ -108,13 +106,13 @@ def _not_text(batch: list[Piece]) -> str:
             piece.text.decode()
         except UnicodeDecodeError as error:
             return (
-                f"{piece.where} is not UTF-8 text ({error.reason}); mend or remove it, or use tokenizer=bytes"
+                f"{piece.where} is not UTF-8 text ({error.reason}); fix or remove it, or use tokenizer=bytes"
             )
     raise AssertionError("one of the pieces did not decode")
 
 
 def _in_place(path: str | None, coder: Tokenizer) -> Tokens | None:
-    """A file of tokens, and a plain file read as bytes, are rows of tokens as they lie there."""
+    """Files of tokens, and plain files read as bytes, are mapped without a copy."""
     if path is None or path.startswith("hf:"):
         return None
     file = Path(path)
@@ -141,7 +139,7 @@ def _token_file(path: Path, coder: Tokenizer) -> Tokens:
         raise ValueError(f"data.path={str(path)!r} does not exist; name an existing file of tokens") from None
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(
-            f"data.path={str(path)!r} is not a {path.suffix} file of tokens ({error}); write it anew"
+            f"data.path={str(path)!r} is not a {path.suffix} file of tokens ({error}); write it again"
         ) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
@@ -155,7 +153,7 @@ def _token_file(path: Path, coder: Tokenizer) -> Tokens:
 
 
 def _bin_dtype(path: Path) -> np.dtype[Any]:
-    """uint16, unless NAME.bin.json beside it says {"dtype": "uint32"} or another."""
+    """uint16, unless NAME.bin.json next to it says {"dtype": "uint32"} or another."""
     sidecar = path.with_name(path.name + ".json")
     if not sidecar.exists():
         return np.dtype(np.uint16)
@@ -179,7 +177,7 @@ def _smallest(vocab: int) -> np.dtype[Any]:
 
 
 def _unreadable(name: str, error: Exception) -> str:
-    return f"{name} cannot be read ({error}); mend it, or let data.path name other text"
+    return f"{name} cannot be read ({error}); fix it, or set data.path to other text"
 
 
 def _empty(name: str) -> str:

@@ -1,7 +1,7 @@
-"""`recover.stream`: microbatches by number out of anybody's dataset, the same ones on whatever replica asks.
+"""`recover.stream`: microbatches by number from any dataset, the same ones on every replica.
 
-Microbatch i is a function of (seed, i) alone. What a dataset draws from torch's, Python's or numpy's generators while
-it is read follows from them, too, and the user's own generators are left as they were found.
+Microbatch i is a function of (seed, i) alone. What a dataset draws from the generators of torch, Python or numpy
+while it is read follows from them, too, and the user's own generators are left unchanged.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def stream(
 
 
 class ReadAhead:
-    """What a stream over a dataset of the user's is: microbatches read here or ahead, with draws of their own."""
+    """A stream over a user's dataset: microbatches are read here or ahead, with random generators of their own."""
 
     def __init__(self, seed: int, workers: int) -> None:
         self._randomness = Randomness(seed, shard=0)
@@ -85,11 +85,12 @@ class ReadAhead:
         return self._readers.get(index)
 
     def expect(self, coming: Sequence[int], kept: range) -> None:
-        """Called by a step: this replica will be asked for `coming`, and after deaths perhaps for any of `kept`."""
+        """Called by a step: this replica will ask for `coming`, and after deaths perhaps for any of `kept`."""
         self._readers.announce(coming)
 
     def _read_here(self, index: int) -> Any:
-        """In the rank, whose own draws go on afterwards as if nothing had been read. A worker has none."""
+        """Read in this rank, whose own random generators continue as if nothing had been read. A worker needs no such
+        care."""
         with self._randomness.apart():
             return self._read(index)
 
@@ -98,7 +99,7 @@ class ReadAhead:
 
 
 class MapStream(ReadAhead):
-    """Over a dataset that can be read anywhere. `len(stream)` microbatches make one pass."""
+    """A stream over a dataset with random access. `len(stream)` microbatches make one pass."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class MapStream(ReadAhead):
         return len(self._dataset) // self._batch_size
 
     def items(self, index: int) -> list[int]:
-        """Which items of the dataset make up this microbatch."""
+        """The items of the dataset that make up this microbatch."""
         number, position = divmod(index, len(self))
         if self.epochs is not None and number >= self.epochs:
             raise IndexError(
@@ -144,16 +145,14 @@ class MapStream(ReadAhead):
     def _read(self, index: int) -> Any:
         items = self.items(index)
         self._randomness.sample(index)
-        if hasattr(self._dataset, "__getitems__"):  # all at once, as DataLoader asks for them
+        if hasattr(self._dataset, "__getitems__"):  # all at once, as DataLoader does
             return self._collate(self._dataset.__getitems__(items))
         return self._collate([self._dataset[item] for item in items])
 
 
 class IterableStream(ReadAhead):
-    """Over what can only be read in order: every replica reads all of it, and holds on to what may be asked for again.
-
-    Whoever resumes reads from the beginning again, up to where the run stood.
-    """
+    """A stream over a dataset that can only be read in order: every replica reads all of it, and keeps what may be
+    asked for again. A resumed run reads from the beginning, up to where it stopped."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class IterableStream(ReadAhead):
             window,
         )
         self._iterator: Iterator[Any] | None = None
-        # The items of the last microbatches. A worker is a step ahead, and holds on to the one under way, too.
+        # Items of the last microbatches. A worker is a step ahead, and also keeps the step in progress.
         self._held: deque[list[Any]] = deque(maxlen=2 * window if workers else window)
         self._next = 0  # the microbatch that is read next
         self._begun = False
@@ -191,7 +190,7 @@ class IterableStream(ReadAhead):
                 stacklevel=2,
             )
         self._begun = True
-        # In order: what is read at all is read up to the last of them, whoever needs it.
+        # In order: everything up to the last of them is read, whichever replica needs it.
         super().expect(sorted(coming), kept)
 
     def _read(self, index: int) -> Any:

@@ -1,11 +1,11 @@
-"""Processes that read microbatches before they are asked for: any number, in any order, each read once.
+"""Reader processes: read microbatches before they are asked for, any number, in any order, each once.
 
-Torch's DataLoader does not fit: its order is fixed when an iterator is made, so what a death adds would wait behind
-what nobody wants any more; it draws a seed from the user's generator; and a worker that dies raises in the rank
-wherever that is, in the middle of a vote, too. Here a rank asks for numbers and takes answers, without any thread.
+torch's DataLoader does not fit. Its order is fixed when an iterator is made, so work that a death adds would wait
+behind work that is no longer needed; it draws a seed from the user's generator; and a worker that dies raises in the
+rank at any moment, even in the middle of a vote. Here the rank sends numbers and takes answers, without any thread.
 
-Workers are forked, as DataLoader's are: a script needs no `if __name__ == "__main__"`, and what it made need not be
-pickled. They never touch MPI or a GPU. The kernel ends them with their rank, however that ends.
+Workers are forked, as those of DataLoader: a script needs no `if __name__ == "__main__"`, and its objects need not be
+pickled. They never touch MPI or a GPU. The kernel ends them with their rank, however it ends.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from recover.data.sending import pack
 
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-REPLACED = 8  # workers that are replaced when they have died; then this process reads by itself
-AHEAD = 64  # microbatches that are read and not asked for yet: each may hold memory and open files
+REPLACED = 8  # dead workers that are replaced; afterwards this process reads by itself
+AHEAD = 64  # microbatches that are read ahead: each may hold memory and open files
 
 
 @dataclass
 class _Worker:
     process: Any
     line: Connection
-    owes: deque[int] = field(default_factory=deque)  # in the order in which it will answer
+    owes: deque[int] = field(default_factory=deque)  # in the order of its answers
 
 
 class Readers:
-    """`workers` processes, each a copy of this one when it first reads ahead, that call `read(index)`.
+    """`workers` processes that call `read(index)`, each a copy of this process when it first reads ahead.
 
-    `read_here`: the same in this process, which has draws of its own to go on with.
+    `read_here`: the same in this process, whose random generators must not change.
     """
 
     def __init__(self, read: Callable[[int], Any], read_here: Callable[[int], Any], workers: int) -> None:
         self._read, self._read_here, self._count = read, read_here, workers
         self._workers: list[_Worker] = []
-        self._coming: deque[int] = deque()  # announced, and not given to a worker yet
+        self._coming: deque[int] = deque()  # announced, and not sent to a worker yet
         self._arrived: dict[int, Any] = {}
         self._owner: int | None = None
         self._lost = 0
-        self._processes: list[Any] = []  # all that are there
+        self._processes: list[Any] = []  # all living ones
         weakref.finalize(self, _end, self._processes, os.getpid())
 
     def announce(self, coming: Iterable[int]) -> None:
-        """These will be asked for, the first ones first; what has been read and is not among them is forgotten."""
+        """These will be asked for, in this order; microbatches that were read and are not among them are dropped."""
         wanted = dict.fromkeys(coming)
         self._take_what_is_there()
         self._arrived = {index: value for index, value in self._arrived.items() if index in wanted}
@@ -64,7 +64,7 @@ class Readers:
         self._ask()
 
     def get(self, index: int) -> Any:
-        """Read ahead, if it was announced in time; otherwise read here."""
+        """The microbatch: read ahead if it was announced in time, otherwise read here."""
         while index not in self._arrived:
             worker = next((each for each in self._workers if index in each.owes), None)
             if worker is None:
@@ -80,7 +80,7 @@ class Readers:
         return value
 
     def _ask(self) -> None:
-        """Give out what is coming, so far as it may be read by now."""
+        """Send announced microbatches to workers, within the limit."""
         if not self._coming or not self._start():
             return
         held = len(self._arrived) + sum(len(worker.owes) for worker in self._workers)
@@ -90,19 +90,19 @@ class Readers:
                 idlest.line.send(self._coming[0])
             except OSError:
                 self._bury(idlest)
-                return  # what is left is read when it is asked for
+                return  # the rest is read when it is asked for
             idlest.owes.append(self._coming.popleft())
             held += 1
 
     def _start(self) -> bool:
-        """Workers are made by the process that uses them: one that was forked has none of its own yet."""
+        """Start workers in the process that uses them: a forked process has none of its own yet."""
         if self._owner != os.getpid():
             self._owner, self._workers, self._arrived = os.getpid(), [], {}
             self._processes.clear()
         if self._count and self._lost <= REPLACED:
-            import torch.multiprocessing  # how tensors go from process to process: in shared memory
+            import torch.multiprocessing  # sends tensors between processes in shared memory
 
-            get_temp_dir()  # all share the rank's: who is killed would leave one of its own behind
+            get_temp_dir()  # all share the rank's: a killed worker would leave one of its own behind
             context = torch.multiprocessing.get_context("fork")
             while len(self._workers) < self._count:
                 here, there = context.Pipe()
@@ -110,7 +110,7 @@ class Readers:
                     target=_serve, args=(there, here, self._read, os.getpid()), daemon=True
                 )
                 with warnings.catch_warnings():
-                    # Python warns of forks beside threads. Those of this package hold no lock that reading needs.
+                    # Python warns of forks in processes with threads. Our threads hold no lock that reading needs.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 there.close()
@@ -119,25 +119,27 @@ class Readers:
         return bool(self._workers)
 
     def _take_what_is_there(self) -> None:
-        """Answers lie in a pipe of some size: a worker goes on when they are taken out."""
+        """Take all answers that have arrived. They wait in a pipe of limited size, and a full one stops its
+        worker."""
         for worker in list(self._workers) if self._owner == os.getpid() else []:
             while worker in self._workers and worker.owes and worker.line.poll():
                 self._take(worker)
 
     def _take(self, wait_for: _Worker) -> None:
-        """The next answer of this one; those of the others are taken meanwhile, so that they can go on."""
+        """Take the next answer of this worker, and meanwhile those of the others, so that they can continue."""
         lines = {worker.line: worker for worker in self._workers if worker.owes}
         for line in [wait_for.line] if wait_for.line.poll() else wait(list(lines)):
             worker = lines[line]  # type: ignore[index]
             try:
-                value = worker.line.recv()  # by pickle: from a process of our own, through a pipe
+                value = worker.line.recv()  # by pickle: from our own process, through a pipe
             except (EOFError, OSError):
                 self._bury(worker)
             else:
                 self._arrived[worker.owes.popleft()] = value
 
     def _bury(self, worker: _Worker) -> None:
-        """What it owed is read when it is asked for, and another one takes its place when reading ahead goes on."""
+        """Remove a dead worker. What it was to read is read when it is asked for, and a new worker is started
+        later."""
         self._workers.remove(worker)
         self._processes.remove(worker.process)
         self._lost += 1
@@ -153,10 +155,10 @@ class Readers:
 
 
 class _Raised:
-    """An exception on its way from a worker."""
+    """An exception that a worker sends to its rank."""
 
     def __init__(self, index: int) -> None:
-        from torch._utils import ExceptionWrapper  # what DataLoader sends: kind, message and traceback
+        from torch._utils import ExceptionWrapper  # as DataLoader sends it: kind, message and traceback
 
         self._wrapped = ExceptionWrapper(where=f"in a process that read microbatch {index} ahead")
 
@@ -165,27 +167,29 @@ class _Raised:
 
 
 def _end(processes: list[Any], owner: int) -> None:
-    """The stream is gone. (A worker has other workers' lines in its hand, so closing them tells nobody.)"""
+    """End all workers. (Other workers hold copies of a worker's pipe, so closing it would tell it nothing.)"""
     for process in processes if os.getpid() == owner else ():
         process.kill()
         process.join()
 
 
 def _serve(line: Connection, other_end: Connection, read: Callable[[int], Any], rank: int) -> None:
-    """A worker's whole life: answer what was asked, in order."""
+    """The main loop of a worker: answer requests in order."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != rank:  # it died before we asked to be told
+    if os.getppid() != rank:  # the rank died before the kernel knew of our request
         os._exit(1)
-    for number in _SIGNALS:  # the rank's handlers are about the rank
+    for number in _SIGNALS:  # the handlers of the rank are not for workers
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, too, and the kernel does the rest
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the rank, too, and the kernel ends us with it
     import torch
 
-    torch.set_num_threads(1)  # the threads of a forked OpenMP are gone, and it would wait for them
+    torch.set_num_threads(1)  # OpenMP would wait for threads that do not exist after a fork
     other_end.close()
     while True:
         try:
-            index = line.recv()  # from the rank that has forked this process
+            index = line.recv()  # from our own rank
         except (EOFError, OSError):
             os._exit(0)
         try:

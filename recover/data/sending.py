@@ -1,7 +1,7 @@
-"""How a worker sends a microbatch: what is large in shared memory, as torch does, what is small in the message itself.
+"""How a worker sends a microbatch: large tensors in shared memory, as torch does, small ones in the message itself.
 
-Shared memory costs a file descriptor and half a millisecond of the rank's time for each tensor, however small it is:
-most of what reading costs a rank, where microbatches are rows of tokens.
+Shared memory costs a file descriptor and half a millisecond of the rank's time per tensor, however small: most of the
+cost of reading if microbatches are rows of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SMALL = 64 << 10  # bytes of a tensor's memory
 
 
 class _Memory:
-    """What one or several tensors lie in: those that share it still do so when they have arrived."""
+    """The storage of one or several tensors: tensors that share it still do after they have arrived."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -59,7 +59,7 @@ class _Packer(ForkingPickler):
 
 
 def pack(value: Any) -> bytes:
-    """For `Connection.send_bytes`; the other end calls `recv`."""
+    """The bytes for `Connection.send_bytes`; the receiver calls `recv`."""
     file = io.BytesIO()
     _Packer(file).dump(value)
     return file.getvalue()

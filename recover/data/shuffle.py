@@ -1,9 +1,9 @@
-"""A shuffled order that is computed, not stored: a bijection of 0..n-1, keyed, O(1) in time and memory.
+"""A shuffled order that is computed, not stored: a keyed bijection of 0..n-1, O(1) in time and memory.
 
-A permutation held in memory costs 8 bytes a sequence on every rank, and building it stops a resumed job for as long
-as the corpus is large. This is a Feistel network instead: the index is written as two digits in base ceil(sqrt(n)), and
-each round adds a hash of one digit to the other. The few values that fall outside 0..n-1 are sent through again until
-they come back in, which keeps it a bijection.
+A permutation in memory costs 8 bytes per sequence on every rank, and building it delays a resumed job in proportion
+to the corpus. This is a Feistel network instead: the index is written as two digits in base ceil(sqrt(n)), and each
+round adds a hash of one digit to the other. The few values outside 0..n-1 go through the network again until they are
+inside, which keeps it a bijection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where text comes from: files, directories, JSONL, the standard library of this Python, a dataset of the hub.
+"""Sources of text: files, directories, JSONL, the standard library of this Python, a dataset of the hub.
 
-A source yields pieces: stretches of UTF-8 small enough to hold in memory, the last of each document marked.
+A source yields pieces: stretches of UTF-8 that fit into memory, the last of each document marked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 class Source(Protocol):
     name: str
-    limit: int | None  # tokens that are taken at most
+    limit: int | None  # the most tokens that are taken
 
     def identity(self) -> Any:
         """What a cache of its tokens depends on, as JSON."""
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 
 class Files:
-    """Text files and JSONL, one after another. A text file is one document, a line of JSONL is one."""
+    """Text files and JSONL, one after another. A text file is one document, and so is each line of JSONL."""
 
     limit: int | None = None
 
@@ -75,14 +75,12 @@ def _json_lines(path: Path) -> Iterator[Piece]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                raise ValueError(
-                    f'{where} is not a JSON object with a string under "text"; mend or remove it'
-                )
+                raise ValueError(f'{where} is not a JSON object with a string under "text"; fix or remove it')
             yield Piece(text.encode(errors="replace"), True, where)
 
 
 class Hub:
-    """`hf:NAME[:CONFIG][@TOKENS]`: the train split of a dataset, read as a stream up to so many tokens."""
+    """`hf:NAME[:CONFIG][@TOKENS]`: the train split of a dataset, read as a stream, up to this many tokens."""
 
     def __init__(self, path: str) -> None:
         match = re.fullmatch(r"hf:([^:@]+)(?::([^:@]+))?(?:@(\d+)([KMB]?))?", path)
@@ -108,7 +106,7 @@ class Hub:
         try:
             for row in load_dataset(self.dataset, self.config, split="train", streaming=True):
                 yield Piece(row["text"].encode(errors="replace"), True, self.name)
-        except Exception as error:  # of the network, the hub, or any of the file formats behind it
+        except Exception as error:  # from the network, the hub, or any file format
             raise ValueError(
                 f"data.path={self.name!r} cannot be read ({type(error).__name__}: {error}); "
                 "check the name, the network, and that its train split has a column 'text'"
@@ -129,7 +127,7 @@ def find_source(path: str | None) -> Source:
     if not files:
         raise ValueError(f"data.path={path!r} is a directory without files; put text files into it")
     for file in files:
-        if file.suffix in TOKEN_FILES:  # they are mapped, one at a time, and are no text
+        if file.suffix in TOKEN_FILES:  # token files are mapped one at a time
             raise ValueError(
                 f"data.path={path!r} holds the token file {file.name}; name that file itself instead"
             )
@@ -142,7 +140,7 @@ def _standard_library() -> Files:
 
 
 def _below(root: Path) -> list[Path]:
-    """In an order that depends on neither the machine nor the file system; without what is hidden or installed."""
+    """Files below a directory, without hidden and installed ones, in an order that does not depend on the machine."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _PASSED_OVER]

@@ -1,4 +1,4 @@
-"""How many sequences are for training and how many are held out."""
+"""Number of sequences for training and of held-out ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The stream: sample index -> microbatch, a pure function of the corpus, the seed and the index.
+"""The stream: from a sample number to a microbatch, a pure function of the corpus, the seed and the number.
 
-The corpus is cut into sequences of seq_len + 1 tokens, which share no token. A fixed scatter decides which of them are
-held out (the same ones for every seed); each pass over the others is shuffled by (seed, pass).
+The corpus is cut into sequences of seq_len + 1 tokens that share no token. A fixed scatter selects the held-out ones,
+the same for every seed; each pass over the others is shuffled by (seed, pass).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PIECES, _PIECE = 256, 1 << 14  # of a corpus, and tokens in each, that are comp
 
 
 class Stream:
-    """`stream[i]` for any i >= 0; `len(stream)` microbatches make one pass, then the next one begins."""
+    """`stream[i]` for any i >= 0; after `len(stream)` microbatches the next pass begins."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Stream:
         )
 
     def fingerprint(self) -> str:
-        """The same for the same tokens in the same order. Of large corpora pieces all over them are looked at."""
+        """A digest that is equal for the same tokens in the same order. Of large corpora it reads samples from all
+        parts."""
         tokens = self._corpus.tokens
         digest = sha256(f"{tokens.dtype} {len(tokens)}".encode())
         for piece in range(_PIECES):
@@ -76,7 +77,7 @@ class Stream:
         return {"tokens": both[:, :-1].contiguous(), "targets": both[:, 1:].contiguous()}
 
     def sequences(self, index: int) -> list[int]:
-        """Which sequences of the corpus make up this sample."""
+        """The sequences of the corpus that make up this sample."""
         if index < 0:
             raise IndexError(f"sample {index}: samples are numbered from 0")
         number, position = divmod(index, len(self))

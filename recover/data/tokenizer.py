@@ -1,4 +1,4 @@
-"""From text to token ids: bytes as they are, or a file of the `tokenizers` library."""
+"""From text to token ids: bytes, or a file of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>",
 
 
 class Tokenizer(Protocol):
-    name: str  # what a person reads
+    name: str  # for people
     identity: str  # what a cache of its tokens depends on
     vocab: int
-    end: int | None  # stands between two documents
+    end: int | None  # separates documents
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]: ...
 
 
 class Bytes:
-    """Every byte is a token. Text holds no byte 0, which is free to stand between documents."""
+    """Every byte is a token. Text holds no byte 0, which separates documents."""
 
     name = identity = "bytes"
     vocab = 256
@@ -37,7 +37,7 @@ class Bytes:
 
 
 class FromFile:
-    """A `tokenizer.json`. Between documents stands its end-of-text token, if it has one of the usual names."""
+    """A `tokenizer.json`. Its end-of-text token separates documents, if it has one of the usual names."""
 
     def __init__(self, path: str) -> None:
         need("tokenizers", f"tokenizer={path!r}", "tokenizer=bytes")
@@ -60,9 +60,8 @@ class FromFile:
         self.name = path
         self.identity = sha256(content).hexdigest()
         ids = self._library.get_vocab()
-        self.vocab = (
-            max(ids.values(), default=-1) + 1
-        )  # ids may have gaps; the model needs a row for the last
+        # Ids may have gaps; the model needs a row for the last one.
+        self.vocab = max(ids.values(), default=-1) + 1
         self.end: int | None = next((ids[name] for name in _ENDS_OF_TEXT if name in ids), None)
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:

@@ -1,4 +1,5 @@
-"""For code that is already wrapped: the paper's primitives, and torch backend "ulfm". Nothing in the core imports this.
+"""For models that are already wrapped in DDP or FSDP1; the paper's primitives; torch backend
+"ulfm". Nothing in the core imports this package.
 
 Importing this package registers the backend:
 

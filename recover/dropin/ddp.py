@@ -1,19 +1,21 @@
-"""A user's own DistributedDataParallel under `recover.Step`: its buckets are reduced in place, with snapshots.
+"""The user's own DistributedDataParallel under `recover.Step`: its buckets are reduced in place,
+with snapshots.
 
     recover.dropin.init_replica_world(world)          # DDP's own collectives stay inside the replica
     model = DistributedDataParallel(net)
     step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.DDPGradients(model))
 
-DDP reduces into the very memory in which gradients are accumulated, so a bucket is copied before it is reduced
-and, after a death, restored from the copy: at once ("blocking"), or beside the forward pass of the extra microbatch
-that follows ("non-blocking": on a side stream on a GPU, on a thread on a CPU). "auto" takes what the policy says.
+DDP reduces into the memory in which gradients are accumulated, so a bucket is copied before it is
+reduced and, after a death, restored from the copy: at once ("blocking"), or in parallel to the
+forward pass of the next microbatch ("non-blocking": on a side stream on a GPU, in a thread on a
+CPU). "auto" follows the policy.
 
-The step decides when DDP hands its buckets over: in the last microbatch of whatever this replica owes, which a death
-changes. So the model's own `no_sync()` does nothing here. What DDP does not hand over by itself (its forward ran
-without synchronisation, or not at all through DDP) is taken from `p.grad`.
+The step decides when DDP posts its buckets: in the last microbatch that this replica owes, which
+a death changes. So the model's own `no_sync()` has no effect. Buckets that DDP does not post
+(its forward ran without synchronisation, or not through DDP) are read from `p.grad`.
 """
 
-# No postponed annotations here: DDP looks at the hook's own.
+# No postponed annotations here: DDP reads the annotations of the hook.
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recover.gradients.accumulation import ignore
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.ledger import with_slots
 from recover.gradients.module_gradients import NO_SLOTS, Post
 from recover.gradients.norm import squared_norm
@@ -38,18 +40,18 @@ Restore = Literal["auto", "blocking", "non-blocking"]
 
 
 class _DDPBucket:
-    """A bucket of DDP's: the flat memory, and which parameters' gradients lie where in it."""
+    """A bucket of DDP: its flat memory, and the positions of the gradients in it."""
 
     def __init__(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.bucket = Bucket(flat, in_place=True)
         self.parameters = parameters
-        # In DDP's buckets, too, the numbers of a gradient are in the order of its parameter's, unless that has gaps.
+        # DDP, too, gives gradients the memory order of their parameters, unless these have gaps.
         self._strides = [
             p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride() for p in parameters
         ]
 
     def write_gradients(self, flat: torch.Tensor) -> None:
-        """DDP may keep `p.grad` apart from its buckets: bring it up to what `flat` says."""
+        """Copy `flat` to `p.grad`, where DDP keeps it apart from its buckets."""
         for parameter, part in self._parts(flat):
             if parameter.grad is None:
                 parameter.grad = part.clone()
@@ -57,7 +59,7 @@ class _DDPBucket:
                 parameter.grad.copy_(part)
 
     def read_gradients(self) -> None:
-        """The other way round: bring the bucket up to what `p.grad` says."""
+        """Copy `p.grad` to the bucket, where DDP keeps it apart."""
         for parameter, part in self._parts(self.bucket.local):
             if parameter.grad is None:
                 part.zero_()
@@ -74,7 +76,7 @@ class _DDPBucket:
 class DDPGradients:
     """The gradients of a DDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
-    came = False  # DDP itself refuses a second backward
+    have_arrived = False  # DDP itself refuses a second backward
 
     def __init__(self, model: DistributedDataParallel, restore: Restore = "auto") -> None:
         if restore not in ("auto", "blocking", "non-blocking"):
@@ -92,7 +94,7 @@ class DDPGradients:
             )
         self.sum: Sum = FastSum()
         self.largest = 0.0
-        self.unread: tuple[Later[Any], ...] = ()
+        self.unread: tuple[DeviceValue[Any], ...] = ()
         self._model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._used: set[torch.nn.Parameter] = set()
@@ -100,26 +102,26 @@ class DDPGradients:
             parameter.register_post_accumulate_grad_hook(self._used.add)
         self._restore_mode = restore
         self._mine: list[_DDPBucket] = []
-        self._fresh = 0  # buckets that this backward has handed over so far
+        self._fresh = 0  # number of buckets that this backward has posted
         self._post: Post | None = None
-        self._held = self._after = (
-            NO_SLOTS  # what `p.grad` holds, and will when the microbatch under way is through
-        )
+        # Slots in `p.grad` now, and after the microbatch in progress.
+        self._held = self._after = NO_SLOTS
         self._rewinding: Work | torch.cuda.Event | None = None
         self._helper = Worker()
         self.rewinds = {"blocking": 0, "non-blocking": 0}
-        # DDP rebuilds its buckets once, at the first forward after a reduction. A survivor that has no extra microbatch
-        # to run would not come there and keep another layout than the others: do it now, on all alike.
+        # DDP rebuilds its buckets once, at the first forward after a reduction. A survivor without
+        # an extra microbatch would not reach it, and keep another layout than the others: rebuild
+        # now, on all replicas alike.
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
         self._refuse_ignored()
         model.register_comm_hook(self, ddp_comm_hook)
         ignore(model, "no_sync")
-        # Nobody to broadcast to; the step keeps buffers equal between replicas.
+        # DDP has one rank; the step keeps buffers equal between replicas.
         model.broadcast_buffers = False
 
     def _refuse_ignored(self) -> None:
-        """What DDP was told to leave out of its buckets would not be summed over replicas."""
+        """Raise for parameters that DDP leaves out of its buckets: they would not be summed."""
         summed = {
             p for bucket in self._model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()
         }
@@ -181,7 +183,7 @@ class DDPGradients:
         self._post_from(0, post)
 
     def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-        """A bucket is full: DDP's hook hands it over. False if it is not due yet: it stays as it is."""
+        """DDP's hook has a full bucket: post it. False if it is not due yet, and stays unchanged."""
         if self._post is None:
             return False
         known = self._mine[index] if index < len(self._mine) else None
@@ -194,7 +196,8 @@ class DDPGradients:
         return True
 
     def _post_from(self, first: int, post: Post) -> None:
-        """Post what DDP has not handed over by itself, from `p.grad`, which holds all that this replica has summed."""
+        """Post the buckets that DDP has not posted, from `p.grad`, which holds the whole local
+        sum."""
         if sum(len(each.parameters) for each in self._mine) < len(self.parameters):
             unknown = self._model.reducer._get_zeros_like_grad_buckets()[len(self._mine) :]
             self._mine += [_DDPBucket(each.buffer(), each.parameters()) for each in unknown]
@@ -233,13 +236,14 @@ class DDPGradients:
 
     def _rewind(self) -> None:
         for each in self._mine:
-            if each.bucket.posted is not None:  # otherwise it was never touched, and `p.grad` is right
+            if each.bucket.posted is not None:  # otherwise it was not reduced, and `p.grad` is right
                 each.bucket.rewind()
                 each.write_gradients(each.bucket.local)
 
 
 def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the reduction runs on the communication thread, and never fails inside backward."""
+    """DDP's communication hook: the reduction runs on the communication thread, and never raises
+    inside backward."""
     flat = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None

@@ -4,9 +4,9 @@
     model = FullyShardedDataParallel(net)
     step = recover.Step(world, model, optimizer, global_batch=256, gradients=recover.dropin.FSDPGradients(model, world))
 
-FSDP reduces and scatters gradients inside the replica; when a backward is through, what it left on this rank goes into
-our buckets, which are reduced across replicas. It refuses hooks of its own while it shards, so nothing overlaps here;
-`recover.hsdp` does better.
+FSDP reduces and scatters gradients inside the replica; when a backward is through, what it left
+on this rank goes into our buckets, which are reduced across replicas. It refuses hooks of its
+own while it shards, so nothing overlaps here; `recover.hsdp` does better.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ SHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 class FSDPGradients(OwnedGradients):
     """The sharded gradients of an FSDP-wrapped model, for `recover.Step(..., gradients=...)`."""
 
-    # Autograd's hooks would see the gradient of the gathered parameter, before FSDP has reduced and scattered it.
-    told_by_autograd = False
+    # Autograd's hooks would see the gradient of the gathered parameter, before FSDP has reduced and
+    # scattered it.
+    has_hooks = False
 
     def __init__(self, model: FullyShardedDataParallel, world: World, bucket_mb: float | None = None) -> None:
         for module in FullyShardedDataParallel.fsdp_modules(model):

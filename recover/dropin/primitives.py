@@ -1,8 +1,10 @@
-"""The paper's two primitives: `ulfm_allreduce` (detect, repair, record, reduce) and `ulfm_consensus` (its first three).
+"""The paper's two primitives: `ulfm_allreduce` (detect, repair, record, reduce) and
+`ulfm_consensus` (its first three).
 
-Detect is one agreement over the whole world, not over the group: with several shards per replica, a verdict
-per group can tear healthy replicas apart. So every rank of the world must make the same sequence of these
-calls, as it does when all shards of all replicas run the same step.
+Detect is one agreement over the whole world, not over the group: with several shards per
+replica, a verdict per group can tear healthy replicas apart. So every rank of the world must
+make the same sequence of these calls, as it does when all shards of all replicas run the same
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class FailureRecord:
 
 
 class WorkULFM(TorchWork):
-    """A collective under way, and what it found out. Failures are told here and never thrown into a future."""
+    """A collective under way, and what it found out. Failures are told here and never thrown
+    into a future."""
 
     def __init__(self, tensors: list[torch.Tensor], raises: bool = False) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class WorkULFM(TorchWork):
         return self.record is not None or self.error is not None
 
     def get_failed_ranks(self) -> tuple[int, ...]:
-        """Who died, as agreed. Empty while only this rank has seen an error: the next call agrees on it."""
+        """Who died, as agreed. Empty while only this rank has seen an error: the next call
+        agrees on it."""
         return self.record.failed_ranks if self.record else ()
 
     @property
@@ -97,7 +101,8 @@ class WorkULFM(TorchWork):
 
 
 class Control:
-    """One per world: the thread on which these collectives run in order, and the roles that all ranks agree on."""
+    """One per world: the thread on which these collectives run in order, and the roles that all
+    ranks agree on."""
 
     _instances: ClassVar[dict[int, Control]] = {}
 
@@ -155,7 +160,8 @@ class Control:
         )
 
     def _promote(self, dead: Counter[Role]) -> bool:
-        """Spares step into the places of the dead, the lowest first. True, and no promotion, if there are too few."""
+        """Spares step into the places of the dead, the lowest first. True, and no promotion, if
+        there are too few."""
         if dead[Role.BOUNDARY_MINOR]:
             return True  # in the middle of a boundary step: there is no spare of that kind
         promoted = []
@@ -176,17 +182,20 @@ class ControlledGroup(Protocol):
 
 
 def ulfm_allreduce(tensor: torch.Tensor, group: ControlledGroup) -> WorkULFM:
-    """Sum `tensor` in place over the cross-replica group; a spare's is zeroed first, unless at a boundary.
+    """Sum `tensor` in place over the cross-replica group; a spare's is zeroed first, unless at a
+    boundary.
 
-    If somebody has died since the last call, every survivor's work carries the same failure record and nothing is
-    reduced. If somebody dies during the reduction, some survivors' works say so and some do not; the next call
-    brings them together. While the group is quiesced, nothing is done.
+    If somebody has died since the last call, every survivor's work carries the same failure
+    record and nothing is reduced. If somebody dies during the reduction, some survivors' works
+    say so and some do not; the next call brings them together. While the group is quiesced,
+    nothing is done.
     """
     return _allreduce(tensor, group, WorkULFM([tensor]))
 
 
 def ulfm_consensus(group: ControlledGroup) -> WorkULFM:
-    """Detect, repair and record without moving data: after it, all survivors have seen the same failures."""
+    """Detect, repair and record without moving data: after it, all survivors have seen the same
+    failures."""
     return group.control.submit(WorkULFM([]), None)
 
 

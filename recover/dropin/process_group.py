@@ -1,10 +1,12 @@
 """`ProcessGroupULFM`: torch backend "ulfm", the cross-replica group behind torch's own interface.
 
-It stands for one group only: the ranks that hold this rank's shard in every replica (with one rank per replica, the
-whole world). Everything inside a replica stays on gloo or NCCL, in groups that do not span replicas.
+It stands for one group only: the ranks that hold this rank's shard in every replica (with one rank
+per replica, the whole world). Everything inside a replica stays on gloo or NCCL, in groups that do
+not span replicas.
 
-Torch's own callers (`dist.all_reduce`, a stock DDP) know nothing of failures. For them the first failure quiesces
-the group and the next call raises, so that nobody trains on gradients that were not reduced.
+Torch's own callers (`dist.all_reduce`, a stock DDP) know nothing of failures. For them the first
+failure quiesces the group and the next call raises, so that nobody trains on gradients that were
+not reduced.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class ProcessGroupULFM(dist.ProcessGroup):
         return self._world.epoch
 
     def set_quiesce(self, quiesce: bool) -> None:
-        """While quiesced, collectives are no-ops: after a failure their results would be thrown away."""
+        """While quiesced, collectives are no-ops: after a failure their results would be thrown
+        away."""
         self.control.quiesced = quiesce
 
     def set_roles(self, roles: Mapping[int, Role]) -> None:
@@ -55,7 +58,8 @@ class ProcessGroupULFM(dist.ProcessGroup):
         self.control.roles = {replica: roles[replica] for replica in self._world.replicas}
 
     def set_contributed(self, microbatches: int) -> None:
-        """How many microbatches this replica has finished in the step; told to all if somebody dies."""
+        """How many microbatches this replica has finished in the step; told to all if somebody
+        dies."""
         self.control.contributed = microbatches
 
     # What torch asks of a process group.

@@ -1,1 +1,2 @@
-"""Gradients as sums that can be reduced across replicas, and reduced again: buckets, arithmetic, ledger, buffers."""
+"""Gradients as sums that can be reduced across replicas, and reduced again: buckets, arithmetic,
+ledger, buffers."""

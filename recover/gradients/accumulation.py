@@ -1,4 +1,4 @@
-"""What a loop may keep of its own accumulation of gradients, and what becomes of it under a step."""
+"""Methods of gradient accumulation (such as `no_sync`) that have no effect under a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 class Ignored:
-    """Stands in for a method that holds gradients back until a later microbatch; as a context it does nothing, too.
+    """Replaces a method that holds gradients back until a later microbatch; as a context it does
+    nothing, too.
 
-    Which microbatch is the last of a replica changes with a death, so only the step can tell.
+    A death changes which microbatch is the last of a replica, so only the step can decide.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,5 +31,5 @@ class Ignored:
 
 
 def ignore(module: torch.nn.Module, method: str) -> None:
-    """Let this method of this module do nothing from now on, and say so once."""
+    """Replace this method of this module by one that does nothing, with one warning."""
     object.__setattr__(module, method, Ignored(method))

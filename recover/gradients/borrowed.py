@@ -1,7 +1,9 @@
-"""Gradients that somebody keeps: an optimizer the last one, say, or a hook of it. In a plain loop they are its own.
+"""Gradients that the optimizer borrows: their memory belongs to buckets that the next step sums
+into.
 
-Here they lie in memory that the next step sums into. Who keeps them may do so anywhere and from any step on, so it is
-found out by how many hold on to that memory, before it was lent and after.
+An optimizer, or a hook of it, may keep the gradients that it was given; in a plain loop they are
+its own. It may do so anywhere and from any step on, so the number of references to that memory
+is compared before and after the optimizer.
 """
 
 from __future__ import annotations
@@ -11,34 +13,32 @@ from collections.abc import Sequence
 
 import torch
 
-from recover.gradients.bucket_layout import Place
+from recover.gradients.bucket_layout import ModuleBucket
 from recover.gradients.buckets import Bucket
 
 
-class Lent:
+class BorrowedGradients:
     """The results of some buckets, cut into gradients."""
 
-    def __init__(self, buckets: Sequence[Bucket], members: Sequence[Sequence[Place]]) -> None:
-        self._members = members
-        self._before = [(bucket, self._others(index, bucket)) for index, bucket in enumerate(buckets)]
+    def __init__(self, buckets: Sequence[ModuleBucket]) -> None:
+        self._before = [(each, _others(each)) for each in buckets]
 
     def kept(self) -> list[Bucket]:
-        """They were given back: those whose memory somebody still holds, the gradient itself or a view of it."""
+        """After the optimizer: buckets whose memory somebody still holds, by a gradient itself
+        or by a view of it."""
         return [
-            bucket
-            for index, (bucket, before) in enumerate(self._before)
-            if self._others(index, bucket) > before
-            or any(
-                place.seen is not None and _references(place.seen) > _OURS for place in self._members[index]
-            )
+            each.bucket
+            for each, before in self._before
+            if _others(each) > before
+            or any(place.seen is not None and _references(place.seen) > _OURS for place in each.slices)
         ]
 
-    def _others(self, index: int, bucket: Bucket) -> int:
-        """Tensors in the memory of its result, beside the gradients that we keep cut."""
-        ours = sum(
-            place.seen is not None and place.seen[0] is bucket.result for place in self._members[index]
-        )
-        return _sharing(bucket.result) - ours
+
+def _others(each: ModuleBucket) -> int:
+    """Number of tensors in the memory of the result, not counting the cached gradients."""
+    result = each.bucket.result
+    ours = sum(place.seen is not None and place.seen[0] is result for place in each.slices)
+    return _sharing(result) - ours
 
 
 def _sharing(tensor: torch.Tensor) -> int:
@@ -47,7 +47,8 @@ def _sharing(tensor: torch.Tensor) -> int:
 
 
 def _references(seen: tuple[torch.Tensor, torch.Tensor]) -> int:
-    """To the second of them. What this call itself adds differs between versions of Python."""
+    """Number of references to the second tensor. What this call itself adds differs between
+    versions of Python."""
     return sys.getrefcount(seen[1])
 
 

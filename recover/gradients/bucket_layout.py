@@ -1,18 +1,22 @@
-"""Where the gradients of parameters lie in flat buckets, and how parameters are cut into runs for them."""
+"""Flat buckets for the gradients of a module: how parameters are cut into runs, and where each
+gradient lies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from recover.gradients.deferred import Later
-from recover.gradients.parts import as_gradient, as_real, local_part
+from recover.gradients.buckets import Bucket
+from recover.gradients.deferred import DeviceValue
+from recover.gradients.parts import as_gradient, as_real, local_part, on_device, own_gradient
+from recover.gradients.replica_interface import Partners
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """The room for a parameter's gradient: in a bucket, or in the tray of one."""
+class BucketSlice:
+    """The slice of a bucket (or of its tray) that holds one parameter's gradient."""
 
     parameter: torch.nn.Parameter
     index: int  # of the bucket
@@ -20,8 +24,11 @@ class Place:
     seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the last mean, and the gradient in it
 
     def gradient_in(self, mean: torch.Tensor) -> torch.Tensor:
-        """The parameter's gradient, out of a whole bucket's mean. Mostly that is the same tensor in every step: while
-        the optimizer is about to run, a device has nothing to do, and every call for a parameter counts."""
+        """The parameter's gradient in the mean of a whole bucket.
+
+        Mostly that is the same tensor in every step, so it is cached: a device is idle until the
+        optimizer runs, and every call for a parameter counts.
+        """
         if self.seen is not None and self.seen[0] is mean:
             return self.seen[1]
         room = self.room
@@ -32,9 +39,110 @@ class Place:
         return gradient
 
 
-def marked(places: list[Place], marks: torch.Tensor) -> Later[set[Place]]:
-    """Those whose marks are not zero, of a round and so of all before it: everyone marks all that it has used."""
-    return Later(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
+class ModuleBucket:
+    """A bucket with the slices of its parameters, and which of them the step and its microbatch
+    have filled.
+
+    partners:       ranks of the replica that hold the same parameters: gradients are gathered in a tray, and added up
+                    over the partners after each round
+    adds_together:  gradients are added when all of the bucket are there (on a device), not one by one
+    """
+
+    def __init__(
+        self,
+        index: int,
+        bucket: Bucket,
+        parameters: Sequence[torch.nn.Parameter],
+        partners: Partners | None,
+        adds_together: bool,
+    ) -> None:
+        self.index, self.bucket, self.adds_together = index, bucket, adds_together
+        self._partners = partners
+        filled = bucket.local
+        if partners is not None:
+            # Behind the gradients, one mark for each parameter: whether any partner has used it.
+            filled = self._tray = bucket.local.new_zeros(bucket.local.numel() + len(parameters))
+        self.slices: list[BucketSlice] = []
+        at = 0
+        for parameter in parameters:
+            shape, size = room_for(parameter).shape, room_for(parameter).numel()
+            self.slices.append(BucketSlice(parameter, index, filled[at : at + size].view(shape)))
+            at += size
+        self.taken: dict[BucketSlice, torch.Tensor] = {}  # gradients that are not in the sum yet
+        self.touched: set[BucketSlice] = set()  # slices that hold a sum; others are overwritten, not added to
+        self.used: set[BucketSlice] = set()  # slices that any microbatch of the step has used
+        self.seen: set[BucketSlice] = set()  # slices that the microbatch in progress has used
+        self.used_by_partners: DeviceValue[set[BucketSlice]] | None = None
+        self._holds_trays = False  # trays of earlier rounds are in the local sum
+
+    def clear(self) -> None:
+        """Give up the sum of this step."""
+        self.taken.clear()
+        self.touched.clear()
+        self.used.clear()
+        self.used_by_partners = None
+        self._holds_trays = False
+
+    @property
+    def has_tray(self) -> bool:
+        return self._partners is not None
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks whose gradients are added up to one."""
+        return 1 if self._partners is None else self._partners.size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the microbatch in progress has used all parameters."""
+        return len(self.seen) == len(self.slices)
+
+    def take(self, places: Sequence[BucketSlice]) -> None:
+        """Move the gradients of these parameters out of `p.grad`."""
+        for place in places:
+            gradient = place.parameter.grad
+            self.taken[place] = gradient if type(gradient) is torch.Tensor else own_gradient(place.parameter)
+            place.parameter.grad = None
+        self.seen.update(places)
+
+    def complete_sum(self) -> None:
+        """Before the bucket is posted: what no microbatch has used counts as zero."""
+        if self._partners is None:
+            self._fill_up()
+        elif not self._holds_trays:
+            self.bucket.local.zero_()
+            self._holds_trays = True
+
+    def add_up_tray(self) -> None:
+        """Add the gradients of a round, summed over the partners, to the local sum. A collective
+        of the partners."""
+        if self._partners is None:
+            return
+        local, tray = self.bucket.local, self._tray
+        self._fill_up()
+        used = [float(place in self.used) for place in self.slices]
+        marks = tray[local.numel() :]
+        marks.copy_(on_device(torch.tensor(used, dtype=tray.dtype), tray.device))
+        self._partners.add_up(tray)
+        if self._holds_trays:
+            local.add_(tray[: local.numel()])
+        else:
+            local.copy_(tray[: local.numel()])
+            self._holds_trays = True
+        self.used_by_partners = marked(self.slices, marks)
+        self.touched.clear()
+
+    def _fill_up(self) -> None:
+        for place in self.slices:
+            if place not in self.touched:
+                place.room.zero_()
+                self.touched.add(place)
+
+
+def marked(places: Sequence[BucketSlice], marks: torch.Tensor) -> DeviceValue[set[BucketSlice]]:
+    """Slices whose marks are not zero. Every partner marks all that it has used in the step so
+    far, so the marks of the last round cover the rounds before it."""
+    return DeviceValue(lambda marked: {p for p, mark in zip(places, marked, strict=True) if mark}, marks)
 
 
 def room_for(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -43,7 +151,7 @@ def room_for(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def cut(parameters: list[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
-    """Into runs of at most `limit` numbers, or of one parameter that has more."""
+    """Cut parameters into runs of at most `limit` numbers, or of one parameter that has more."""
     runs: list[list[torch.nn.Parameter]] = []
     filled = limit
     for parameter in parameters:

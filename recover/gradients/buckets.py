@@ -1,9 +1,11 @@
-"""Gradient buckets: flat sums that can be reduced across replicas and, if that went wrong, reduced again.
+"""Gradient buckets: flat sums that can be reduced across replicas and, if the reduction failed,
+reduced again.
 
-A bucket has a local sum, which holds the microbatches of this replica, and a result, which holds the sum over all
-replicas. Out of place (the default) they are two tensors, so nothing ever has to be restored. In place, for
-gradients that somebody else owns, they are one, and a snapshot is kept to rewind from. Tensors or NumPy arrays: nothing
-here knows torch, so the simulated world uses the same buckets.
+A bucket has a local sum of the microbatches of this replica, and a result, the sum over all
+replicas. Out of place (the default) they are two tensors, so nothing has to be restored. In
+place, for gradients that another library owns, they are one tensor, and a snapshot is kept to
+rewind to. Tensors or NumPy arrays: this module does not import torch, so the simulated world
+uses the same buckets.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from recover.world.cross_group import CrossGroup
 
 
 class Bucket:
-    """One flat piece of the gradient, and its ledger: the slots in it, what it was reduced with, and when."""
+    """One flat piece of the gradient, with the slots in its local sum and the epoch of its
+    reduction."""
 
     def __init__(self, local: Any, in_place: bool = False, copies: int = 1) -> None:
         self.local = local
         self.copies = copies  # ranks of the replica that hold the same bucket
         self.result = local if in_place else _empty_like(local)
         self.snapshot: Any = None
-        self.held = SlotSet()  # the slots of this step that are in the local sum
-        # Those that were in it when it was handed over; None: not in this attempt.
+        self.held = SlotSet()  # slots of this step in the local sum
+        # Slots that were in it when it was posted; None: not posted in this attempt.
         self.posted: SlotSet | None = None
         self._spare: Any = None
         self._in_place = in_place
@@ -35,7 +38,8 @@ class Bucket:
         self._epoch: int | None = None
 
     def post(self, cross: CrossGroup, epoch: int, contribute: bool) -> Work:
-        """Hand the bucket to the communication thread. A spare takes part and contributes zeros."""
+        """Post the reduction to the communication thread. A spare takes part and contributes
+        zeros."""
         self._epoch, self.posted = epoch, self.held
         if self._in_place:
             if self.snapshot is None:
@@ -52,11 +56,13 @@ class Bucket:
         return self._work
 
     def reduced_under(self, epoch: int) -> bool:
-        """Whether the result is the sum over the members of this epoch. Stale results are never mixed in."""
+        """Whether the result is the sum over the members of this epoch: a result of an earlier
+        epoch is stale."""
         return self._epoch == epoch and self._work is not None and self._work.ok
 
     def is_coming(self) -> bool:
-        """Whether it was reduced, or a device is about to: then whatever this thread asks of it finds the result."""
+        """Whether it was reduced, or is queued on a device. Then this thread's stream waits for
+        the result, so that whatever this thread queues next finds it."""
         if self._work is None:
             return False
         passed = self._work.behind()
@@ -66,21 +72,22 @@ class Bucket:
         return True
 
     def give_away(self) -> None:
-        """Somebody keeps the memory of the result: it is theirs."""
+        """Leave the memory of the result to a caller that keeps it, and use new memory."""
         self.result = _empty_like(self.local)
 
     def rewind(self) -> None:
-        """Make the local sum what it was before it was reduced."""
+        """Restore the local sum from before the reduction."""
         if self._in_place and self._epoch is not None:
             assert self.snapshot is not None
             self.local[:] = self.snapshot
         self.forget()
 
     def forget(self) -> None:
-        """A new step, or a new attempt: whatever was reduced before does not count."""
+        """Begin an attempt: earlier reductions do not count."""
         if self._work is not None and not (self._work.ok or self._work.refused or self._in_place):
-            # The library may still write to a result it gave up, until all have been through another agreement. They
-            # have when the next one fails. So two take turns: allocating anew would scatter the heap.
+            # The library may still write to the result of an aborted reduction until all ranks have
+            # passed another agreement. They have when the next reduction fails, so two results in
+            # turns are enough. A new allocation each time would fragment the heap.
             spare = _empty_like(self.local) if self._spare is None else self._spare
             self.result, self._spare = spare, self.result
         self._epoch, self._work, self.posted = None, None, None

@@ -1,8 +1,9 @@
-"""Numbers that a device may still be computing: noted where they come up, read together where they are needed.
+"""Deferred device values: numbers that a device may still be computing, read together where they
+are needed.
 
-To read a value of a device is to wait for all that it was given to do before. A step does that at its vote, once, for
-everything that its microbatches have left. Nothing here knows torch before there is a tensor: the simulated world
-has plain numbers.
+Reading a value of a device waits for everything that was queued before it. A step does that
+once, at its vote, for all values of its microbatches. Torch is imported only once there is a
+tensor: the simulated world has plain numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Numbers = npt.NDArray[Any]
-NEAR = ("cpu",)  # kinds of devices whose memory is the host's own: nothing has to travel
+NEAR = ("cpu",)  # types of devices whose memory the host reads directly
 
 
-class Later(Generic[T]):
-    """What `make` says of the numbers in some tensors; it gets a flat array of float64 or int64 for each of them.
+class DeviceValue(Generic[T]):
+    """The result of `make`, called with a flat array of float64 or int64 for each of some tensors.
 
-    The tensors must stay as they are until then. Whoever asks before they were fetched waits for these alone. Those of
-    `when_asked` come behind the others, and the device is not told to compute them before they are fetched.
+    The tensors must not change until then. Reading `value` before `fetch` waits for these
+    tensors only. The tensors of `when_asked` come behind the others; they are queued on the
+    device only when they are fetched.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Later(Generic[T]):
         self._value: T
 
     def begin(self) -> Sequence[torch.Tensor]:
-        """What is to be read."""
+        """The tensors to read."""
         self._tensors, self._when_asked = (*self._tensors, *self._when_asked()), lambda: ()
         return self._tensors
 
@@ -59,14 +61,16 @@ class Later(Generic[T]):
         self._make, self._tensors = None, ()
 
 
-def now(value: T | Later[T]) -> T:
-    """A plain value is known already."""
-    return value.value if isinstance(value, Later) else value
+def now(value: T | DeviceValue[T]) -> T:
+    """The value itself; a plain value is returned unchanged."""
+    return value.value if isinstance(value, DeviceValue) else value
 
 
 def fetch(values: Iterable[object]) -> None:
     """Learn all of these that are not known yet: one transfer from each device, and one wait."""
-    laters = list({id(each): each for each in values if isinstance(each, Later) and not each.known}.values())
+    laters = list(
+        {id(each): each for each in values if isinstance(each, DeviceValue) and not each.known}.values()
+    )
     begun = [later.begin() for later in laters]
     read = iter(_read([tensor for tensors in begun for tensor in tensors]))
     for later, tensors in zip(laters, begun, strict=True):
@@ -88,7 +92,7 @@ def _read(tensors: list[torch.Tensor]) -> list[Numbers]:
 
 
 def _transfer(tensors: list[torch.Tensor]) -> list[Numbers]:
-    """From one device, at once: float64 travel as the bits that they are, beside int64."""
+    """One transfer from one device: float64 are sent as their bits, together with int64."""
     import torch
 
     kinds: dict[torch.dtype, list[int]] = {}
@@ -108,8 +112,8 @@ def _transfer(tensors: list[torch.Tensor]) -> list[Numbers]:
 
 
 def _to_host(numbers: torch.Tensor) -> torch.Tensor:
-    """By way of pinned memory: the thread then waits for its stream alone, and inside no call that others need, who may
-    have to end what the stream waits for."""
+    """Through pinned memory: the thread then waits for its own stream only, and holds no lock of
+    the driver that another thread may need to abort what the stream waits for."""
     import torch
 
     if numbers.device.type != "cuda":

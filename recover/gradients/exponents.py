@@ -1,12 +1,14 @@
-"""The exponents of reproducible sums: how large values may become, and so the grid that they are rounded to.
+"""The exponents of reproducible sums: how large values may become, and so the grid that they are
+rounded to.
 
-There is one exponent for each kind of value that is summed: all gradients, all losses (times their weights), and each
-running buffer. Weights are whole numbers, whose sums are exact without one.
-A value below 2^exponent can be summed over B microbatches without an error, on a grid of 53 bits. A larger one is an
-overflow, and the step runs again with a larger exponent.
+There is one exponent for each kind of value that is summed: all gradients, all losses (times their
+weights), and each running buffer. Weights are whole numbers, whose sums are exact without one. A
+value below 2^exponent can be summed over B microbatches without an error, on a grid of 53 bits. A
+larger one is an overflow, and the step runs again with a larger exponent.
 
-The exponents of a committed step are a pure function of the exponents before it and of the maxima over all B
-microbatches of that step. Neither the number of replicas nor a death changes them, so they do not change the bits.
+The exponents of a committed step are a pure function of the exponents before it and of the
+maxima over all B microbatches of that step. Neither the number of replicas nor a death changes
+them, so they do not change the bits.
 """
 
 from __future__ import annotations
@@ -16,19 +18,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-GRADIENTS, LOSSES, BUFFERS = (
-    0,
-    1,
-    2,
-)  # the kinds of values, by index; each running buffer is a kind of its own
-START = {GRADIENTS: 5, LOSSES: 13, BUFFERS: 13}  # while no committed step has had a value other than zero
-HEADROOM = 10  # a value may be 1,024 times as large as the largest one of the last steps
+# Kinds of values, by index; each running buffer is a kind of its own.
+GRADIENTS, LOSSES, BUFFERS = 0, 1, 2
+START = {GRADIENTS: 5, LOSSES: 13, BUFFERS: 13}  # until a committed step had a value other than zero
+HEADROOM = 10  # a value may be 1,024 times the largest one of the last steps
 WINDOW = 64  # steps
 LOWEST = -60  # the grid of smaller gradients could not be reached by a float32 factor
 BITS = 53  # of the integers that float64 holds
 
-# One rerun is enough where kernels are deterministic: its maxima are the same again. Where they are not, no run repeats
-# the bits of another, and after so many reruns an attempt is committed if it has no overflow.
+# One rerun is enough where kernels are deterministic: its maxima are the same again. Where they are
+# not, no run repeats the bits of another, and after so many reruns an attempt is committed if it
+# has no overflow.
 RERUNS = 3
 
 MANY_RERUNS = 10  # of 100 steps
@@ -49,7 +49,8 @@ def code_of(values: Iterable[float]) -> int:
 
 
 class Exponents:
-    """Those of the attempt under way, and the maxima of the last committed steps, from which the next ones follow."""
+    """Those of the attempt under way, and the maxima of the last committed steps, from which the
+    next ones follow."""
 
     def __init__(self, global_batch: int) -> None:
         # A sum of B integers below 2^53 / B is below 2^53.
@@ -61,14 +62,14 @@ class Exponents:
         self.begin(0)
 
     def add_buffers(self, count: int) -> None:
-        """The model has so many running buffers."""
+        """Add exponents for this number of running buffers."""
         self._start += [START[BUFFERS]] * count
         self._window.clear()
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """A step begins. A step that was left and begins again keeps the exponents that were agreed on for it: the
-        other replicas may be running it with these."""
+        """A step begins. A step that was left and begins again keeps the exponents that were
+        agreed on for it: other replicas may be running it with them."""
         if step == self._step and step:
             return
         self._step, self.reruns = step, 0
@@ -80,14 +81,14 @@ class Exponents:
         return math.ldexp(1.0, self.current[kind] - self._bits)
 
     def required(self, maxima: Sequence[int]) -> tuple[int, ...]:
-        """The exponents that this step must be summed with if these are the maxima over all of its microbatches."""
+        """The exponents that this step requires, given the maxima over all of its microbatches."""
         return tuple(
             proposed if maximum <= proposed else maximum + HEADROOM
             for proposed, maximum in zip(self._proposed, maxima, strict=True)
         )
 
     def fit(self, maxima: Sequence[int]) -> bool:
-        """Whether an attempt with the current exponents may be committed if these are its maxima."""
+        """Whether an attempt with the current exponents and these maxima may be committed."""
         if self.reruns < RERUNS:
             return self.required(maxima) == self.current
         return all(maximum <= exponent for maximum, exponent in zip(maxima, self.current, strict=True))
@@ -103,7 +104,8 @@ class Exponents:
         self._reruns_of_steps.append(self.reruns)
 
     def take_warning(self) -> str:
-        """What to say if steps are run again often; once, until it is so again."""
+        """A warning if steps are run again often; empty otherwise. It starts counting again
+        afterwards."""
         often = sum(self._reruns_of_steps)
         if often <= MANY_RERUNS:
             return ""

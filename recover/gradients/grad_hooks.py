@@ -1,8 +1,10 @@
-"""Which parameters tell that their gradient is there.
+"""Hooks by which autograd announces that gradients are complete.
 
-The host takes each gradient by itself, so each parameter tells. A device is told of a whole bucket at once, so one can
-tell for all: the one that comes last, as the first microbatch shows it. To be called costs the host more than to look
-whether the others are there, too. Where they come in another order some day, each tells again from then on.
+On the host gradients are taken one by one, so each parameter has a hook. A device is told of a
+whole bucket at once, so one hook per bucket is enough: on the parameter whose gradient comes
+last, as the first microbatch shows it. Calling a hook costs the host more than looking whether
+the other gradients are there. If they ever come in another order, each parameter of that bucket
+has a hook again.
 """
 
 from __future__ import annotations
@@ -13,43 +15,49 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from recover.gradients.bucket_layout import Place
+from recover.gradients.bucket_layout import BucketSlice
 
 
-class Tellers:
-    """Hooks on the parameters of buckets: `one` is called for a parameter, `bucket` for a whole bucket."""
+class GradHooks:
+    """Hooks on the parameters of buckets: `one` is called for a parameter, `bucket` for a whole
+    bucket."""
 
     def __init__(
         self,
-        members: Sequence[Sequence[Place]],
-        one: Callable[[Place, torch.nn.Parameter], None],
+        members: Sequence[Sequence[BucketSlice]],
+        one: Callable[[BucketSlice, torch.nn.Parameter], None],
         bucket: Callable[[int, torch.nn.Parameter], None],
     ) -> None:
         self._members, self._one, self._bucket = members, one, bucket
-        self._last: dict[int, Place] = {}  # by bucket
+        self._last: dict[int, BucketSlice] = {}  # by bucket
         self._settled, self._each = False, True
-        self._unsteady: set[int] = set()  # buckets of which each parameter tells, for good
-        self._hooks: list[RemovableHandle] = []
+        self._unsteady: set[int] = set()  # buckets of which each parameter keeps a hook, for good
+        self._handles: list[RemovableHandle] = []
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
-    def came_last(self, place: Place) -> None:
-        """The gradients of its bucket are complete, each with a word of its own, and this one was the last."""
+    def came_last(self, place: BucketSlice) -> None:
+        """All gradients of its bucket are complete, each announced by its own hook, and this one
+        came last."""
         if place.index not in self._last:
             self._last[place.index], self._settled = place, False
 
     def came_otherwise(self, index: int) -> None:
-        """A gradient of this bucket came that nobody told of."""
+        """A gradient of this bucket came without being announced."""
         if index not in self._unsteady:
             self._unsteady.add(index)
             self._settled = False
 
     def expect(self, each: bool) -> None:
-        """Before a backward pass, or those of a round. `each`: all are to tell. If a parameter has several gradients,
-        in a round or by activation checkpointing, autograd adds up those of which nobody tells, and not our sum."""
+        """Before a backward pass, or those of a round. `each`: every parameter needs its hook.
+
+        If a parameter gets several gradients (in a round, or by activation checkpointing),
+        autograd itself adds up those that are not announced, with other rounding than the sum of
+        the bucket.
+        """
         if self._settled and each is self._each:
             return
         self.remove()
@@ -61,5 +69,5 @@ class Tellers:
             else:
                 self._hook(self._last[index], partial(self._bucket, index))
 
-    def _hook(self, place: Place, call: Callable[[torch.nn.Parameter], None]) -> None:
-        self._hooks.append(place.parameter.register_post_accumulate_grad_hook(call))
+    def _hook(self, place: BucketSlice, call: Callable[[torch.nn.Parameter], None]) -> None:
+        self._handles.append(place.parameter.register_post_accumulate_grad_hook(call))

@@ -1,4 +1,5 @@
-"""What must add up before a step may commit: the slots in every bucket, and the samples in the sum of all replicas."""
+"""Checks before a commit: the slots in every bucket, and the samples in the sum over all
+replicas."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class LedgerError(RuntimeError):
-    """The sums do not hold what they should: no repair can mend that, and a commit would be silently wrong."""
+    """The sums do not hold what was planned: no repair can fix that, and a commit would be
+    silently wrong."""
 
 
 def with_slots(held: SlotSet, more: SlotSet) -> SlotSet:
-    """What a local sum holds once these are added to it."""
+    """The slots of a local sum after these are added. Raises LedgerError for a slot that it
+    holds already."""
     if held & more:
         raise LedgerError(
             f"slots {held & more} are in the local sum already (it holds {held}); run each slot once"
@@ -25,7 +28,8 @@ def with_slots(held: SlotSet, more: SlotSet) -> SlotSet:
 
 
 def check_buckets(step: int, buckets: Sequence[Bucket], owed: SlotSet) -> None:
-    """Every bucket was handed to the reduction in this attempt, with exactly the slots that this replica owes."""
+    """Raises LedgerError unless every bucket was posted in this attempt, with exactly the slots
+    that this replica owes."""
     if not buckets:
         raise LedgerError(f"step {step}: there is no gradient bucket, so nothing can have been summed")
     for number, bucket in enumerate(buckets):
@@ -46,7 +50,7 @@ def check_buckets(step: int, buckets: Sequence[Bucket], owed: SlotSet) -> None:
 
 
 def check_grids(step: int, same: bool) -> None:
-    """All replicas have rounded what they summed to the same grid."""
+    """Raises LedgerError unless all replicas have rounded to the same grid."""
     if not same:
         raise LedgerError(
             f"step {step}: replicas have summed with different exponents; nothing was committed. All ranks must run "
@@ -55,7 +59,7 @@ def check_grids(step: int, same: bool) -> None:
 
 
 def check_samples(step: int, found: int, planned: int) -> None:
-    """The samples that all replicas name together are as many as the plan says."""
+    """Raises LedgerError unless the sum holds as many samples as planned."""
     if found != planned:
         raise LedgerError(
             f"step {step}: the sum over all replicas holds {found} samples, and {planned} were planned; nothing was "

@@ -1,4 +1,4 @@
-"""Tensors of which a rank may hold only a part: torch's DTensor, as far as a step has to know of it."""
+"""Tensors of which a rank may hold only a part (torch's DTensor), and their memory layout."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import torch
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that lives here; a plain tensor is its own."""
+    """The local part of a sharded tensor; a plain tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as pairs of real numbers, which can be summed and can travel; any other is its own."""
+    """A complex tensor as pairs of real numbers, which carriers can sum; any other tensor
+    itself."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values that the host has made, on the device; the host does not wait until they have arrived there."""
+    """Copy values of the host to the device without waiting for the copy."""
     if device.type == "cuda" and values.device.type == "cpu":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 
 
 def in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, whose numbers follow each other by rows, with its numbers in memory as those of `like` are.
+    """`value`, which is contiguous, in the memory order of `like`.
 
-    Autograd makes gradients so, and kernels that walk through memory take a parameter, its gradient and its moments for
-    laid out alike. Where `like` has gaps or overlaps, autograd does as it is here: by rows.
+    Autograd creates gradients in that order, and fused kernels assume that a parameter, its
+    gradient and its moments have the same layout. Where `like` has gaps or overlaps, autograd
+    creates contiguous gradients, and so does this.
     """
     if like.is_contiguous() or not is_dense(like):
         return value
@@ -34,14 +36,15 @@ def in_order_of(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has neither gaps nor overlaps, in whatever order its numbers are."""
+    """Whether it has neither gaps nor overlaps, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's part of the gradient, placed as the parameter is.
+    """This rank's part of the gradient, with the placements of the parameter.
 
-    Autograd may leave it otherwise: of a norm whose inputs are sharded, the gradient is a sum still to be made.
+    Autograd may leave other placements: the gradient of a norm with sharded inputs is a partial
+    sum.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -52,7 +55,7 @@ def own_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def as_gradient(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """`value` as the gradient of `parameter`: in its dtype and its order in memory, and sharded as it is."""
+    """`value` as the gradient of `parameter`: with its dtype, memory order and placements."""
     if parameter.is_complex():
         value = torch.complex(value[..., 0], value[..., 1])
     value = in_order_of(local_part(parameter), value.to(local_part(parameter).dtype))

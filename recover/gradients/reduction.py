@@ -1,4 +1,5 @@
-"""How gradients are summed: fast, or so that the sum does not depend on who computed what, in which order, or how many.
+"""Arithmetic of sums: fast, or reproducible, with bits that do not depend on the order or on the
+number of replicas.
 
 `fast`          fp32 sums, of float64 parameters float64 ones. The last bits depend on the order of the additions, and
                 so on the number of replicas.
@@ -27,33 +28,33 @@ DOUBLE = (torch.float64, torch.complex128)
 class Sum(Protocol):
     """The arithmetic of a bucket."""
 
-    exact: bool  # it does not depend on the order, so nobody else may add up gradients beside it
+    exact: bool  # independent of the order: autograd must not add up gradients before it
 
     @property
     def exponents(self) -> Exponents | None:
-        """Those of an exact sum."""
+        """Exponents of an exact sum; None for a fast one."""
 
     @property
     def unit(self) -> float:
-        """What 1.0 in a bucket stands for."""
+        """The value of 1.0 in a bucket."""
 
     def dtype_for(self, parameters: torch.dtype) -> torch.dtype:
-        """What the gradients of such parameters are summed in."""
+        """The type in which gradients of such parameters are summed."""
 
     def add(self, places: Tensors, gradients: Tensors, first: bool) -> Tensors:
-        """Add one microbatch's gradients to their places (the first ones overwrite).
+        """Add one microbatch's gradients to their slices (the first ones overwrite).
 
-        Returns their extremes, not read yet, if the sum is exact: the step must know the largest of them.
+        Returns their extremes as tensors that are not read yet, if the sum is exact.
         """
 
     def mean(self, result: torch.Tensor, weight: float, shrink: float) -> torch.Tensor:
         """The gradient for the optimizer, from the reduced sum."""
 
     def loss(self, value: float) -> float:
-        """A loss as it is summed."""
+        """The value by which a loss enters the sum."""
 
     def change(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Changes of running buffers of these sizes, in float64, as they are summed."""
+        """The values by which changes of running buffers of these sizes (float64) enter the sum."""
 
 
 class FastSum:
@@ -104,8 +105,9 @@ class ReproducibleSum:
         gradients = [gradient.float() for gradient in gradients]
         some = [gradient for gradient in gradients if gradient.numel()]
         extremes = _extremes(some) if some else []
-        # Exact: a power of two, and integers from 2^24 on. Into memory of our own: that of a gradient may be another
-        # gradient's, too, or flow on in autograd, or be kept by the user.
+        # Exact: the factor is a power of two, and float32 from 2^24 on are integers. Into new
+        # memory: the memory of a gradient may belong to another gradient as well, be used again by
+        # autograd, or be kept by the user.
         scaled = torch._foreach_mul(gradients, 1.0 / self.unit)
         torch._foreach_round_(scaled)
         if first:
@@ -133,7 +135,8 @@ class ReproducibleSum:
 
 
 def _extremes(tensors: Tensors) -> Tensors:
-    """Some numbers that are as far from zero as anything in these, NaN if that is there: whichever come soonest."""
+    """Numbers with the largest magnitude in these tensors, NaN if there is one, by the fastest
+    way of the device."""
     if tensors[0].device.type in deferred.NEAR:
         return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
     return list(torch._foreach_norm(tensors, math.inf))

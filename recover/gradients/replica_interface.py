@@ -1,4 +1,5 @@
-"""What a step asks of the inside of a replica: to combine a few numbers, and which parameters its ranks share."""
+"""The replica interface: what a step needs from the ranks of one replica (combining numbers,
+shared parameters)."""
 
 from __future__ import annotations
 
@@ -10,67 +11,71 @@ import torch
 
 
 class Partners(Protocol):
-    """The ranks of a replica that hold the same parameter, each with a part of its gradient. One object per group."""
+    """Ranks of a replica that hold the same parameter, each with a part of its gradient. One
+    object per group."""
 
     size: int
 
     def add_up(self, sums: torch.Tensor) -> None:
-        """The sum over the partners, in place: the same bits on all of them."""
+        """Sum over the partners in place: the same bits on all of them."""
 
 
 @dataclass(frozen=True)
 class Sharing:
     """How a parameter is held by the ranks of a replica."""
 
-    copies: int = 1  # ranks that hold the same values: in the norm of the gradient they count once
-    partners: Partners | None = None  # those whose gradients have to be added to this rank's
+    copies: int = 1  # ranks that hold the same values: they count once in the norm of the gradient
+    partners: Partners | None = None  # ranks whose gradients are added to this rank's
 
 
 ALONE = Sharing()
 
 
 class Replica(Protocol):
-    """The inside of a replica."""
+    """The ranks of one replica, as a step sees them."""
 
     size: int
-    mates_hold_all_buffers: bool = (
-        True  # each rank computes rows with the whole model, not rows with a part of it
-    )
+    # Each rank computes rows with the whole model, not with a part of it.
+    mates_hold_all_buffers: bool = True
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small float64 tensor over the replica's ranks, the same on all of them.
 
-        Called by all of them at the same points of every attempt, whatever became of the reduction across replicas:
-        a rank that left it out would leave its mates blocked.
+        All ranks call it at the same points of every attempt, whatever became of the reduction
+        across replicas: a rank that left it out would leave its peers blocked.
         """
 
     def combine_numbers(self, values: list[float]) -> list[float]:
-        """The same for a few numbers that are no tensor."""
+        """The same for a list of numbers."""
         combined: list[float] = self.combine(torch.tensor(values, dtype=torch.float64)).tolist()
         return combined
 
     def combine_max(self, values: list[int]) -> list[int]:
-        """The maximum over the replica's ranks, element by element; under the same rules as `combine`."""
+        """The maximum over the replica's ranks, element by element; under the same rules as
+        `combine`."""
         raise NotImplementedError
 
-    def rest(self) -> None:
-        """Bring the parameters into the form in which the optimizer sees them: an evaluation may have left another."""
+    def reshard(self) -> None:
+        """Reshard parameters that an evaluation has left gathered: the optimizer needs the
+        shards."""
         return
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the replica's ranks sum the gradient of this parameter as they should."""
+        """Whether the replica's ranks sum the gradient of this parameter."""
         return True
 
     def seed_with(self, seed: Callable[[int, int], None]) -> None:
-        """How to start the draws of a microbatch of a round, by its number, in one of this rank's stages."""
+        """Set the function that seeds a microbatch of a round, by its number and the stage of
+        this rank."""
         return
 
     def weights_of_round(self) -> list[float] | None:
-        """Those with which the backward passes of the last round have run, told once; None if they run in the step."""
+        """Weights with which a pipeline ran the backward passes of the last round, returned
+        once; None if `Step` runs them."""
         return None
 
     def sharing(self, parameter: torch.nn.Parameter) -> Sharing:
-        """Who else in the replica holds this parameter."""
+        """How the ranks of the replica share this parameter."""
         return ALONE
 
 
@@ -91,15 +96,15 @@ _ATTRIBUTE = "_recover_replica"
 
 
 def mark(model: torch.nn.Module, replica: Replica) -> None:
-    """Remember with the model what it was built into."""
+    """Attach the replica to the model that was built for it."""
     object.__setattr__(model, _ATTRIBUTE, replica)
 
 
 def is_marked(module: torch.nn.Module) -> bool:
-    """Whether this very module was built into a replica."""
+    """Whether a replica is attached to this module itself."""
     return hasattr(module, _ATTRIBUTE)
 
 
 def replica_of(model: torch.nn.Module) -> Replica:
-    """What the model, or a module inside of it, was built into."""
+    """The replica that is attached to the model or to a module inside of it."""
     return next((getattr(m, _ATTRIBUTE) for m in model.modules() if is_marked(m)), PLAIN)

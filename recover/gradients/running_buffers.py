@@ -1,12 +1,14 @@
-"""Buffers that forward changes: the running statistics of BatchNorm, and others that the user names.
+"""Running buffers: buffers that forward changes, such as the statistics of BatchNorm, and others
+that the user names.
 
-The rule does not depend on who computed what, nor on who died. Every microbatch of a step starts from the buffers as
-they were when the step began. What its forward pass did to them is taken as a change, and changes are summed over the
-slots as gradients are, in the same reduction. When the step commits, a buffer of numbers with fractions becomes what it
-was plus the mean of the changes, and one of whole numbers (a counter) what it was plus their sum. An average over all
-microbatches that ever were (BatchNorm with momentum=None) is just that.
+The result depends neither on which replica computed which microbatch, nor on deaths. Every
+microbatch of a step starts from the buffers at the beginning of the step. The change by its forward
+pass is summed over the slots as gradients are, in the reduction of the totals. On a commit, a
+floating-point buffer gets the mean of the changes added, an integer buffer (a counter) their sum. A
+cumulative average (BatchNorm with momentum=None) stays one.
 
-Any other buffer must stay as it is from the first microbatch of a step to its end: replicas would drift apart.
+All other buffers must not change between the first microbatch of a step and its end: replicas
+would drift apart.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.parts import on_device
 from recover.gradients.reduction import Sum
 from recover.gradients.replica_interface import Replica
@@ -26,11 +28,12 @@ from recover.gradients.state_hash import fingerprint
 
 COUNTER = "num_batches_tracked"
 _BETWEEN = "change it between two steps, on all replicas alike"
-Place = tuple[torch.nn.Module, str]  # forward may put another tensor under the name
+Place = tuple[torch.nn.Module, str]  # module and name: forward may replace the tensor
 
 
-class MovingBuffers:
-    """Those of one model: what they were when the step began, and the sum of the changes of this replica's slots."""
+class RunningBuffers:
+    """The running buffers of one model: their values at the beginning of the step, and the sum
+    of changes of this replica."""
 
     def __init__(
         self,
@@ -40,7 +43,8 @@ class MovingBuffers:
         replica: Replica,
         watch_frozen: bool = False,
     ) -> None:
-        """`watch_frozen`: parameters that are, too, must stay; not where a wrapper moves them about."""
+        """`watch_frozen`: also check that frozen parameters do not change; not for wrappers that
+        replace them."""
         places = {
             f"{prefix}.{name}" if prefix else name: (module, name)
             for prefix, module in model.named_modules()
@@ -67,19 +71,18 @@ class MovingBuffers:
         self._sum = sum_
         self._moving = {name: places[name] for name in sorted(moving)}
         self._others = {name: place for name, place in places.items() if name not in moving}
-        if (
-            watch_frozen and replica.size == 1
-        ):  # a sharded model puts other tensors under their names while it computes
+        # Not in a sharded model: it puts other tensors under their names while it computes.
+        if watch_frozen and replica.size == 1:
             self._others |= _frozen(model)
-        # Of the others: the tensor, where its memory is, its version, its bits.
-        self._seen: dict[str, tuple[torch.Tensor, int, int, Later[int]]] = {}
+        # For each other buffer: the tensor, the address of its memory, its version, its hash.
+        self._seen: dict[str, tuple[torch.Tensor, int, int, DeviceValue[int]]] = {}
         self._start: list[torch.Tensor] = []
         self._moved = False  # since the step began
         self._sizes = [getattr(*place).numel() for place in self._moving.values()]
         self.size = sum(self._sizes)
         if sum_.exponents is not None:
             sum_.exponents.add_buffers(len(self._moving))
-        # For each number of the row of changes, which buffer it is of.
+        # The buffer of each number in the row of changes.
         self._owners = torch.arange(len(self._sizes)).repeat_interleave(
             torch.tensor(self._sizes, dtype=torch.int64)
         )
@@ -89,24 +92,25 @@ class MovingBuffers:
 
     @property
     def changes(self) -> Numbers:
-        """Of this replica's slots, as they are reduced."""
+        """Changes of this replica's slots, as they enter the reduction."""
         return self._read.value[: self.size] if self.size else np.zeros(0)
 
     @property
     def largest(self) -> list[float]:
-        """For each running buffer, the largest change that a microbatch has made; infinity if one is not finite."""
+        """The largest change of each running buffer by a microbatch; infinity if one is not
+        finite."""
         return self._read.value[self.size :].tolist() if self.size else [0.0] * len(self._moving)
 
     @property
-    def unread(self) -> list[Later[Any]]:
-        """What these two will read of a device."""
+    def unread(self) -> list[DeviceValue[Any]]:
+        """Values that `changes` and `largest` read from a device."""
         return [self._read] if self.size else []
 
     def tensors(self) -> list[torch.Tensor]:
         return [getattr(*place) for place in self._moving.values()]
 
     def at_start(self) -> list[tuple[str, torch.Tensor]]:
-        """The running buffers by name, as they were when the step began: forward may have changed them since."""
+        """Running buffers by name, with their values at the beginning of the step."""
         return list(zip(self._moving, self._start if self._moved else self.tensors(), strict=True))
 
     def begin(self) -> None:
@@ -117,13 +121,13 @@ class MovingBuffers:
         self.clear()
 
     def clear(self) -> None:
-        """Give up what this replica has summed in this step."""
+        """Drop the changes of this step."""
         if not self.size:
             return
-        # The sum of the changes, and behind it the largest one of each buffer.
+        # The sum of the changes, followed by the largest change of each buffer.
         device = self.tensors()[0].device
         self._summed = torch.zeros(self.size + len(self._sizes), dtype=torch.float64, device=device)
-        self._read = Later(_as_they_are, self._summed)
+        self._read = DeviceValue(_as_they_are, self._summed)
 
     def hand_out(self) -> None:
         """A microbatch is about to run."""
@@ -134,7 +138,8 @@ class MovingBuffers:
             self._look(name)
 
     def take(self) -> None:
-        """Its forward is through, and nothing of its backward, which may run parts of it again."""
+        """Take the changes after the forward pass, and before its backward, which may run parts
+        of forward again."""
         self._refuse_changes(
             "while a microbatch was computed",
             "if it is a statistic, recover.Step(..., buffers=[{name!r}]) keeps it equal, by the mean of the changes "
@@ -147,10 +152,10 @@ class MovingBuffers:
         magnitudes = change.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         self._summed[self.size :].scatter_reduce_(0, self._owners, magnitudes, "amax")
         self._summed[: self.size] += self._sum.change(change, self._sizes)
-        self._read = Later(_as_they_are, self._summed)
+        self._read = DeviceValue(_as_they_are, self._summed)
 
     def refuse_later_changes(self) -> None:
-        """Its backward is through, and the loop has come back for the next one."""
+        """Raise if a buffer has changed between forward and the end of the loop body."""
         self._refuse_changes(
             "after the forward pass of a microbatch, in its backward pass or in the loop",
             f"{_BETWEEN}; or, if it is a statistic, in forward, and name it by recover.Step(..., buffers=[{{name!r}}])",
@@ -158,14 +163,14 @@ class MovingBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make them what they were when the step began."""
+        """Restore the values at the beginning of the step."""
         for tensor, was in zip(self.tensors(), self._start, strict=True):
             tensor.copy_(was)
         self._moved = False
 
     @torch.no_grad()
     def settle(self, changes: torch.Tensor, microbatches: int) -> None:
-        """The step has committed, and this is the sum over all of its microbatches."""
+        """On a commit: apply the changes, summed over all microbatches of the step."""
         self._moved = False
         if not self.size:
             return
@@ -178,8 +183,8 @@ class MovingBuffers:
                 tensor.copy_(was + change.round().to(was.dtype))
 
     def _pace(self, name: str, microbatches: int) -> torch.Tensor | float:
-        """A cumulative average (BatchNorm with momentum=None) moves by one part in as many as there were. Each of the
-        microbatches has taken itself for the next one; together they are so many."""
+        """Factor for a cumulative average (BatchNorm with momentum=None): each microbatch has
+        taken itself for number `before + 1`, and together they are `microbatches`."""
         module, _ = self._moving[name]
         if not isinstance(module, _NormBase) or module.momentum is not None:
             return 1.0
@@ -187,8 +192,8 @@ class MovingBuffers:
         before = starts[module, COUNTER].double()
         return (before + 1) * microbatches / (before + microbatches)
 
-    def _refuse_changes(self, when: str, mend: str) -> None:
-        """`mend`: what to do about a buffer."""
+    def _refuse_changes(self, when: str, remedy: str) -> None:
+        """`remedy`: what to do about a buffer."""
         for name, place in self._others.items():
             before, after = self._seen[name][-1], self._look(name)
             if after is before or after.value == before.value:
@@ -199,16 +204,17 @@ class MovingBuffers:
                     f"replicas there are, and on who dies; {_BETWEEN}"
                 )
             raise RuntimeError(
-                f"the buffer {name!r} was changed {when}, and would differ between replicas; {mend.format(name=name)}"
+                f"the buffer {name!r} was changed {when}, and would differ between replicas; {remedy.format(name=name)}"
             )
 
-    def _look(self, name: str) -> Later[int]:
-        """The bits of a buffer that is expected to stay, looked at again only if it may have been written to."""
+    def _look(self, name: str) -> DeviceValue[int]:
+        """The hash of a buffer that must not change; computed again only if it may have been
+        written to."""
         tensor = getattr(*self._others[name])
         version = 0 if tensor.is_inference() else tensor._version
         known = self._seen.get(name)
         if tensor.requires_grad and known is not None:
-            return known[-1]  # it is trained by now, and in the vote
+            return known[-1]  # it is trained now: the fingerprint of the vote covers it
         memory = tensor.data_ptr()
         if known is None or known[0] is not tensor or known[1:3] != (memory, version):
             self._seen[name] = tensor, memory, version, fingerprint([tensor], 0)
@@ -216,7 +222,7 @@ class MovingBuffers:
 
 
 def _frozen(model: torch.nn.Module) -> dict[str, Place]:
-    """Parameters that nobody trains: a copy of others that follows them, say."""
+    """Frozen parameters, such as those of an EMA copy."""
     return {
         f"{prefix}.{name}" if prefix else name: (module, name)
         for prefix, module in model.named_modules()
@@ -230,5 +236,5 @@ def _as_they_are(numbers: Numbers) -> Numbers:
 
 
 def _keeps_statistics(module: torch.nn.Module, name: str) -> bool:
-    """Torch's own: BatchNorm, SyncBatchNorm, InstanceNorm, of any dimension."""
+    """Whether it belongs to BatchNorm, SyncBatchNorm or InstanceNorm, of any dimension."""
     return isinstance(module, _NormBase)

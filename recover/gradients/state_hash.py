@@ -1,12 +1,14 @@
-"""A fingerprint of a replica's state, so that a replica whose state differs is found within one step.
+"""Fingerprint of a replica's state, which finds a replica whose state differs within one step.
 
-All replicas must hold the same bits. Each adds a small hash and its square to a sum that is reduced anyway: the
-square of the sum equals the number of replicas times the sum of squares only if all hashes are equal.
+All replicas must hold the same bits. Each adds a small hash and its square to the totals: the
+square of the sum equals the number of replicas times the sum of squares only if all hashes are
+equal.
 
-The words of a tensor are laid out as rows of a fixed width. Every row sum and every column sum is mixed with its place
-before all of them are added up, so that the order of words counts, whichever words change places: two words in
-different rows change two row sums, two words of one row change two column sums. Sums of integers are the same in any
-order and on any device, and a device reads each tensor twice and gives one number, without a wait.
+The words of a tensor are laid out as rows of a fixed width. Every row sum and every column sum
+is mixed with its position before all of them are added up, so that the order of words counts:
+swapping two words of different rows changes two row sums, swapping two words of one row two
+column sums. Integer sums are the same in any order and on any device; a device reads each tensor
+twice and returns one number, without a wait.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import numpy as np
 import torch
 
 from recover.gradients import deferred
-from recover.gradients.deferred import Later, Numbers
+from recover.gradients.deferred import DeviceValue, Numbers
 from recover.gradients.parts import local_part
 
 WIDTH = 4096  # words of 8 bytes in a row
-BLOCK = 8  # rows that a host adds up both ways while they are in its cache
+BLOCK = 8  # rows that the host adds up in both directions while they are in its cache
 _LOW = (1 << 32) - 1
 _TENSOR, _PLACE, _FIRST, _SECOND = (  # odd constants of 64 bits, as signed numbers
     value - (1 << 64) if value >> 63 else value
@@ -36,11 +38,11 @@ _OF_GROUP = ("params", "param_names")  # the parameters themselves
 
 
 class StateHash:
-    """64 bits over the step counter and all tensors that are added, as they are then. Any flipped bit changes it, and
-    so do any two words that change places.
+    """64 bits over the step number and the values of all tensors at the time they are added. Any
+    flipped bit and any two swapped words change it.
 
-    `trained` says which parameters are: replicas that train different ones must not go on together, either. `values`:
-    what else must be equal and is no tensor.
+    trained:  which parameters are trained: replicas that train different ones must not continue together
+    values:   further state that must be equal and is not a tensor
     """
 
     def __init__(self, step: int, trained: bytes = b"", values: object = None) -> None:
@@ -59,12 +61,12 @@ class StateHash:
                 self._layout.setdefault(sums[0].device, []).append((self._added, sum(map(len, sums))))
             self._added += 1
         for device, sums in found.items():
-            self._sums.setdefault(device, []).append(
-                torch.cat(sums)
-            )  # a copy: tensors may change from here on
+            # A copy: the tensors may change afterwards.
+            self._sums.setdefault(device, []).append(torch.cat(sums))
 
-    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> Later[int]:
-        """Of all that was added so far, and of these, as they are when somebody asks."""
+    def value(self, when_asked: Callable[[], Iterable[torch.Tensor]] = lambda: ()) -> DeviceValue[int]:
+        """The hash of everything added so far, and of the tensors of `when_asked` when the value
+        is read."""
 
         def begin() -> Iterable[torch.Tensor]:
             self.add(when_asked())
@@ -79,18 +81,18 @@ class StateHash:
         def total(*values: Numbers) -> int:
             return (self._start + sum(int(value[0]) for value in values)) % 2**64
 
-        return Later(total, when_asked=begin)
+        return DeviceValue(total, when_asked=begin)
 
 
-def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> Later[int]:
-    """The hash of these alone, as they are now."""
+def fingerprint(tensors: Iterable[torch.Tensor], step: int, trained: bytes = b"") -> DeviceValue[int]:
+    """The hash of these tensors, with their present values."""
     whole = StateHash(step, trained)
     whole.add(tensors)
     return whole.value()
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The sums of all rows, the sums of all columns, and the words (and bytes) behind the last whole row."""
+    """Sums of rows, sums of columns, and the words and bytes behind the last whole row."""
     words, over = _words(tensor)
     rows = words.numel() // WIDTH
     whole = words[: rows * WIDTH].view(rows, WIDTH)
@@ -105,8 +107,8 @@ def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sums_of_host(whole: Numbers) -> tuple[Numbers, Numbers]:
-    """Of rows and of columns, block by block, so that the memory is read once. By one thread: where cores are busy,
-    torch's threads wait for each other longer than these few sums take."""
+    """Sums of rows and columns, block by block, so that memory is read once. In one thread: on
+    busy cores, torch's threads wait for each other longer than these sums take."""
     rows, columns = np.empty(len(whole), np.int64), np.zeros(WIDTH, np.int64)
     for start in range(0, len(whole), BLOCK):
         block = whole[start : start + BLOCK]
@@ -116,7 +118,8 @@ def _sums_of_host(whole: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """One number of all of them, each mixed with its place. Products wrap around, on every device alike."""
+    """One number from all sums, each mixed with its position. Products wrap around, on every
+    device alike."""
     mixed = (sums + places) * _FIRST
     mixed ^= (mixed >> 32) & _LOW
     mixed *= _SECOND
@@ -126,7 +129,7 @@ def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _places(device: torch.device, layout: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    """What tells each sum of each tensor from all others: the same in every step."""
+    """A number for the position of each sum of each tensor; the same in every step."""
     numbers, lengths = torch.tensor(layout, dtype=torch.int64).unbind(1)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
     within = torch.arange(len(starts), dtype=torch.int64) - starts
@@ -134,18 +137,18 @@ def _places(device: torch.device, layout: tuple[tuple[int, int], ...]) -> torch.
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a tensor holds as numbers of 8 bytes, and the bytes left over behind them."""
+    """The contents of a tensor as words of 8 bytes, and the remaining bytes."""
     flat = tensor.contiguous().view(-1)
     if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()  # a view that does not start at a whole number
+        flat = flat.clone()  # a view that is not aligned to 8 bytes
     raw = flat.view(torch.uint8)
     over = raw.numel() % 8
     return raw[: raw.numel() - over].view(torch.int64), raw[raw.numel() - over :]
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All that a nest of dictionaries, lists and tuples holds, with the way to each, in an order that does not depend
-    on when a key was added; keys may be of several types."""
+    """All leaves of nested dictionaries, lists and tuples with their paths, in an order that
+    does not depend on when a key was added; keys may be of several types."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=lambda key: (str(key), type(key).__name__)):
             yield from leaves(value[key], (*path, key))
@@ -157,7 +160,8 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def digest_of(value: Any) -> int:
-    """64 bits over all that a nest holds but its tensors. Of an object that is no plain value, only the kind counts."""
+    """64 bits over all leaves but tensors. Of an object that is not a plain value, only its type
+    counts."""
     digest = hashlib.blake2b(digest_size=8)
     for path, leaf in leaves(value):
         if not isinstance(leaf, torch.Tensor):
@@ -166,7 +170,7 @@ def digest_of(value: Any) -> int:
 
 
 def shown(leaf: Any) -> str:
-    """A plain value as text, to the bit; of any other object the kind."""
+    """A plain value as text, to the bit; the type of any other object."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
         return repr(leaf)
     if hasattr(leaf, "tobytes"):  # numpy's
@@ -175,7 +179,7 @@ def shown(leaf: Any) -> str:
 
 
 def settings(optimizer: Any) -> list[list[tuple[str, Any]]]:
-    """The numbers of each group (learning rate, betas, weight decay and so on), tensors among them, in each step."""
+    """Numbers and tensors of each parameter group: learning rate, betas, weight decay and so on."""
     return [
         [
             (name, group[name])
@@ -193,13 +197,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """All tensors of an optimizer's state, however deep, in the order of its parameters."""
+    """All tensors of an optimizer's state, at any depth, in the order of its parameters."""
     states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
     return [value for state in states for _, value in leaves(state) if isinstance(value, torch.Tensor)]
 
 
 def parameters_digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Over the bytes of all parameters, whole, in the order of their names."""
+    """SHA-256 over the bytes of these whole parameters, in this order."""
     digest = hashlib.sha256()
     for _, parameter in parameters:
         digest.update(parameter.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from recover.launch.verdict import Verdict, name_ranks
-from recover.runs.records.json_lines import read
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.sentences import sentence
-from recover.runs.records.tail import Follower
 
 
 class Teller:
     """For jobs that write down their steps. Each death and each repair is told once."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._steps = Follower(run_dir / "steps.jsonl")
-        self._incidents = Follower(run_dir / "incidents.jsonl")
-        self._earlier = {json.dumps(line) for line in read(run_dir / "incidents.jsonl").whole}
-        self._untold: list[Any] = []
+        self._feed = RunFeed(run_dir, new_only=True)
         self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
         self._alive: set[int] = set()
 
@@ -35,15 +29,10 @@ class Teller:
 
     def repairs(self, at_end: bool = False) -> list[str]:
         """What was repaired since the last look, each with the step that it was committed in."""
-        # Incidents are written before their step: read after it, none of a step that is known can be missing.
-        steps = {line["step"]: line for line in self._steps.read()}
-        if steps and not self._batch:
-            self._batch = steps[min(steps)]["microbatches"]
-        self._untold += [line for line in self._incidents.read() if json.dumps(line) not in self._earlier]
-        told = []
-        for incident in list(self._untold):
-            step = steps.get(incident["step"])
-            if step is not None or at_end:
-                self._untold.remove(incident)
-                told.append(sentence(incident, step, self._batch))
-        return told
+        texts = []
+        for line, incidents in self._feed.read().steps:
+            self._batch = self._batch or line.get("microbatches", 0)
+            texts += [sentence(incident, line, self._batch) for incident in incidents]
+        if at_end:
+            texts += [sentence(incident, None, self._batch) for incident in self._feed.pending]
+        return texts

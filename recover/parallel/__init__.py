@@ -1,4 +1,4 @@
-"""How a replica is built inside: plain, sharded, a grid. It names the local gradients and combines a few numbers."""
+"""How the ranks of a replica share a model: HSDP, tensor, pipeline and expert parallel."""
 
 from recover.parallel.blocks import blocks_of, compile_blocks, plain_name, recompute_blocks
 from recover.parallel.rows import rows

@@ -1,4 +1,4 @@
-"""The blocks of a model: what is gathered, or recomputed, one at a time."""
+"""Blocks of a model: modules that are gathered, or recomputed, one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of its ModuleLists, at any depth; of lists inside of blocks (experts, say) the outermost ones count.
+    """The members of its ModuleLists, at any depth; of lists inside of blocks (experts, say) the
+    outermost ones count.
 
     What has no parameters is no block, and one that is used several times is one.
     """
@@ -24,7 +25,8 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def refuse_ties_across(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
-    """A parameter that lies in two units would be gathered with one of them, and be a shard to the other."""
+    """Raise for a parameter in two units: it would be gathered with one, and be a shard in the
+    other."""
     unit: dict[torch.nn.Module, torch.nn.Module] = {}
     for block in sorted(blocks, key=lambda block: -len(list(block.modules()))):  # those inside of others last
         unit |= dict.fromkeys(block.modules(), block)
@@ -44,13 +46,14 @@ def refuse_ties_across(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter, without what recomputation puts into it."""
+    """The name of a parameter without the prefix of activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def compile_blocks(blocks: Iterable[torch.nn.Module], backend: str = "inductor") -> None:
-    """torch.compile of what each block computes, in place: names stay as they are, and so do the hooks around a block
-    (they gather its shards) and its recomputation. One compilation serves all blocks of one shape."""
+    """torch.compile of what each block computes, in place: names stay as they are, and so do the
+    hooks around a block (they gather its shards) and its recomputation. One compilation serves
+    all blocks of one shape."""
     # In this process: workers of its own would outlive a rank that is killed.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for block in blocks:
@@ -61,7 +64,8 @@ def compile_blocks(blocks: Iterable[torch.nn.Module], backend: str = "inductor")
 def recompute_blocks(
     model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None = None
 ) -> list[torch.nn.Module]:
-    """Forget the activations inside blocks and compute them again in backward; returns the blocks as wrapped."""
+    """Forget the activations inside blocks and compute them again in backward; returns the
+    blocks as wrapped."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     chosen = list(blocks) if blocks is not None else blocks_of(model)

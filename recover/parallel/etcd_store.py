@@ -1,4 +1,4 @@
-"""Where the ranks of a replica that lies on several hosts find each other: torch's store, in the job's etcd."""
+"""Torch's rendezvous store in the job's etcd, for a replica that spans several hosts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from recover.world.fabrics.etcd.client import EtcdClient, absent, get, put, version_is
 
-_AGAIN = 0.01  # seconds between two looks
+_AGAIN = 0.01  # seconds between two reads
 
 
 class EtcdStore(dist.Store):
-    """For start-up, when mates exchange addresses: a few small values, read once."""
+    """For start-up, when the ranks of a replica exchange addresses: a few small values, read once."""
 
     def __init__(self, client: EtcdClient, prefix: str, patience: timedelta) -> None:
         super().__init__()
@@ -24,7 +24,9 @@ class EtcdStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        mark = self._new_mark()  # once only: carried out late, it would bring back an old value
+        mark = (
+            self._new_mark()
+        )  # applied once: a repeated request that arrives late would restore an old value
         self._client.txn([absent(mark)], [put(self._prefix + key, data), put(mark, b"")])
 
     def get(self, key: str) -> bytes:
@@ -34,7 +36,8 @@ class EtcdStore(dist.Store):
         return found.value
 
     def add(self, key: str, amount: int) -> int:
-        """An answer may be lost, and the question is asked again: a mark tells whether it was counted already."""
+        """Add once, although a request is repeated when its answer is lost: a mark shows that it was
+        applied."""
         key, mark = self._prefix + key, self._new_mark()
         while True:
             found = self._client.get(key)
@@ -60,4 +63,4 @@ class EtcdStore(dist.Store):
             time.sleep(_AGAIN)
 
     def delete_key(self, key: str) -> bool:
-        return False  # the job's keys go with the job
+        return False  # the keys of the job are removed with the job

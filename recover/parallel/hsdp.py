@@ -1,6 +1,8 @@
-"""HSDP: a replica whose ranks each hold a shard of parameters, gradients and optimizer state (torch's FSDP2).
+"""HSDP: a replica whose ranks each hold a shard of parameters, gradients and optimizer state
+(torch's FSDP2).
 
-Sharding stays inside the replica; across replicas the step reduces local shards, each in the group of its shard.
+Sharding stays inside the replica; across replicas the step reduces local shards, each in the
+group of its shard.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ class ShardedReplica(Replica):
         found: list[int] = largest.tolist()
         return found
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         for root in self._modules[:1]:  # after a forward pass alone, the outermost one stays gathered
             assert isinstance(root, torch.nn.Module)
-            # If something was frozen meanwhile, or unfrozen, it was the gathered parameter: its shard must learn of it.
+            # If something was frozen meanwhile, or unfrozen, it was the gathered parameter: its
+            # shard must learn of it.
             gathered = {n: p.requires_grad for n, p in root.named_parameters() if not _is_shard(p)}
             for module in self._modules:
                 module.reshard()
@@ -94,8 +97,8 @@ def hsdp(
             block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce)
         )
     assert isinstance(model, FSDPModule)
-    # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's own divisor, the
-    # number of shards, is right, and it never changes. B is the step's.
+    # Rows are shared equally, so the mean over the ranks is the mean over the microbatch: torch's
+    # own divisor, the number of shards, is right, and it never changes. B is the step's.
     gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in gathered:  # every microbatch leaves its gradient in the shards, to be counted
         ignore(module, "set_requires_gradient_sync")

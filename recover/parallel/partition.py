@@ -1,4 +1,4 @@
-"""The grid inside a replica, as numbers: what fits a model, and what does not and why. Nothing is started for this."""
+"""The grid of a replica (tp, pp, ep) as numbers, and checks that a model fits it. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERLEAVED = 2  # stages per rank
 
 
 class Decoder(Protocol):
-    """What has to be known of a decoder to cut it up."""
+    """The sizes of a decoder that the grid must divide."""
 
     @property
     def layers(self) -> int: ...
@@ -33,7 +33,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class ModelCut:
-    """`tp` ranks share every matrix, `pp` share the layers, `ep` share the experts and the rows of a microbatch."""
+    """`tp` ranks share every matrix, `pp` share the layers, `ep` share the experts and the rows
+    of a microbatch."""
 
     tp: int = 1
     pp: int = 1
@@ -62,13 +63,13 @@ class ModelCut:
         return self.pp * self.stages_per_rank
 
     def layers_of(self, stage: int, layers: int) -> range:
-        """As equal as can be; the first stages get what is left over."""
+        """Layers of a stage: as equal as possible; the first stages get the remainder."""
         each, left = divmod(layers, self.stages)
         start = stage * each + min(stage, left)
         return range(start, start + each + (stage < left))
 
     def check_ranks(self, replica_size: int) -> None:
-        """Whether the grid fills a replica."""
+        """Raises ValueError unless the grid fills a replica."""
         if self.ranks == replica_size:
             return
         if self.ep > 1 and self.ranks > replica_size and self.tp * self.pp <= replica_size:
@@ -83,7 +84,7 @@ class ModelCut:
         )
 
     def check_model(self, model: Decoder) -> None:
-        """Whether the model can be cut like this."""
+        """Raises ValueError unless the model can be cut over the grid."""
         for name in ("heads", "kv_heads", "hidden", "seq_len"):
             if getattr(model, name) % self.tp:
                 raise ValueError(
@@ -106,7 +107,7 @@ class ModelCut:
             )
 
     def check_rows(self, rows: int) -> None:
-        """Whether a microbatch can be shared out."""
+        """Raises ValueError unless the rows of a microbatch can be shared among the ranks."""
         if rows % self.ep:
             raise ValueError(
                 f"a microbatch of {rows} rows cannot be shared among ep={self.ep} ranks; choose a multiple of {self.ep}"

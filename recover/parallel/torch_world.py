@@ -1,4 +1,4 @@
-"""A replica is closed: its ranks have a torch world of their own, and no gloo or NCCL group ever spans replicas."""
+"""The torch world of one replica: no gloo or NCCL group spans replicas."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from recover.world.world import World
 
 
-# A mate that is slow, or waits for a slow repair, is not dead: whoever is blocked on a dead mate is ended by the
-# watcher, not by this clock.
+# A peer that is slow, or waits for a slow repair, is not dead. A rank that is blocked on a dead
+# peer is ended by the watcher, not by this timeout.
 TIMEOUT = timedelta(hours=12)
 
-_kept: list[
-    dist.Store
-] = []  # torch keeps only half of a store that is written in Python, for groups made later
+# Keeps stores alive: torch holds only the C++ half of a store that is written in Python, and uses
+# it for groups that are created later.
+_stores: list[dist.Store] = []
 
 
 def init_replica_world(world: World, device: torch.device | str = "cpu") -> None:
-    """Make torch's default process group that of this replica. Does nothing if it is there already."""
+    """Initialise torch's default process group over this replica, unless it is initialised."""
     if dist.is_initialized():
         if dist.get_world_size() != world.grid.replica_size:
             raise RuntimeError(
@@ -39,7 +39,7 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
             )
         return
     device = torch.device(device)
-    # Gloo beside NCCL: checkpoints are gathered on the host.
+    # Gloo as well as NCCL: checkpoints are gathered on the host.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store: dist.Store = dist.HashStore()
     job = told()
@@ -50,11 +50,12 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
         and world.replica in job.across
     ):
         store = EtcdStore(client_of(job.etcd), f"replica/{world.replica}/", TIMEOUT)
-        _kept.append(store)
+        _stores.append(store)
         if job.interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     elif world.grid.replica_size > 1:
-        # On one host in the session, which is removed with the job; over several, in the run directory they share.
+        # On one host in the session directory, which is removed with the job; on several hosts in
+        # the run directory that they share.
         here = on_one_host() or (job is not None and job.etcd is not None)
         directory = ((job.session if here else None) or job.run_dir) if job else None
         if directory is None:
@@ -62,11 +63,11 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
                 "a replica of several ranks needs a directory that its ranks share to find each other; "
                 "start the script with `recover run`, or set RECOVER_RUN_DIR"
             )
-        # The token: a job never finds what an earlier one has left.
+        # With the token, so that a job never finds files of an earlier one.
         path = Path(directory, f"replica-{world.replica}-{world.token}")
         store = dist.FileStore(str(path), world.grid.replica_size)
         if here:
-            # Nobody outside has business with these sockets.
+            # Other hosts need no access to these sockets.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         backend,
@@ -81,8 +82,8 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
 def _gpu(device: torch.device) -> torch.device | None:
     """The GPU that NCCL must use; None on the host. Groups that are made later inherit it.
 
-    From torch 2.15 on, NCCL does not use the current device: it takes LOCAL_RANK, otherwise the rank in the group, and
-    the first rank of every replica would share GPU 0.
+    From torch 2.15 on, NCCL does not use the current device: it takes LOCAL_RANK, otherwise the
+    rank in the group, and the first rank of every replica would share GPU 0.
     """
     if device.type != "cuda":
         return None

@@ -1,4 +1,5 @@
-"""The top layer: how the B microbatches of a step are shared out, and shared out again after a loss.
+"""The top layer: how the B microbatches of a step are shared out, and shared out again after a
+loss.
 
 Pure functions on integers and slot sets; nothing here knows of tensors, processes or messages.
 """
@@ -37,7 +38,8 @@ DEFAULT_POLICY: Final = "balanced"  # of the step, the trainer and the plan
 
 
 def get_policy(name: str, initial_replicas: int) -> Policy:
-    """The policy of this name, for a job that starts with so many replicas (`adaptive` needs to know)."""
+    """The policy of this name, for a job that starts with so many replicas (`adaptive` needs to
+    know)."""
     match name:
         case "static":
             return StaticWorldPolicy()

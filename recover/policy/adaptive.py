@@ -1,4 +1,5 @@
-"""The paper's strawman (appendix D): repair and go on with what is left. The batch shrinks with the world."""
+"""The paper's strawman (appendix D): repair and go on with what is left. The batch shrinks with
+the world."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from recover.policy.slots import SlotSet, even
 
 
 class AdaptiveWorldPolicy:
-    """Every replica runs what a replica ran when the job started. A baseline: it does not keep B."""
+    """Every replica runs what a replica ran when the job started. A baseline: it does not keep
+    B."""
 
     name = "adaptive"
 

@@ -1,4 +1,5 @@
-"""The policy for exact data: no spares, B spread as evenly as it goes, and lost slots run again by number."""
+"""The policy for exact data: no spares, B spread as evenly as it goes, and lost slots run again
+by number."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from recover.policy.slots import SlotSet, even
 
 
 class BalancedWorldPolicy:
-    """Every replica runs floor(B/W) or ceil(B/W). Without spares, what is missing is just what was lost."""
+    """Every replica runs floor(B/W) or ceil(B/W). Without spares, what is missing is just what
+    was lost."""
 
     name = "balanced"
 

@@ -1,4 +1,5 @@
-"""What every policy offers: a layout for the steps ahead, and a response to a loss inside a step."""
+"""What every policy offers: a layout for the steps ahead, and a response to a loss inside a
+step."""
 
 from __future__ import annotations
 
@@ -10,21 +11,23 @@ from recover.policy.plan import Layout, PolicyDecision
 
 
 class Policy(Protocol):
-    """Two pure functions. They keep no state between calls, so every survivor computes the same plan."""
+    """Two pure functions. They keep no state between calls, so every survivor computes the same
+    plan."""
 
     name: str
 
     def layout(self, replicas: Sequence[int], global_batch: int) -> Layout:
-        """The steps from the next one on, for these living replicas: fewer than before, or more."""
+        """The layout of the next steps, for these living replicas."""
         ...
 
     def respond(self, event: FailureEvent) -> PolicyDecision:
-        """The rest of the step in which `event` happened."""
+        """The plan for the rest of the step in which `event` happened."""
         ...
 
 
 def living(replicas: Sequence[int], global_batch: int) -> list[int]:
-    """The replicas in the order in which layouts deal to them; refuses what no layout can be made for."""
+    """The replicas in the order in which layouts deal to them; refuses what no layout can be
+    made for."""
     if not replicas:
         raise ValueError("no replica is alive: a layout needs at least one")
     if global_batch < 1:

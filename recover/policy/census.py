@@ -1,4 +1,4 @@
-"""The census: what every survivor has in hand after a repair, and the event that hands it to the policy."""
+"""Holdings of the survivors after a repair, and the event that gives them to the policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROLES = tuple(Role)
 class Holding:
     """What one surviving replica has in its local sum.
 
-    The sum cannot be taken apart: all of its slots enter the step or none does. `counts` says whether it
-    enters as things stand; a spare's does not, until the policy admits it.
+    The sum cannot be taken apart: all of its slots enter the step or none does. `counts` says
+    whether it enters as things stand; a spare's does not, until the policy admits it.
     """
 
     replica: int
@@ -45,8 +45,9 @@ class Holding:
 class FailureEvent:
     """What a repair tells the policy: the survivors' holdings, in whatever order, and B.
 
-    The dead need no mention: what they had is what is missing. The ranks of one replica may each send its
-    record; equal records are one. `resting`: replicas that run nothing in this step while any other is left.
+    The dead need no mention: what they had is what is missing. The ranks of one replica may each
+    send its record; equal records are one. `resting`: replicas that run nothing in this step
+    while any other is left.
     """
 
     census: tuple[Holding, ...]
@@ -60,7 +61,8 @@ class FailureEvent:
         self._check()
 
     def _check(self) -> None:
-        """A census that breaks these was not gathered from one step of one job: no plan could be right."""
+        """A census that breaks these was not gathered from one step of one job: no plan could be
+        right."""
         if not self.census:
             raise ValueError("the census is empty: a step can only go on while at least one replica lives")
         if len({holding.replica for holding in self.census}) < len(self.census):

@@ -1,4 +1,5 @@
-"""Losses as a person writes them: `1`, `minor`, `major,major-spare`, `major@extra1`; and joins: `2`."""
+"""Losses as a person writes them: `1`, `minor`, `major,major-spare`, `major@extra1`; and joins:
+`2`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MOMENT = re.compile(r"extra([1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class Loss:
-    """Replicas that die at the same moment. A number takes majors first, then in the order of `Role`."""
+    """Replicas that die at the same moment. A number takes majors first, then in the order of
+    `Role`."""
 
     text: str
     victims: tuple[int | Role, ...]

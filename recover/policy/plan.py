@@ -1,7 +1,8 @@
-"""Plans: what every replica has to do, at the start of a step (`Layout`) and after a loss (`PolicyDecision`).
+"""Plans: the share of every replica, at the start of a step (`Layout`) and after a loss
+(`PolicyDecision`).
 
-Both are lists of `Share`, so whoever carries out a step treats its start and every repair in it alike:
-keep or clear the local sum, run some slots, reduce with or without one's own sum.
+Both are lists of `Share`, so the start of a step and every repair in it are carried out alike:
+keep or clear the local sum, run some slots, reduce with or without the own sum.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from recover.policy.slots import SlotSet
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica brings along and what it does next. It replaces any earlier share of the step."""
+    """What one replica brings along and what it does next. It replaces any earlier share of the
+    step."""
 
     replica: int
     role: Role
@@ -26,7 +28,8 @@ class Share:
     run: SlotSet  # what it runs now, on top
 
     def holding(self, finished: SlotSet | None = None) -> Holding:
-        """What the census says of this replica once it has finished these of its slots (all, if not said)."""
+        """What the census says of this replica once it has finished these of its slots (all, if
+        not said)."""
         done = self.run if finished is None else finished
         if done - self.run:
             raise ValueError(

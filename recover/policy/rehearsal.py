@@ -68,11 +68,11 @@ def rehearse(
     until: int | None = None,
     global_batch: int | None = None,
 ) -> Rehearsal:
-    """Each loss hits a step of its own, after all have run what they were dealt, unless it says otherwise. Who joins
-    has a number that nobody had before.
+    """Each loss hits a step of its own, after all have run what they were dealt, unless it says
+    otherwise. Who joins has a number that nobody had before.
 
-    With `until`, the events are followed by single ones until so many replicas are left. `global_batch` is for a job
-    whose replicas do not all begin with the same share.
+    With `until`, the events are followed by single ones until so many replicas are left.
+    `global_batch` is for a job whose replicas do not all begin with the same share.
     """
     if replicas < 1:
         raise ValueError(f"{replicas} replicas cannot run a job; give at least 1")
@@ -107,7 +107,8 @@ def _lose(
     census = layout.holdings()
     if loss.extra_round:
         last = _loss_with_round(loss, before)
-        # Who survives finishes what it was dealt before it votes: which round it was makes no difference.
+        # Who survives finishes what it was dealt before it votes: which round it was makes no
+        # difference.
         layout, census = last.layout, last.decision.holdings()
     dead = loss.choose(census)
     gone = {holding.replica for holding in dead}
@@ -127,12 +128,12 @@ def _loss_with_round(loss: Loss, before: list[Outcome | Growth]) -> Outcome:
         raise ValueError(f"loss {loss.text!r} {what}; put the loss whose extra round it means before it")
     rounds = last.decision.rounds
     if loss.extra_round > rounds:
-        mend = (
+        remedy = (
             f"its last extra round is extra{rounds}"
             if rounds
             else "it takes no extra round, so leave out the @"
         )
-        raise ValueError(f"loss {loss.text!r} does not fit the loss before it, {last.loss.text!r}: {mend}")
+        raise ValueError(f"loss {loss.text!r} does not fit the loss before it, {last.loss.text!r}: {remedy}")
     return last
 
 

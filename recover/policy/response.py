@@ -1,4 +1,5 @@
-"""The in-step response: from a census and B to the plan that completes the step to exactly B microbatches.
+"""The in-step response: from a census and B to the plan that completes the step to exactly B
+microbatches.
 
 One rule for any number of deaths in any roles at any point, again and again within a step:
 
@@ -6,8 +7,9 @@ One rule for any number of deaths in any roles at any point, again and again wit
 2. Spares are admitted, whole sums only: those that together come closest to what is missing, and not above.
 3. What is still missing is run afresh, spread evenly over all survivors that are not resting.
 
-The sum of what step 2 admits is as large as it can be, so what step 3 spreads is as small as it can be: there
-is no plan with fewer extra rounds, and none that leaves out fewer microbatches that are already in hand.
+The sum of what step 2 admits is as large as it can be, so what step 3 spreads is as small as it
+can be: there is no plan with fewer extra rounds, and none that leaves out fewer microbatches
+that are already in hand.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from recover.policy.slots import SlotSet, even
 
 def complete_batch(event: FailureEvent) -> PolicyDecision:
     counting = [holding for holding in event.census if holding.counts]
-    # Larger spares first: fewer are used up, and one of the lost replica's own size is taken before a pair.
+    # Larger spares first: fewer are used up, and one of the lost replica's own size is taken before
+    # a pair.
     spares = sorted(
         (holding for holding in event.census if not holding.counts), key=lambda h: (-len(h.slots), h.replica)
     )
@@ -33,10 +36,12 @@ def complete_batch(event: FailureEvent) -> PolicyDecision:
 
     counted = SlotSet.union(holding.slots for holding in counting)
     missing = event.global_batch - len(counted)
-    # Slots that a promoted spare stands in for are free as well, so there may be more numbers than work.
+    # Slots that a promoted spare stands in for are free as well, so there may be more numbers than
+    # work.
     fresh = SlotSet.span(0, event.global_batch) - counted
-    # The extra work starts with who has least in hand. Spares that do not count come last: one that gets
-    # no extra work keeps its sum, for the next loss in this step; one that does has to give it up.
+    # The extra work starts with who has least in hand. Spares that do not count come last: one that
+    # gets no extra work keeps its sum, for the next loss in this step; one that does has to give it
+    # up.
     workers = sorted(counting, key=_least_in_hand) + sorted(left_out, key=_least_in_hand)
     resting = [holding for holding in workers if holding.replica in event.resting]
     if len(resting) < len(workers):
@@ -51,7 +56,8 @@ def complete_batch(event: FailureEvent) -> PolicyDecision:
     if missing:
         discarded = sum(len(spare.slots) for spare in left_out)
         return PolicyDecision(tuple(shares), RestoreMode.NON_BLOCKING, discarded)
-    # Complete without a promotion: the dead had contributed nothing, and no reduction has to be repeated.
+    # Complete without a promotion: the dead had contributed nothing, and no reduction has to be
+    # repeated.
     return PolicyDecision(tuple(shares), RestoreMode.BLOCKING if promoted else RestoreMode.SKIP)
 
 
@@ -72,9 +78,11 @@ def _share(holding: Holding, admitted: bool, run: SlotSet, rounds: int) -> Share
 
 
 def best_fit(spares: Sequence[Holding], room: int) -> list[Holding]:
-    """The spares whose sums add up to as much as possible without exceeding `room`; earlier ones preferred.
+    """The spares whose sums add up to as much as possible without exceeding `room`; earlier ones
+    preferred.
 
-    A subset sum over few and small numbers: bit n of `reach[i]` says that n is a sum of some of spares[i:].
+    A subset sum over few and small numbers: bit n of `reach[i]` says that n is a sum of some of
+    spares[i:].
     """
     sizes = [len(spare.slots) for spare in spares]
     within = (1 << (room + 1)) - 1

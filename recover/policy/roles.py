@@ -18,14 +18,16 @@ class Role(StrEnum):
 
     @property
     def promoted(self) -> Role:
-        """The role that a spare of this kind steps into; a role that is no spare stays what it is."""
+        """The role that a spare of this kind steps into; a role that is no spare stays what it
+        is."""
         return {Role.MAJOR_SPARE: Role.MAJOR, Role.MINOR_SPARE: Role.MINOR}.get(self, self)
 
 
 class RestoreMode(StrEnum):
     """What one loss means for gradients that were reduced before its repair.
 
-    It speaks of this loss alone: a rewind that an earlier loss of the same step asked for stays due.
+    It speaks of this loss alone: a rewind that an earlier loss of the same step asked for stays
+    due.
     """
 
     SKIP = "skip"  # nothing that counted was lost: what every survivor has reduced stands

@@ -1,7 +1,8 @@
 """Slots: the numbers of the microbatches of one step, kept as sorted, disjoint, half-open ranges.
 
-A step of B microbatches has the slots 0..B-1. Replicas hold and are dealt whole runs of them, so a set is
-a handful of ranges however large B is. Sets never change; every operation returns a new one.
+A step of B microbatches has the slots 0..B-1. Replicas hold and are dealt whole runs of them, so
+a set is a handful of ranges however large B is. Sets never change; every operation returns a new
+one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _PAIR = struct.Struct("<II")
 class SlotSet:
     """A set of slot numbers. `SlotSet([(0, 8), (12, 14)])` holds 0 to 7, 12 and 13.
 
-    `ranges` is in normal form (sorted, no empty range, none touching the next), so equal sets compare and
-    hash as equal; it is plain tuples of integers, which JSON and bytes carry as they are.
+    `ranges` is in normal form (sorted, no empty range, none touching the next), so equal sets
+    compare and hash as equal; it is plain tuples of integers, which JSON and bytes carry as they
+    are.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -58,7 +60,8 @@ class SlotSet:
         for start, stop in self.ranges:
             while hole is not None and hole[1] <= start:
                 hole = next(holes, None)
-            # A hole may reach into the next range too, so it is only passed once it ends inside this one.
+            # A hole may reach into the next range too, so it is only passed once it ends inside
+            # this one.
             while hole is not None and hole[0] < stop:
                 left.append((start, hole[0]))
                 start = hole[1]

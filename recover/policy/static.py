@@ -1,4 +1,5 @@
-"""The paper's policy (section 4.3): majors, at most one minor, and whoever is left over as spares."""
+"""The paper's policy (section 4.3): majors, at most one minor, and whoever is left over as
+spares."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from recover.policy.slots import SlotSet
 
 
 class StaticWorldPolicy:
-    """The smallest accumulation that lets W replicas reach B: majors while they fit, a minor for the rest."""
+    """The smallest accumulation that lets W replicas reach B: majors while they fit, a minor for
+    the rest."""
 
     name = "static"
 
@@ -31,7 +33,8 @@ class StaticWorldPolicy:
             + [Role.MINOR_SPARE] * minor_spares
         )
         sizes = [accum if role.promoted is Role.MAJOR else remainder for role in roles]
-        # Who counts has the slots 0..B-1 exactly; dealt on in the same order, spares get numbers from B on.
+        # Who counts has the slots 0..B-1 exactly; dealt on in the same order, spares get numbers
+        # from B on.
         return Layout.of(zip(order, roles, SlotSet.span(0, sum(sizes)).deal(sizes), strict=True))
 
     def respond(self, event: FailureEvent) -> PolicyDecision:

@@ -1,5 +1,5 @@
-"""The state that all replicas must hold alike: as one fingerprint for the vote, and entry by entry, with names, once a
-vote has found a difference."""
+"""The state that must be equal on all replicas: as one fingerprint for the vote, and entry by
+entry once a vote has found a difference."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from recover.gradients.deferred import Later, fetch
+from recover.gradients.deferred import DeviceValue, fetch
 from recover.gradients.exponents import Exponents
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.gradients.state_hash import StateHash, fingerprint, leaves, settings, shown
 from recover.step.difference import Digest, StateKind
-from recover.step.model_checks import Belonging
+from recover.step.model_checks import ModelAndOptimizer
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor or one value of the state, under the name that a person knows it by."""
+    """One tensor or value of the state, under the name that a user knows."""
 
     kind: StateKind
     name: str
@@ -27,27 +27,32 @@ class Entry:
 
 
 class ComparedState:
-    """Model, optimizer, scheduler and extras of one rank. `extra` is read when it is needed: users add to it."""
+    """Model, optimizer, scheduler and extras of one rank. `extra` is called when needed: users
+    add entries."""
 
     def __init__(
         self,
-        belonging: Belonging,
+        model_and_optimizer: ModelAndOptimizer,
         optimizer: Any,
-        moving: MovingBuffers,
+        buffers: RunningBuffers,
         scheduler: Any,
         extra: Callable[[], Mapping[str, Any]],
         exponents: Exponents | None = None,
     ) -> None:
         """`exponents`: of reproducible sums."""
-        self._belonging, self._optimizer, self._moving = belonging, optimizer, moving
+        self._model_and_optimizer, self._optimizer, self._buffers = model_and_optimizer, optimizer, buffers
         self._scheduler, self._extra, self._exponents = scheduler, extra, exponents
 
-    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> Later[int]:
-        """Before step `number`: of parameters, running buffers and the optimizer's settings; `full`: of all entries;
-        `more`: of these bytes, too.
+    def fingerprint(self, number: int, full: bool, more: bytes = b"") -> DeviceValue[int]:
+        """Fingerprint before step `number`, of parameters, running buffers and the optimizer's
+        settings.
 
-        Buffers and extras are looked at now, since the step's microbatches may change them; parameters and the
-        optimizer when the fingerprint is asked for, at the vote.
+        full:  of all entries
+        more:  bytes that enter it, too
+
+        Buffers and extras are hashed now, since the step's microbatches may change them;
+        parameters and optimizer state when the value is read, at the vote: until then nothing
+        changes them, and the device is not kept waiting.
         """
         options = settings(self._optimizer)
         around = [*self._scheduler_entries(), *self._extra_entries()] if full else []
@@ -57,14 +62,17 @@ class ComparedState:
             [option for option in group if not isinstance(option[1], torch.Tensor)] for group in options
         ]
         values = [(entry.name, entry.value) for entry in (*around, *state)]
-        # As one text: it is taken in every step.
-        whole = StateHash(number, self._belonging.trained + more, (repr(numbers), self._maxima(), values))
-        whole.add(self._moving.tensors())
+        # As one text: this runs in every step, and hashing each number alone is slower.
+        whole = StateHash(
+            number, self._model_and_optimizer.trained + more, (repr(numbers), self._maxima(), values)
+        )
+        whole.add(self._buffers.tensors())
         whole.add(_tensors(around))
-        return whole.value(lambda: [*self._belonging.parameters(), *later, *_tensors(state)])
+        return whole.value(lambda: [*self._model_and_optimizer.parameters(), *later, *_tensors(state)])
 
     def digests(self) -> list[Digest]:
-        """All entries, in the order in which differences are looked for: causes before what follows from them."""
+        """Digests of all entries, causes before their effects: differences are looked for in
+        this order."""
         entries = list(self._entries())
         found = [
             fingerprint([entry.value], 0) if isinstance(entry.value, torch.Tensor) else None
@@ -79,7 +87,7 @@ class ComparedState:
         ]
 
     def _maxima(self) -> str:
-        """From which the exponents of the next step follow."""
+        """The maxima from which the exponents of the next step follow."""
         return repr(self._exponents.state_dict()) if self._exponents is not None else ""
 
     def _entries(self) -> Iterator[Entry]:
@@ -92,21 +100,21 @@ class ComparedState:
                 StateKind.SETTING, "maxima of the last steps, from which exponents follow", self._maxima()
             )
         yield from self._scheduler_entries()
-        of = self._belonging.names()
-        names = [(of[parameter], parameter) for parameter in self._belonging.parameters()]
+        of = self._model_and_optimizer.names()
+        names = [(of[parameter], parameter) for parameter in self._model_and_optimizer.parameters()]
         for name, parameter in names:
             yield Entry(StateKind.TRAINED, name, parameter.requires_grad)
         for name, parameter in names:
             yield Entry(StateKind.PARAMETER, name, parameter)
-        for name, buffer in self._moving.at_start():
+        for name, buffer in self._buffers.at_start():
             yield Entry(StateKind.BUFFER, name, buffer)
         yield from self._optimizer_entries()
         yield from self._extra_entries()
 
     def _optimizer_entries(self) -> Iterator[Entry]:
-        """Of each parameter, then what belongs to no parameter."""
+        """State of each parameter, then state that belongs to no parameter."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        names = self._belonging.names()
+        names = self._model_and_optimizer.names()
         for parameter in held:
             if parameter in self._optimizer.state:
                 for path, value in leaves(self._optimizer.state[parameter]):
@@ -137,7 +145,7 @@ def _tensors(entries: Iterable[Entry]) -> list[torch.Tensor]:
 
 
 def _number(value: Any) -> Any:
-    """A tensor of one number as this number: a person wants to read it."""
+    """A tensor of one element as a number, so that a message can show it."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 

@@ -1,10 +1,11 @@
-"""In which entry of the state replicas differ, so that an eviction has a reason.
+"""Finds the entry of the state in which replicas differ, so that an eviction has a reason.
 
-Only after a vote has found different state do the members compare it entry by entry. Each round of questions is one
-more repair, in whose census every member answers: first with a digest for each kind of entry, then for parts of the
-first kind that differs, until one entry is left, which is named. An answer has a few hundred bytes, however large the
-model is; a member that dies over it is a death like any other. What is asked follows from the census alone, so all
-members, those that are about to be evicted included, come to the same reasons.
+The members compare state entry by entry only after a vote has found a difference. Each round of
+questions is one more repair, in whose census every member answers: first with a digest for each
+kind of entry, then for parts of the first kind that differs, until one entry is left. An answer
+has a few hundred bytes, whatever the size of the model; a death in between is an ordinary death.
+The questions follow from the census alone, so all members, including those about to be evicted,
+find the same reasons.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from enum import StrEnum
 from typing import Any
 
 PARTS = 64  # digests in an answer
-ASKED = 4  # different questions in one round; others wait for the next one
+ASKED = 4  # different questions in one round; others wait for the next round
 WIDTH = 8  # hexadecimal digits of a digest in an answer
 SHOWN = 80  # characters of a name or a value
 UNKNOWN = "its state differs from the majority"
 
 
 class StateKind(StrEnum):
-    """What an entry belongs to, in the order in which differences are looked for: a cause before its effects."""
+    """Kinds of entries, in the order in which differences are looked for: causes before effects."""
 
     SETTING = "setting"
     SCHEDULER = "scheduler"
@@ -37,7 +38,7 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True)
 class Digest:
-    """An entry: of a tensor a hash of its bits, of a plain value the value as text."""
+    """An entry: the hash of a tensor's bits, or a plain value as text."""
 
     kind: StateKind
     name: str
@@ -47,7 +48,7 @@ class Digest:
 
 @dataclass(frozen=True, order=True)
 class DigestQuestion:
-    """Entries `start` to `stop` of one kind; of none: all kinds."""
+    """Asks for entries `start` to `stop` of one kind; without a kind, for all."""
 
     kind: str = ""
     start: int = 0
@@ -64,15 +65,16 @@ WHOLE = DigestQuestion()
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry in which a replica differs from the others; without a name, as far as it is known."""
+    """The first entry in which a replica differs; name and values are empty where they are not
+    known."""
 
     kind: str = ""
     name: str = ""
-    here: str | None = None  # values, if they are no tensors
+    here: str | None = None  # values of entries that are not tensors
     there: str | None = None
 
     def reason(self) -> str:
-        """Why the replica is evicted."""
+        """The reason for an eviction."""
         first = f", first in {self.name}" if self.name else ""
         values = f"{self.name} {self.here}, the others have {self.there}"
         match self.kind:
@@ -97,7 +99,7 @@ class Difference:
         return UNKNOWN
 
     def between(self, here: str, there: str) -> str:
-        """Where there is no majority: what two groups of replicas hold."""
+        """The difference of two groups of replicas, where there is no majority."""
         if self.here is not None:
             return f"{self.name} is {self.here} on {here}, and {self.there} on {there}"
         what = f"the first difference is in {self.name} ({self.kind})" if self.name else ""
@@ -105,21 +107,22 @@ class Difference:
 
 
 class Inquiry:
-    """The rounds of questions after one vote. `entries` makes this rank's digests: it is called in the first round."""
+    """The rounds of questions after one vote. `entries` returns this rank's digests; it is
+    called in the first round."""
 
     def __init__(self, entries: Callable[[], Sequence[Digest]]) -> None:
         self._make_entries = entries
         self.forget()
 
     def forget(self) -> None:
-        """All have what they asked for, or the state is no longer what it was."""
+        """Drop questions and answers: all are answered, or the state has changed."""
         self._entries: Mapping[str, list[Digest]] | None = None
         self._asked: tuple[DigestQuestion, ...] = ()
         self._paths: dict[int, DigestQuestion] = {}
         self.found: dict[int, Difference] = {}
 
     def answer(self) -> bytes:
-        """This rank's part of the census of the round; empty while nobody asks."""
+        """This rank's answer for the census of the round; empty without a question."""
         if not self._asked:
             return b""
         if self._entries is None:
@@ -128,8 +131,8 @@ class Inquiry:
         return json.dumps([self._answer_to(question) for question in self._asked]).encode()
 
     def goes_on(self, compared: Mapping[int, tuple[bytes, bytes]]) -> bool:
-        """Whether another round is needed. `compared`: of each replica that differs, its own answer and that of a rank
-        that holds the other state, of the shard in which they differ."""
+        """Whether another round is needed. `compared`: for each replica that differs, its own
+        answer and the answer of a rank with the other state, of the shard in which they differ."""
         if not self._asked:
             self._paths = dict.fromkeys(sorted(compared), WHOLE)
         else:
@@ -144,7 +147,7 @@ class Inquiry:
         return bool(self._asked)
 
     def _follow(self, replica: int, question: DigestQuestion, here: Any, there: Any) -> None:
-        """One step nearer to the first entry that differs; or its name."""
+        """Narrow the search of one replica, or note the entry that was found."""
         del self._paths[replica]
         if here is None or there is None or here == there:
             self.found.setdefault(replica, Difference(question.kind))

@@ -1,4 +1,5 @@
-"""Which replicas hold another state than they should: a pure function of the census, so all members decide alike."""
+"""Drift: which replicas hold a wrong state. A pure function of the census, so all members decide
+alike."""
 
 from __future__ import annotations
 
@@ -12,22 +13,25 @@ from recover.step.record import Record
 
 @dataclass(frozen=True)
 class DriftVerdict:
-    """Which replicas must go; or, where nobody can tell, which of them hold which state."""
+    """The replicas to evict; or, without a majority that counts, the replicas of each state."""
 
     evicted: frozenset[int] = frozenset()
-    states: tuple[
-        tuple[int, ...], ...
-    ] = ()  # undecided: the replicas of each state; the oldest replica's first
-    why: str = ""  # nobody can tell
-    # Of each replica that differs: one of its ranks that does, and a rank of the same shard with the other state.
+    # If undecided: the replicas of each state, that of the oldest replica first, and why it is
+    # undecided.
+    states: tuple[tuple[int, ...], ...] = ()
+    why: str = ""
+    # For each replica that differs: one of its ranks that does, and a rank of the same shard with
+    # the other state.
     compared: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def judge(grid: Grid, records: Mapping[int, Record]) -> DriftVerdict:
-    """A state is right if more than half of the replicas that count hold it. Shards are compared one by one.
+    """A state is right if more than half of the replicas that count hold it. Shards are compared
+    one by one.
 
-    A majority of replicas that all joined after the oldest one that holds another state is none: they have their state
-    from the older ones, and whatever they were not given makes them differ together.
+    A majority does not count if all of its replicas joined later than the oldest replica with
+    another state: they have their state from older replicas, and whatever they did not receive
+    makes them differ together.
     """
     compared: dict[int, tuple[int, int]] = {}
     why = ""
@@ -58,7 +62,7 @@ def judge(grid: Grid, records: Mapping[int, Record]) -> DriftVerdict:
 
 
 def _states(grid: Grid, records: Mapping[int, Record]) -> tuple[tuple[int, ...], ...]:
-    """Replicas by the state of all of their ranks; the oldest first."""
+    """Replicas grouped by the state of all of their ranks; the oldest first."""
     whole: dict[int, tuple[int, ...]] = {}
     since: dict[int, int] = {}
     for rank in sorted(records):
@@ -74,7 +78,8 @@ def _states(grid: Grid, records: Mapping[int, Record]) -> tuple[tuple[int, ...],
 def _against_first(
     grid: Grid, records: Mapping[int, Record], states: tuple[tuple[int, ...], ...]
 ) -> dict[int, tuple[int, int]]:
-    """One replica of each other state, and where it differs from the first."""
+    """For one replica of each other state: a rank that differs from the first state, and its
+    counterpart."""
     ranks = {(grid.replica(rank), grid.shard(rank)): rank for rank in records}
     found: dict[int, tuple[int, int]] = {}
     for replicas in states[1:]:

@@ -1,4 +1,5 @@
-"""Whether all replicas hold the same `extra=` when it is saved: the vote compares parameters and optimizer only."""
+"""Compares `extra=` over the replicas when it is saved: ordinary votes compare parameters and
+settings only."""
 
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ from recover.world.world import World
 class ExtraComparison:
     """Compares digests over replicas, and names the entries that differ.
 
-    An entry that differs when it is compared for the first time is updated by the user's code on some replicas only:
-    then no majority is right, and all replicas raise. One that was found equal before has been damaged: then the
-    digests are part of what the next vote compares, which evicts the minority.
+    An entry that differs in its first comparison is updated by the user's code on some replicas
+    only: no majority is right, and all replicas raise. An entry that was equal before has been
+    damaged: its digest enters the fingerprint of the next vote, which evicts the minority.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.known: set[str] = set()  # entries that were found equal once
-        self.fingerprint = b""  # what the next vote compares beside the state of the model
+        self.known: set[str] = set()  # entries that were equal in an earlier comparison
+        self.fingerprint = b""  # added to the fingerprint of the next vote
 
     def state_dict(self) -> dict[str, list[str]]:
-        """For a replica that joins: it must decide as the others do."""
+        """For a joining replica: it must decide as the members do."""
         return {"known": sorted(self.known)}
 
     def load_state_dict(self, state: dict[str, list[str]]) -> None:
         self.known = set(state["known"])
 
     def compare(self, index: int, digests: Mapping[str, int]) -> None:
-        """To be called by all replicas after step `index`, with the digest of each entry."""
+        """Called by all replicas after step `index`, with the digest of each entry."""
         names, total = sorted(digests), zlib.crc32(repr(sorted(digests.items())).encode())
         sums = self._reduced([*on_the_wire(zlib.crc32(repr(names).encode())), *on_the_wire(total)])
         if sums is None:
-            return  # a replica has died, and all will be here again
+            return  # a replica has died: all replicas repeat the comparison
         replicas = self._world.replicas
         if not all_equal(sums[0], sums[1], len(replicas)):
             self._raise(

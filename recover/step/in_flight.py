@@ -1,4 +1,8 @@
-"""The microbatches that were handed out and wait for their backward: who is to blame, what is shown, what is drawn."""
+"""Microbatches in flight: handed to the user's loop, with their backward still to come.
+
+They are read and seeded here, shown on the board of the host, and blamed if this rank dies over
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from recover.gradients.deferred import Later, now
+from recover.gradients.deferred import DeviceValue, now
 from recover.step import poisoned_sample
 from recover.step.loop.clock import Clock
 from recover.step.randomness import Randomness
@@ -19,16 +23,17 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Stream(Protocol[T_co]):
-    """Microbatches by number, as many as anybody may ask for."""
+    """Microbatches by number; as many as the run asks for."""
 
     def __getitem__(self, index: int, /) -> T_co: ...
 
 
-def refuse_what_is_no_stream(stream: Any) -> None:
-    """A stream is asked for microbatch i, whichever replica it falls to. What has an order of its own cannot be."""
-    if (mend := loader_mend(stream)) is not None:
+def check_stream(stream: Any) -> None:
+    """Raise TypeError for an object that has no microbatch i: any replica may be asked for any
+    of them."""
+    if (remedy := loader_mend(stream)) is not None:
         raise TypeError(
-            f"the stream is a DataLoader, which gives what it likes in an order of its own; {mend}"
+            f"the stream is a DataLoader, which gives what it likes in an order of its own; {remedy}"
         )
     if isinstance(stream, IterableDataset) or not hasattr(stream, "__getitem__"):
         raise TypeError(
@@ -38,7 +43,7 @@ def refuse_what_is_no_stream(stream: Any) -> None:
 
 
 def loader_mend(stream: Any) -> str | None:
-    """What to write instead of a DataLoader; None if it is none."""
+    """What to write instead of a DataLoader; None if `stream` is not one."""
     if not isinstance(stream, DataLoader):
         return None
     by_batches = stream.batch_size is None and stream.batch_sampler is not None
@@ -70,24 +75,25 @@ def _microbatch(stream: Stream[T], index: int) -> T:
         raise
 
 
-class HandedOut:
-    """One microbatch, or all of a round. `pending`: slots and samples whose backward is to come."""
+class MicrobatchesInFlight:
+    """One microbatch, or all of a round. `pending`: pairs of slot and sample whose backward is
+    to come."""
 
     def __init__(self, world: World, samples: Any, randomness: Randomness, clock: Clock) -> None:
         self.pending: list[tuple[int, int]] = []
         self._world, self._samples, self._randomness = world, samples, randomness
-        self._suspects: list[tuple[int, int]] = []  # those that are to blame if this rank raises now
-        self._ran: set[int] = set()  # slots of the step under way, however often it was begun
-        self._under_way: list[tuple[int, int]] = []  # told to a device that may not be through with them
+        self._suspects: list[tuple[int, int]] = []  # blamed if this rank raises now
+        self._ran: set[int] = set()  # slots run in this step, over all attempts
+        self._under_way: list[tuple[int, int]] = []  # queued on a device that may not have run them yet
         self._step, self._clock = 0, clock
 
     def announce(self, stream: Any, slots: list[int]) -> None:
-        """Tell a stream that can read ahead what will be asked for."""
+        """Announce the samples to come to a stream that reads ahead."""
         if expect := getattr(stream, "expect", None):
             expect(*self._samples.coming(slots))
 
     def read(self, stream: Stream[T], step: int, slots: list[int]) -> list[T]:
-        """The samples of these slots, each read with draws of its own."""
+        """Read the samples of these slots, each with random draws of its own."""
         self._step, self.pending = step, []
         self._clock.start()
         batches = []
@@ -104,23 +110,25 @@ class HandedOut:
         return batches
 
     def seed(self, number: int, stage: int) -> None:
-        """Draw from here on as microbatch `number` of these does."""
-        if self.pending:  # a rehearsal outside of any step draws as it likes
+        """Seed the generators for microbatch `number` of these."""
+        if self.pending:  # not in a rehearsal outside of any step
             self._randomness.compute(self._step, self.pending[number][0], stage)
 
     def seconds(self) -> float:
-        """Since they were handed out; on a device it is waited for."""
+        """Seconds since they were handed out; waits for a device."""
         return now(self._clock.took())
 
-    def computed(self) -> float | Later[float]:
-        """Their backward is through, and took so many seconds; or it was told to a device, which says that later.
+    def computed(self) -> float | DeviceValue[float]:
+        """Their backward is done, or queued on a device: returns the seconds, which a device knows
+        later.
 
-        Told to the watchers, and, the first time in this step, to the launcher.
+        This is a sign of life for the watchdog, and progress if the slots run for the first time
+        in this step.
         """
         world, took, slots = self._world, self._clock.took(), {slot for slot, _ in self.pending}
-        if isinstance(took, Later):
+        if isinstance(took, DeviceValue):
             self._under_way += self.pending
-            took = Later(partial(self._device_is_through, took, self.pending))
+            took = DeviceValue(partial(self._device_is_through, took, self.pending))
         world.board.touch(world.rank)
         self._show([])
         if slots - self._ran:
@@ -129,18 +137,19 @@ class HandedOut:
         self.pending, self._suspects = [], []
         return took
 
-    def _device_is_through(self, took: Later[float], slots: list[tuple[int, int]]) -> float:
+    def _device_is_through(self, took: DeviceValue[float], slots: list[tuple[int, int]]) -> float:
         seconds = took.value
         self._under_way = [each for each in self._under_way if each not in slots]
         self._show([])
         return seconds
 
     def _show(self, slots: list[tuple[int, int]]) -> None:
-        """What this rank, or its device, is busy with."""
+        """Show on the board what this rank or its device computes."""
         self._world.board.compute(self._world.rank, [*self._under_way, *slots])
 
     def leave(self) -> None:
-        """The step is given up here; but if nobody catches the exception, the suspects are to blame for it."""
+        """The step is left on this rank. The suspects stay: if no code catches the exception,
+        they are to blame for it."""
         self.pending = []
 
     def committed(self) -> None:
@@ -149,10 +158,11 @@ class HandedOut:
         self._clock.forget()
 
     def blame(self, error: BaseException) -> None:
-        """This rank is about to die of an exception."""
+        """Write a note of the suspects: this rank is about to die of an exception."""
         suspects = self._suspects
         if isinstance(error, torch.AcceleratorError):
-            # A device tells of it late: it may be of any microbatch that it is not known to be through with.
+            # A device reports errors late: any microbatch that it may not have finished can be the
+            # cause.
             suspects = [*self._under_way, *suspects]
         if suspects:
             poisoned_sample.leave_note(self._world.notes, self._step, suspects, error)

@@ -1,4 +1,4 @@
-"""What one repair meant for the step it struck."""
+"""The record of one repair: who was lost or joined, and what it cost the step."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ class Incident:
     epoch: int
     dead_ranks: tuple[int, ...]
     dead_replicas: tuple[int, ...]
-    complete: bool  # every survivor had the whole sum already: committed as it was
+    complete: bool  # every survivor held the whole sum already: the step was committed unchanged
     boundary: bool
     restore: RestoreMode
-    extra_microbatches: int  # run afresh, over all survivors
-    discarded_microbatches: int  # in the survivors' hands, and left out
-    noticed_at: float  # time.time() at which this rank first knew
-    noticed_in: str  # where in the step it was then: advance, backward, in-reduce, vote or extra
-    detect_ms: float  # from then until the repair began: what was dealt is finished first
+    extra_microbatches: int  # run again, over all survivors
+    discarded_microbatches: int  # run by survivors, and left out of the sum
+    noticed_at: float  # time.time() at which this rank noticed it
+    noticed_in: str  # the place in the step: advance, backward, in-reduce, vote or extra
+    detect_ms: float  # from the notice until the repair: the share is finished first
     repair_ms: float
     restore_ms: float = 0.0
     redo_ms: float = 0.0
-    evicted: tuple[int, ...] = ()  # the dead replicas that the others went on without
+    evicted: tuple[int, ...] = ()  # replicas that the others removed
     reasons: dict[int, str] = field(default_factory=dict)  # why, by replica
-    # Of replicas that have come and hold the state of the others now, if any.
+    # Replicas that joined and hold the state now, if any.
     joined_ranks: tuple[int, ...] = ()
     joined_replicas: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()  # where they run
-    warm_up_ms: float = 0.0  # from the start of their processes until they asked, the longest
+    warm_up_ms: float = 0.0  # from the start of a process until it asked to join; the longest
     transfer_ms: float = 0.0
-    transfer_bytes: int = 0  # to each of their ranks; of this shard
-    stall_ms: float = 0.0  # that the others have not computed for, repair and transfer included
+    transfer_bytes: int = 0  # to each joining rank; of this shard
+    stall_ms: float = 0.0  # time in which the members did not compute; includes repair and transfer
 
     @property
     def kind(self) -> str:
         return "joined" if self.joined_ranks else "lost"
 
 
-def met(
+def incident_of(
     step: int,
     grid: Grid,
     census: Census,
@@ -54,7 +54,7 @@ def met(
     detect_ms: float = 0.0,
     complete: bool = True,
 ) -> Incident:
-    """What a repair has found, before anything is known of what follows from it."""
+    """The incident of a repair, before it is known how the step goes on."""
     return Incident(
         step=step,
         epoch=census.epoch,

@@ -1,4 +1,4 @@
-"""All replicas start from the same bits, whatever each of them has made."""
+"""The initial state: all replicas begin with the bits of the first replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recover.world.world import World
 
 
 def copy_state_from_first_replica(world: World, model: torch.nn.Module) -> None:
-    """A collective call: no tensor is sent before all replicas have come to it."""
+    """A collective call: no tensor is sent before all replicas have entered it."""
     with world.call(Call.BUILD):
         _copy(world, model)
 
@@ -19,11 +19,13 @@ def copy_state_from_first_replica(world: World, model: torch.nn.Module) -> None:
 def _copy(world: World, model: torch.nn.Module) -> None:
     tensors = [as_real(local_part(t.data)) for t in (*model.parameters(), *model.buffers())]
     while True:
-        # Into copies: if the first replica dies halfway, nobody holds a mixture of two.
+        # Into copies: if the first replica dies halfway, no replica may keep a mixture of two
+        # states.
         received = [tensor.clone() for tensor in tensors]
         refuse_different_models(world, model)
         works = [world.cross.broadcast(tensor) for tensor in received]
-        complete = [work.wait() for work in works]  # each one: the communication thread must come to rest
+        # Wait for each, also after a failure: the communication thread must be idle before the agreement.
+        complete = [work.wait() for work in works]
         if world.agree(all(complete)) == 1:
             break
         world.repair()

@@ -1,4 +1,5 @@
-"""The largest values of an attempt over all replicas, as codes: whether its sums are exact is decided from them."""
+"""Maxima: codes of the largest values of an attempt over all replicas, which decide whether its
+sums are exact."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
 
 
 class Maxima:
-    """One reduction beside that of the totals; none where sums are fast (`exponents` is None)."""
+    """One reduction of int32, next to that of the totals; none where sums are fast (`exponents`
+    is None)."""
 
     def __init__(self, exponents: Exponents | None) -> None:
         self._exponents = exponents
         self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._work: Work | None = None
         self._epoch: int | None = None
-        self.agreed: tuple[int, ...] = ()  # the codes of the last complete attempt
+        self.agreed: tuple[int, ...] = ()  # codes of the last complete attempt
 
     def post(self, cross: CrossGroup, epoch: int, codes: Sequence[int] | None) -> None:
         """`codes`: of what this replica contributes; None if it contributes nothing."""
@@ -33,8 +35,9 @@ class Maxima:
             return
         current = self._exponents.current
         codes = [ZERO] * len(current) if codes is None else codes
-        # The exponents and their negatives show whether all replicas have rounded to the same grid. A row of its own
-        # for each attempt: the library may still write to one that it gave up.
+        # The maxima of exponents and of their negatives show whether all replicas have rounded to
+        # the same grid. Each attempt has a new row: the library may still write to the row of an
+        # aborted reduction.
         self._row = np.array([*codes, *current, *(-exponent for exponent in current)], np.int32)
         self._work = cross.all_max(self._row)
 
@@ -45,9 +48,11 @@ class Maxima:
         return self._epoch == epoch and self._work is not None and self._work.ok
 
     def combine(self, replica: Replica, complete: bool) -> bool:
-        """The maxima over the ranks of the replica. False if replicas have rounded to different grids.
+        """The maxima over the ranks of the replica. False if replicas have rounded to different
+        grids.
 
-        Called by all ranks of the replica at the same point of every attempt, also of those that are not complete.
+        Called by all ranks of the replica at the same point of every attempt, also of those that
+        are not complete.
         """
         if self._exponents is None:
             return True
@@ -68,13 +73,13 @@ class Maxima:
         return self._exponents is None or self._exponents.fit(self.agreed)
 
     def rerun(self) -> None:
-        """All have agreed that they do not fit."""
+        """All replicas have agreed that the exponents do not fit."""
         assert self._exponents is not None
         self._exponents.rerun(self.agreed)
 
     @property
     def reruns(self) -> int:
-        """How often the step was run again so far."""
+        """How often the step in progress was run again."""
         return self._exponents.reruns if self._exponents is not None else 0
 
     def take_warning(self) -> str:

@@ -1,7 +1,8 @@
-"""Whether a model, its optimizer and the source of its gradients belong together: what would train wrongly is refused.
+"""Checks that a model, its optimizer and the source of its gradients belong together.
 
-A parameter that the optimizer moves and the step does not sum drifts apart between replicas, and no vote sees it. One
-that the step sums and the optimizer does not know is never trained. Both would end in a run that reports success.
+A parameter that the optimizer updates and the step does not sum drifts apart between replicas. A
+parameter that the step sums and the optimizer does not hold is never trained. Without these
+checks, both would end in a run that reports success.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SHOWN = 3  # names in a message
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 
-class Belonging:
-    """A model and its optimizer, as they were when last looked at."""
+class ModelAndOptimizer:
+    """A model and its optimizer, as of the last look at them."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -43,7 +44,7 @@ class Belonging:
                 "are not summed over replicas; use an optimizer whose step() takes none"
             )
         self._model, self._optimizer, self._adapter = model, optimizer, adapter
-        # A wrapper may show others while it computes; what it was made with are these.
+        # A wrapper may show other parameters while it computes; it was created with these.
         self._wrapped = None if adapter is None else list(model.parameters())
         self._modules: list[torch.nn.Module] = []
         self._contents: list[object] = []
@@ -52,8 +53,8 @@ class Belonging:
         self._seen = self._look()
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The model's, as they are now. Torch's own walk takes long: it is taken again if a module has got, lost or
-        changed anything."""
+        """The current parameters of the model. Torch's own walk takes long: it is repeated only
+        if the contents of a module have changed."""
         contents = self._look_into(self._modules)
         if not self._modules or not _same(contents, self._contents):
             self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
@@ -62,13 +63,15 @@ class Belonging:
 
     @property
     def trained(self) -> bytes:
-        """Which parameters are trained, one byte for each, as last looked at."""
+        """Which parameters are trained, one byte for each, as of the last look."""
         return bytes(self._seen[1])
 
     def changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen, added or replaced; what no longer belongs together is refused.
+        """Whether parameters were frozen, unfrozen, added or replaced. Raises if they no longer
+        belong to the optimizer.
 
-        So it stays, and is refused again, until `settle` is called: everybody has followed.
+        The answer stays the same, and so does the error, until `settle` is called after the
+        buckets have followed.
         """
         parameters, trained, held = self._look()
         before, trained_before, held_before = self._seen
@@ -82,7 +85,7 @@ class Belonging:
         self._seen = self._look()
 
     def names(self) -> dict[torch.nn.Parameter, str]:
-        """Of all parameters of the model, and of those that the optimizer holds."""
+        """Names of all parameters of the model and of the optimizer."""
         others = [*self.parameters(), *_held(self._optimizer)]
         known = {parameter: name for name, parameter in self._model.named_parameters()}
         return {p: f"of shape {tuple(p.shape)}" for p in others} | known
@@ -92,7 +95,8 @@ class Belonging:
         return next(names, f"of shape {tuple(parameter.shape)}")
 
     def refuse_left_over_gradients(self, number: int) -> None:
-        """What a backward outside of a step has left would enter the step's sum."""
+        """Raise if gradients of a backward outside of a step are left: they would enter the
+        step's sum."""
         left = [p for p in _held(self._optimizer) if p.grad is not None]
         if stray := [self.name(p) for p in left if _count(p.grad)]:
             raise RuntimeError(
@@ -130,7 +134,8 @@ class Belonging:
 
 
 def refuse_scheduler(scheduler: Any) -> None:
-    """One that is told of a metric is the user's to call: Step does not know which."""
+    """Raise for a scheduler that Step cannot call: one whose step() takes a metric is called by
+    the user."""
     if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
         what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
         raise TypeError(
@@ -144,7 +149,7 @@ def refuse_scheduler(scheduler: Any) -> None:
 
 
 def refuse_overlapping(model: torch.nn.Module) -> None:
-    """Of a tensor whose elements share memory, no element can be written alone: no state can be copied into it."""
+    """Raise for a tensor whose elements share memory: no state can be copied into it."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             part = local_part(tensor)
@@ -167,11 +172,14 @@ def _needs(method: Any, argument: str) -> bool:
 
 
 def refuse_different_models(world: World, model: torch.nn.Module) -> None:
-    """Replicas copy each other's values, but not what is to be trained: buckets of different sizes must never meet."""
+    """Raise if replicas have different models: values are copied, but buckets of different sizes
+    must not be reduced together."""
     kinds = [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()]
     kinds += [(b.shape, b.dtype, False) for b in model.buffers()]
     sums = torch.tensor(on_the_wire(zlib.crc32(repr(kinds).encode())), dtype=torch.float64)
-    reduced = world.cross.all_reduce(sums).wait()  # if not, somebody has died, and all will be here again
+    reduced = world.cross.all_reduce(
+        sums
+    ).wait()  # otherwise a replica has died, and all replicas repeat this
     total, squares = sums.tolist()
     if reduced and not all_equal(total, squares, len(world.replicas)):
         raise ValueError(
@@ -199,7 +207,8 @@ def _refuse_wrappers(model: torch.nn.Module, adapter: Gradients | None) -> None:
 def _refuse_unknown_shards(
     model: torch.nn.Module, named: dict[str, torch.nn.Parameter], adapter: Gradients | None
 ) -> None:
-    """What is sharded was sharded by us, and in a replica of several ranks everything that is trained was."""
+    """Raise for shards that recover did not make, and for trained parameters that a replica of
+    several ranks does not shard."""
     inside = {p for module in model.modules() if is_marked(module) for p in module.parameters()}
     foreign = [n for n, p in named.items() if hasattr(p, "_local_tensor") and p not in inside]
     if foreign:
@@ -274,7 +283,8 @@ def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter],
 
 
 def _same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether they are the same objects. They are held, so that no other one can get the place of one in memory."""
+    """Whether they are the same objects. Both are kept alive, so that no new object can have the
+    address of an old one."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
@@ -283,7 +293,7 @@ def _held(optimizer: Any) -> list[torch.nn.Parameter]:
 
 
 def _count(gradient: Any) -> int:
-    """Elements that are not zero."""
+    """Number of elements that are not zero."""
     part = local_part(gradient)
     return int((part.coalesce().values() if part.is_sparse else part).count_nonzero())
 

@@ -1,8 +1,9 @@
-"""What is to be done once, by whoever is first among the living: a line of a log, a picture, an evaluation.
+"""`step.on_first`: calls that only the first living rank runs, such as writing a log line or an
+evaluation.
 
-All replicas hold what was asked for until they know that it was done. Each vote tells: a replica that still has
-something to do, or knows of a call whose owner is gone, does not say "quiet". So a call is lost with nobody; it may be
-begun twice, by one who died over it and by its successor.
+All replicas keep a call until a vote shows that it was done: a rank that still has a call to
+run, or knows of one whose owner died, does not set `VoteWord.QUIET`. So no death loses a call; it
+may run twice, on a rank that died over it and on its successor.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ class _Call:
     act: Callable[[], Any]
     name: str
     background: bool
-    holders: tuple[int, ...]  # who knows of it: the members when it was asked for; who joins later does not
-    owner: int  # the rank that is to do it: the first of them that lives
+    holders: tuple[int, ...]  # ranks that know of it: the members at the time of the call
+    owner: int  # the rank that runs it: the first living holder
 
 
 class OnFirst:
-    """The calls of one Step, on one rank."""
+    """Calls of one Step on one rank."""
 
     def __init__(self, world: World, randomness: Randomness) -> None:
         self._world, self._randomness = world, randomness
-        self._held: list[_Call] = []  # nobody has told yet that they are done
+        self._held: list[_Call] = []  # not known to be done
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None  # what the thread does last
+        self._last: Future[None] | None = None  # the last call of the thread
         world.closing.append(self.finish)
 
     def call(self, step: int, act: Callable[[], Any], name: str, background: bool) -> None:
         """Called by all replicas after the same step."""
         if self._world.outside:
-            return  # the others have come to it long ago
+            return  # a joining replica: the members made this call earlier
         self.take_over()
         members = self._world.members
         self._held.append(call := _Call(step, act, name, background, members, members[0]))
         self._do(call)
 
     def take_over(self) -> None:
-        """Between steps: what a rank had to do that is gone is done by its successor."""
+        """Between steps: run the calls of dead owners whose successor is this rank."""
         for call in self._held:
             if call.owner not in self._world.members:
                 was_done = self._has_done(call)
@@ -58,24 +59,25 @@ class OnFirst:
                     self._do(call)
 
     def is_quiet(self) -> bool:
-        """Whether nothing of what was asked for before this step is left to do, as far as this rank knows."""
+        """Whether no earlier call is left to run, as far as this rank knows."""
         idle = self._last is None or self._last.done()
         return idle and all(call.owner in self._world.members for call in self._held)
 
     def committed(self, all_quiet: bool) -> None:
-        """A step is committed, in whose vote all were quiet, or not."""
+        """A step was committed; `all_quiet`: its vote showed that no call is left on any rank."""
         if all_quiet:
             self._held.clear()
 
     def finish(self) -> None:
-        """The script has ended: nobody leaves before what it asked for is done."""
+        """The script has ended: run and wait for all calls before this rank leaves."""
         self.take_over()
         if self._last is not None:
             self._last.result()
 
     def _has_done(self, call: _Call) -> bool:
-        """Whether a rank that is gone is known to have come to the end of it: it had gone on to a later step, as the
-        board of this host shows. Of a rank of another host, or of its thread, nobody knows."""
+        """Whether a dead owner is known to have finished the call: the board of this host shows
+        that it had reached a later step. Unknown for a rank on another host, and for a call in
+        its background thread."""
         reached = self._world.board.step(call.owner)
         return reached == ENDED or (reached > call.step and not call.background)
 
@@ -90,7 +92,7 @@ class OnFirst:
         self._last = self._thread.submit(self._try, call)
 
     def _try(self, call: _Call) -> None:
-        """Training is worth more than what is told of it."""
+        """An exception is reported, and ends nothing."""
         try:
             call.act()
         except Exception as error:

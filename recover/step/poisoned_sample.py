@@ -1,7 +1,8 @@
-"""A sample that breaks whoever computes it: handed from survivor to survivor, it would cost every replica.
+"""Poisoned samples: a sample that kills each replica that computes it would cost every replica, one
+after the other.
 
-A rank that raises while it computes a slot leaves a note before it dies; so do its peers before they kill one that does
-not come to an end. A slot that is named in the notes of two replicas ends the run.
+A rank that raises while it computes a slot writes a note before it dies; ranks that kill a
+hanging rank write one for it. A slot that is named in the notes of two replicas ends the run.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from recover.world.slot_notes import Notes
 
 
 class PoisonedSampleError(RuntimeError):
-    """The same slot has cost two replicas."""
+    """The same slot has killed two replicas."""
 
 
 def leave_note(notes: Notes, step: int, suspects: list[tuple[int, int]], error: BaseException) -> None:
-    """This rank is about to die of an exception while it computes these slots (and samples); several in a round."""
+    """This rank is about to die of an exception while it computes these pairs of slot and
+    sample; several in a round."""
     notes.leave(step, suspects, "it raised:\n" + "".join(traceback.format_exception(error)))
 
 
 def check(notes: Notes, step: int, grid: Grid, members: Collection[int] = ()) -> None:
-    """Called after every repair, with who is left. Raises PoisonedSampleError on all survivors alike.
+    """Called after every repair with its members. Raises PoisonedSampleError on all survivors
+    alike.
 
-    Only the notes of the lost count: one that is left may have written its own just now, of the next attempt, and who
-    has read it would end before the others know.
+    Only notes of lost ranks count: a living rank may have just written one, in the next attempt,
+    and a survivor that has read it would end before the others know of it.
     """
     lost: dict[tuple[int, int], dict[int, str]] = {}
     for note in notes.read(step):

@@ -1,8 +1,9 @@
-"""What a step is told, and where its run stands: for another run to go on from, or for a replica that joins."""
+"""Arguments of a step, and the position of a run, for runs that resume and for joining replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from recover.world.world import World
 
 
 def is_whole(value: Any) -> bool:
-    """An integer of Python's, numpy's or whoever's; True is none."""
+    """Whether it is an integer, of Python or numpy; a bool is not."""
     return hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
 
 
@@ -30,7 +31,7 @@ def check_arguments(
     bucket_mb: float | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
-    """Raises TypeError, ValueError if no step can be taken like this."""
+    """Raises TypeError or ValueError for arguments with which no step can be taken."""
     kinds = (hasattr(world, "grid"), isinstance(model, torch.nn.Module), hasattr(optimizer, "param_groups"))
     if not all(kinds):
         given = ", ".join(type(each).__name__ for each in (world, model, optimizer))
@@ -59,15 +60,31 @@ def refuse_other_size(world: World, model: torch.nn.Module) -> None:
 
 
 class Position:
-    """How far a run is: the same on all replicas after each step."""
+    """The position of a run: the same on all replicas after each step."""
 
     def __init__(
         self, global_batch: int, samples: Any, stragglers: Stragglers, exponents: Exponents | None = None
     ) -> None:
         self.index = 0  # committed steps
-        self.skipped = 0  # those of them with a gradient that was not finite, or without any weight
+        self.skipped = 0  # committed steps that did not call the optimizer
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
+        self._torn = False
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Around the update of a step that all replicas have agreed on. If it raises, this
+        replica is torn: it may hold half of an update that the others hold whole."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def refuse_torn(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                f"step {self.index + 1} was agreed on, but an exception kept this replica from taking it: its "
+                "parameters may be half updated; let that exception end the rank, and the others go on without it"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -86,7 +103,8 @@ class Position:
             self._exponents.load_state_dict(state["exponents"])
 
     def give(self) -> dict[str, Any]:
-        """For a replica that joins: it takes part in this very run, so it must know whose partitions there are."""
+        """For a replica that joins: it takes part in this very run, so it must know whose
+        partitions there are."""
         return {
             "step": self.state_dict(),
             "owners": self.samples.owners,
@@ -100,7 +118,8 @@ class Position:
 
 
 def check_position(state: Mapping[str, Any], here: dict[str, Any], rebatch: bool) -> None:
-    """Raises ValueError if a step whose own state is `here` would not go on with the run that saved `state`."""
+    """Raises ValueError if a step whose own state is `here` would not go on with the run that
+    saved `state`."""
     samples = state.get("samples", {})
     if {"global_batch", "index", "skipped"} - state.keys() or "mode" not in samples:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Whose draws are whose: every slot has seeds of its own, and the user's generators are left as they were found.
+"""Random draws: every slot has seeds of its own, and the user's generators keep their state.
 
-What a slot draws follows from (seed, step, slot, rank of the replica, stage), so it is the same on whatever replica of
-this shape computes it. Ranks of one replica have other rows, or other layers, and draw otherwise; a sample is the same
-for all of them, so reading it draws alike. Covered are torch's generators (CPU and CUDA), Python's and numpy's.
+The draws of a slot follow from (seed, step, slot, rank in the replica, stage), so they are the
+same on every replica of this shape. Ranks of one replica compute other rows or layers, and draw
+differently; all of them read the same sample, so reading draws alike. Covers torch's generators
+(CPU and CUDA), Python's and numpy's.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ import torch
 
 
 class Randomness:
-    """The global generators, as far as a step has to do with them."""
+    """Seeds the global generators."""
 
     def __init__(self, seed: int, shard: int) -> None:
         self._seed, self._shard = seed, shard
 
     def read(self, step: int, slot: int) -> None:
-        """A sample is about to be read, by every rank of the replica alike."""
+        """Seed for reading a sample: the same on every rank of the replica."""
         self._start("read", step, slot)
 
     def sample(self, index: int) -> None:
-        """A microbatch is about to be read by its number in a stream that knows of no step."""
+        """Seed for reading microbatch `index` of a stream outside of any step."""
         self._start("sample", index)
 
     def in_order(self, index: int) -> None:
-        """The items of a microbatch are about to be read, of something that can only be read in order."""
+        """Seed for reading the items of a microbatch of a dataset that can only be read in
+        order."""
         self._start("in-order", index)
 
     def compute(self, step: int, slot: int, stage: int = 0) -> None:
-        """This rank is about to compute its part of a microbatch."""
+        """Seed for computing this rank's part of a microbatch."""
         self._start("compute", step, slot, self._shard, stage)
 
     def update(self, step: int) -> None:
-        """The optimizer is about to run: if it draws, then alike on all replicas."""
+        """Seed for the optimizer: if it draws, all replicas draw alike."""
         self._start("update", step, self._shard)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Whatever is drawn inside, the user's own draws go on afterwards as if nothing had been."""
+        """Restore the user's generators afterwards, whatever was drawn inside."""
         with_cuda, first_seed = torch.cuda.is_initialized(), torch.initial_seed()
         ours = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         on_gpus = torch.cuda.get_rng_state_all() if with_cuda else []
@@ -57,7 +59,7 @@ class Randomness:
             numpy.random.set_state(ours[2])
             if with_cuda:
                 torch.cuda.set_rng_state_all(on_gpus)
-            elif torch.cuda.is_initialized():  # since then: what the user's torch.manual_seed had asked for
+            elif torch.cuda.is_initialized():  # initialised inside: as the user's torch.manual_seed requested
                 torch.cuda.manual_seed_all(first_seed)
 
     def _start(self, *place: object) -> None:
@@ -72,7 +74,7 @@ class Randomness:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The state of the global generators as the user's code will go on drawing from them; `device`: the model's."""
+    """The state of the global generators, for a joining replica; `device`: the model's."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -84,7 +86,8 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing where another replica is. Its GPU may have another number than this rank's."""
+    """Continue with the generators of another replica. Its GPU may have another number than this
+    rank's."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""What a rank tells the others after a repair: where it stands in the step and what it has in hand."""
+"""Census records: what each rank sends to the others in a repair."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from dataclasses import asdict, dataclass
 from recover.policy import Holding
 
 _HEAD = struct.Struct("<Q????HQQ?I")
-_ARRIVAL = b"\xff" * 8  # where others name their step: none has this number
+_ARRIVAL = b"\xff" * 8  # in place of the step of a member: no step has this number
 
 
 @dataclass(frozen=True)
 class Record:
+    """The record of a member: its position in the step, and what it holds."""
+
     step: int
-    complete: (
-        bool  # every bucket of the attempt was reduced: its results are the sum of exactly B microbatches
-    )
-    finite: bool  # if complete: the sum holds neither infinities nor NaNs, as far as this shard goes
-    in_range: bool  # if complete: the sum was made with the exponents that its values require
-    stop: bool  # somebody has asked this rank to stop after the step
-    asked: int  # the replicas that this rank sees asking to join, as bits
-    fingerprint: int  # of the parameters that this step started from
-    since: int  # the step before which its replica joined; 0: it was there when the run began
-    counts: bool  # its replica has a say in which state is right
+    complete: bool  # all buckets of the attempt were reduced: they hold exactly B microbatches
+    finite: bool  # if complete: the sum of this shard holds neither infinities nor NaNs
+    in_range: bool  # if complete: summed with the exponents that its values require
+    stop: bool  # this rank was asked to stop after the step
+    asked: int  # replicas that this rank sees asking to join, as bits
+    fingerprint: int  # of the state that this step began with
+    since: int  # the step before which its replica joined; 0: at the beginning of the run
+    counts: bool  # whether its replica counts when a majority decides which state is right
     holding: Holding
-    answer: bytes = (
-        b""  # to what the others ask after a vote has found different state (`recover.step.difference`)
-    )
+    # Answers to the questions after a vote has found different state (`recover.step.difference`).
+    answer: bytes = b""
 
     def to_bytes(self) -> bytes:
         return (
@@ -60,11 +59,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one that joins says instead: it is in no step, and holds no state yet."""
+    """The record of a joining rank: it is in no step, and holds no state yet."""
 
     host: str
-    warm_up: float  # seconds from the start of its process until it asked
-    failures: int = 0  # tries in a row to take the state that came to nothing
+    warm_up: float  # seconds from the start of its process until it asked to join
+    failures: int = 0  # transfers of the state in a row that failed
 
     def to_bytes(self) -> bytes:
         return _ARRIVAL + json.dumps(asdict(self)).encode()

@@ -1,9 +1,8 @@
-"""What a committed step was: the same on all replicas, but for the samples that each of them brought."""
+"""The result of a committed step. All fields but `samples` are the same on all replicas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from recover.step.incident import Incident
 from recover.step.loop.stragglers import Stragglers, busy
@@ -15,29 +14,27 @@ class StepResult:
     loss: float = float("nan")
     grad_norm: float = float("nan")
     weight: float = 0.0  # the sum of weights: the number of microbatches, by default
-    samples: list[int] = field(default_factory=list)  # those that this replica contributed
-    all_samples: list[int] = field(default_factory=list)  # those of all replicas
-    incidents: list[Incident] = field(default_factory=list)  # what happened in it
-    stragglers: dict[int, float] = field(
-        default_factory=dict
-    )  # replicas far slower than the median, by how much
+    samples: list[int] = field(default_factory=list)  # contributed by this replica
+    all_samples: list[int] = field(default_factory=list)  # contributed by all replicas
+    incidents: list[Incident] = field(default_factory=list)  # losses and joins
+    # Replicas that are far slower than the median, with the factor.
+    stragglers: dict[int, float] = field(default_factory=dict)
     busy: dict[int, float] = field(default_factory=dict)  # seconds that each replica computed its share
     skipped: bool = False  # its gradient was not finite, or all weights were 0: the optimizer was not called
-    reruns: int = (
-        0  # how often it was run again because a value was too large for its exponents (reproducible sums)
-    )
-    stop_agreed: bool = False  # somebody had asked to stop, and all survivors know it
+    # How often it was run again because a value exceeded its exponents (reproducible sums).
+    reruns: int = 0
+    stop_agreed: bool = False  # some rank had asked to stop, and all survivors know it
 
 
 def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> StepResult:
-    """Of a step that all have agreed on."""
+    """The result of a step that all replicas have agreed on."""
     totals = transaction.totals
     weight = totals.weight or float("nan")  # where all weights are 0, there is nothing to take the mean over
     return StepResult(
         loss=totals.loss / weight,
         grad_norm=transaction.grad_norm / weight,
         weight=totals.weight,
-        samples=transaction.contributed,
+        samples=transaction.attempt.contributed,
         all_samples=totals.samples,
         incidents=transaction.incidents,
         stragglers=stragglers.committed(totals.paces, number),
@@ -46,25 +43,3 @@ def result_of(transaction: Transaction, stragglers: Stragglers, number: int) -> 
         reruns=transaction.maxima.reruns,
         stop_agreed=transaction.stop_agreed,
     )
-
-
-class TellsOfLastStep:
-    """The last result's fields, under the names of the whole."""
-
-    result: StepResult
-
-    def _told(name: str) -> Any:  # type: ignore[misc]  # a helper of this class body alone
-        return property(lambda self: getattr(self.result, name), doc=f"`{name}` of the last committed step.")
-
-    loss: float = _told("loss")
-    grad_norm: float = _told("grad_norm")
-    weight: float = _told("weight")
-    samples: list[int] = _told("samples")
-    all_samples: list[int] = _told("all_samples")
-    incidents: list[Incident] = _told("incidents")
-    stragglers: dict[int, float] = _told("stragglers")
-    busy: dict[int, float] = _told("busy")
-    stop_agreed: bool = _told("stop_agreed")
-    reruns: int = _told("reruns")
-
-    del _told

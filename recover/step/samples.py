@@ -1,10 +1,10 @@
-"""Which sample a slot stands for.
+"""Samples: which sample of the stream a slot stands for.
 
-`exact`        slot i of step t is sample (t-1)*B + i of the stream, whoever computes it.
-`partitioned`  (the paper) a replica draws from a partition of its own, and a dead replica's partition drops out.
+`exact`        slot i of step t is sample (t-1)*B + i of the stream, on every replica.
+`partitioned`  (the paper) each replica draws from its own partition; the partition of a dead replica drops out.
 
-Where a run stands is the same on all replicas, and does not depend on B or on their number: another run can go on from
-it with others, and uses each sample that is left once.
+The position is the same on all replicas and depends neither on B nor on their number: a resumed
+run may change both, and uses each remaining sample once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ExactSamples:
 
     def __init__(self, global_batch: int) -> None:
         self._global_batch = global_batch
-        self._next = 0  # the first sample of the step under way
+        self._next = 0  # first sample of the step in progress
 
     def index(self, step: int, slot: int) -> int:
         return self._next + slot
@@ -30,12 +30,13 @@ class ExactSamples:
         self._next += self._global_batch
 
     def coming(self, slots: Sequence[int]) -> tuple[list[int], range]:
-        """What these slots will ask for in this step and the next, and all that this step may ask for."""
+        """Samples of these slots in this step and the next, and the range that this step may
+        read."""
         step = range(self._next, self._next + self._global_batch)
         return [step[slot] for slot in slots] + [step.stop + slot for slot in slots], step
 
     def put_back(self) -> None:
-        pass  # a slot is its sample, whoever runs it
+        pass  # a slot has the same sample on every replica
 
     owners: Sequence[int] = ()
 
@@ -53,12 +54,14 @@ class ExactSamples:
 
 
 class PartitionedSamples:
-    """Replica r of W owns samples r, r + W, r + 2W, ... of those that are left, and draws them one after the other.
+    """Replica r of W owns samples r, r + W, r + 2W, ... of the remaining ones, and draws them in
+    order.
 
-    Partitions need not advance alike: one of W may draw more in each step, and that of a dead replica stands still,
-    until one that joins takes it over. If there are more replicas then than partitions, all are cut anew.
-    Resumed with as many replicas, each goes on with its own. With another number, new partitions are cut out of all
-    samples that nobody has used: `_levels` holds how far each partition of each earlier cut had come.
+    Partitions advance at different rates: one may draw more in each step, and that of a dead
+    replica stands still until a joining replica takes it over. With more replicas than
+    partitions, all samples are partitioned again. Resumed with the same number of replicas, each
+    continues with its own. With another number, new partitions are cut out of all unused
+    samples: `_levels` holds how far each partition of each earlier cut had come.
     """
 
     mode = "partitioned"
@@ -67,23 +70,23 @@ class PartitionedSamples:
         self._replica, self._replicas = replica, replicas
         self.owners = list(range(replicas))  # the replica of each partition
         self._levels: list[list[int]] = []
-        self._used = [0] * replicas  # of each partition, in committed steps
-        self._drawn = 0  # of this one, in the step under way
+        self._used = [0] * replicas  # samples of each partition in committed steps
+        self._drawn = 0  # samples of this partition in the step in progress
 
     def index(self, step: int, slot: int) -> int:
         self._drawn += 1
         return self._place(self._drawn - 1)
 
     def coming(self, slots: Sequence[int]) -> tuple[list[int], range]:
-        """As above; this replica draws one after the other, in whatever slot."""
+        """As above; this replica draws in order, whatever the slot."""
         drawn = self._drawn + 2 * len(slots)
         coming = [self._place(number) for number in range(drawn)]
         return coming[self._drawn :], range(coming[0], coming[-1] + 1) if coming else range(0)
 
     def _place(self, drawn: int) -> int:
-        """The sample that this replica draws as number `drawn` (from 0) in the step under way."""
+        """The sample that this replica draws as number `drawn` (from 0) in the step in progress."""
         if self._replica not in self.owners:
-            return 0  # one that has not joined yet rehearses
+            return 0  # a joining replica rehearses
         mine = self.owners.index(self._replica)
         place = mine + (self._used[mine] + drawn) * self._replicas
         for used in reversed(self._levels):
@@ -98,15 +101,15 @@ class PartitionedSamples:
         self._drawn = 0
 
     def put_back(self) -> None:
-        """What this replica drew in this step was not used: it draws it again."""
+        """Draw the samples of this step again: they were not used."""
         self._drawn = 0
 
     def take_over(self, owners: Sequence[int]) -> None:
-        """For one that joins: whose partitions these are with the others."""
+        """For a joining replica: the owner of each partition."""
         self.owners, self._replicas = list(owners), len(owners)
 
     def seat(self, replicas: Sequence[int]) -> None:
-        """These live now, and some of them have just come."""
+        """Assign partitions after a join; `replicas`: all living ones."""
         came = sorted(set(replicas) - set(self.owners))
         free = [place for place, owner in enumerate(self.owners) if owner not in replicas]
         if len(came) > len(free):
@@ -129,15 +132,15 @@ class PartitionedSamples:
 
 
 def _left(used: list[int], number: int) -> int:
-    """The sample that is left as number `number` (from 0) when so many of each partition are used."""
-    ahead = max(used) * len(used)  # from here on, none is used
+    """The remaining sample number `number` (from 0), given how many of each partition are used."""
+    ahead = max(used) * len(used)  # no sample behind this one is used
     if number >= ahead - sum(used):
         return number + sum(used)
     return bisect_right(range(ahead), number, key=lambda sample: _left_below(used, sample + 1))
 
 
 def _left_below(used: list[int], sample: int) -> int:
-    """How many samples are left below this one."""
+    """Number of unused samples below this one."""
     if sample >= max(used) * len(used):
         return sample - sum(used)
     owned = (max(0, -(-(sample - replica) // len(used))) for replica in range(len(used)))
@@ -145,7 +148,8 @@ def _left_below(used: list[int], sample: int) -> int:
 
 
 def sample_mode(mode: str, policy: str, global_batch: int, replica: int, replicas: int) -> Any:
-    """The mapping of this name; refuses a pair that cannot keep its promise."""
+    """The mapping of this name. Raises ValueError for a policy that cannot keep its samples
+    exact."""
     if mode == "exact":
         if policy == "static":
             raise ValueError(

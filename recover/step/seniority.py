@@ -1,29 +1,30 @@
-"""How long this replica has been in the run: one that has joined takes its state from others, so it must not outvote
-them before it has been found equal for a while.
+"""Seniority: since when a replica is in the run. A joined replica has its state from others, so it
+must not outvote them before votes have found it equal for a while.
 
-Every replica says this of itself in its census record, so what follows from it is the same on all members, and on those
-that are about to join. A resumed run begins with equals: all of its replicas have loaded the same checkpoint.
+Each replica sends its seniority in its census record, so all members, and replicas that are
+joining, decide alike. In a resumed run all replicas are equals: they have loaded the same
+checkpoint.
 """
 
 from __future__ import annotations
 
-STEPS = 100  # votes that have found a joined replica equal, after which it counts
+STEPS = 100  # votes that found a joined replica equal, after which it counts
 
 
 class Seniority:
-    """Of this rank's replica; the same on all of its ranks."""
+    """The seniority of this rank's replica; the same on all of its ranks."""
 
     def __init__(self) -> None:
-        self.since = 0  # the step before which it joined; 0: it was there when the run began
+        self.since = 0  # the step before which it joined; 0: at the beginning of the run
         self.compares = False  # the next vote compares all state, because the state is being saved
         self._confirmed = True
 
     def join(self, step: int) -> None:
-        """It has joined before this step, and holds the state that the others gave it."""
+        """It joined before this step, and holds the state that it received."""
         self.since, self._confirmed = step, False
 
     def counts(self, step: int) -> bool:
-        """Whether it has a say in which state is right, in the vote of this step."""
+        """Whether it counts in this step when a majority decides which state is right."""
         return self._confirmed or step - self.since >= STEPS
 
     def found_equal(self, step: int) -> None:

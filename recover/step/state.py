@@ -1,4 +1,5 @@
-"""The state of a step: all that a replica has become by what it was trained on, and all that another needs to go on."""
+"""The state of a step: everything that training has changed, and that another replica needs to
+continue."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class StepState:
-    """Beside the step's own position, which is `step.state_dict()`.
+    """All state but the position of the step, which is `step.state_dict()`.
 
-    `extra` are the user's own, by name: objects with state_dict() and load_state_dict(), tensors, plain values.
+    `extra`: entries of the user by name: objects with state_dict() and load_state_dict(),
+    tensors, plain values.
     """
 
     EXTRA: ClassVar[str] = "extra."
@@ -24,6 +26,6 @@ class StepState:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def named(self) -> dict[str, Any]:
-        """All but model and optimizer, by names that never meet."""
+        """All entries but model and optimizer, under unique names."""
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
         return {**scheduler, **{f"{self.EXTRA}{name}": value for name, value in self.extra.items()}}

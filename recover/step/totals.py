@@ -1,7 +1,9 @@
-"""The small numbers that are summed beside the gradients, in one reduction at the end of an attempt.
+"""Totals: small numbers that are summed over all replicas in one reduction at the end of an
+attempt.
 
-A row of float64: loss, weight, the hash of the state, the sample in each slot, the pace of each replica, what was done
-to buffers that move, and which parameters were used. NumPy, not torch: the simulated world sums them, too.
+A row of float64: loss, weight, hash of the state, the sample in each slot, the pace of each
+replica, changes of running buffers, and which parameters were used. NumPy, not torch: the
+simulated world sums them, too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Row = npt.NDArray[np.float64]
 
 
 class Totals:
-    """This rank's contribution, the sum over all replicas, and, once the step is complete, what was agreed on."""
+    """This rank's contribution, the sum over all replicas, and the sum of the last complete
+    attempt (`agreed`)."""
 
     def __init__(self, global_batch: int, replicas: Sequence[int], changes: int) -> None:
         self._global_batch, self._numbers_of_buffers = global_batch, changes
@@ -34,15 +37,17 @@ class Totals:
         self._epoch: int | None = None
 
     def seat(self, replicas: Sequence[int]) -> None:
-        """These have a place each in the row, the same on all of them, whoever of them dies; until others join."""
+        """Give each of these replicas a place in the row, the same on all ranks. A death does
+        not change it, a join does."""
         self._seats = {replica: seat for seat, replica in enumerate(sorted(replicas))}
-        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where B is that small.
+        # Spares' slots are numbered from B on: fewer than B of them, or one for each replica where
+        # B is that small.
         self._paces = SAMPLES + self._global_batch + max(self._global_batch, len(self._seats))
         self._changes = self._paces + len(self._seats)
         self._usage = self._changes + self._numbers_of_buffers
 
     def begin(self, parameters: int) -> None:
-        """A new step, with so many parameters whose use is told."""
+        """Begin a step with this number of parameters."""
         if len(self.agreed) != self._usage + parameters:
             self.agreed, self._own = np.zeros((2, self._usage + parameters))
             self._sum = np.zeros_like(self._own)
@@ -57,10 +62,10 @@ class Totals:
         changes: npt.ArrayLike,
         usage: npt.ArrayLike,
     ) -> None:
-        """What this replica brings to the sum; a spare brings nothing."""
+        """Set what this replica contributes to the sum; a spare contributes nothing."""
         self._own[[LOSS, WEIGHT]] = loss, weight
         for slot, sample in samples.items():
-            self._own[SAMPLES + slot] = sample + 1  # counted from 1: 0 is a slot that nobody ran
+            self._own[SAMPLES + slot] = sample + 1  # counted from 1: 0 is a slot that was not run
         self._own[self._changes : self._usage] = changes
         self._own[self._usage :] = usage
 
@@ -68,7 +73,8 @@ class Totals:
         self._own[:] = 0.0
 
     def say(self, fingerprint: int, replica: int, pace: float | None = None) -> None:
-        """What every replica says of itself, spare or not."""
+        """Set what every replica reports, a spare as well: the hash of its state, and seconds
+        per microbatch."""
         self._own[[HASH, HASH_SQUARED]] = on_the_wire(fingerprint)
         if pace is not None:
             self._own[self._paces + self._seats[replica]] = pace
@@ -79,32 +85,36 @@ class Totals:
         return self._work
 
     def reduced_under(self, epoch: int) -> bool:
-        """Whether the sum is that over the members of this epoch. Stale results are never mixed in."""
+        """Whether the sum is over the members of this epoch: a sum of an earlier epoch may lack
+        a member, or hold a dead one."""
         return self._epoch == epoch and self._work is not None and self._work.ok
 
     def forget(self) -> None:
-        """A new step, or a new attempt: whatever was reduced before does not count."""
+        """Begin an attempt: earlier reductions do not count."""
         if self._work is not None and not self._work.ok:
-            self._sum = np.zeros_like(self._own)  # the library may still write to one that it gave up
+            # New memory: the library may still write to the buffer of an aborted reduction.
+            self._sum = np.zeros_like(self._own)
         self._epoch, self._work = None, None
 
     @property
     def samples_summed(self) -> int:
-        """How many slots have a sample, in the sum of this attempt."""
+        """Number of slots with a sample in the sum of this attempt."""
         return int((self._sum[SAMPLES : self._paces] > 0).sum())
 
     def rows_of_replica(self) -> Row:
-        """Of the sum of this attempt, what each rank of a replica has for its own rows: loss, weight, changes."""
+        """Loss, weight and changes in the sum of this attempt: each rank of a replica has them
+        for its own rows."""
         return np.concatenate([self._sum[[LOSS, WEIGHT]], self._sum[self._changes : self._usage]])
 
     def agree(self, rows: Row) -> None:
-        """The attempt is complete; `rows` are those of the whole replica."""
+        """The attempt is complete; `rows`: `rows_of_replica`, combined over the ranks of the
+        replica."""
         self.agreed[:] = self._sum
         self.agreed[[LOSS, WEIGHT]] = rows[:2]
         self.agreed[self._changes : self._usage] = rows[2:]
 
     def same_state(self, replicas: int, of_attempt: bool = False) -> bool:
-        """Whether all replicas have said the same hash."""
+        """Whether all replicas reported the same hash."""
         total, squares = (self._sum if of_attempt else self.agreed)[[HASH, HASH_SQUARED]]
         return all_equal(total, squares, replicas)
 
@@ -118,33 +128,35 @@ class Totals:
 
     @property
     def samples(self) -> list[int]:
-        """The samples in the sum over all replicas."""
+        """Samples in the sum over all replicas."""
         numbers = self.agreed[SAMPLES : self._paces]
         return sorted(int(number) - 1 for number in numbers[numbers > 0])
 
     @property
     def paces(self) -> dict[int, float]:
-        """Seconds per microbatch, of every replica that has run some in this step."""
+        """Seconds per microbatch of each replica that ran any in this step."""
         paces: list[float] = self.agreed[self._paces : self._changes].tolist()
         return {replica: paces[seat] for replica, seat in self._seats.items() if paces[seat] > 0}
 
     @property
     def changes(self) -> Row:
-        """What the step's microbatches did to the buffers that move, summed."""
+        """Changes of running buffers, summed over the step's microbatches."""
         return self.agreed[self._changes : self._usage]
 
     @property
     def used(self) -> npt.NDArray[Any]:
-        """For each parameter whose gradient is summed, whether anybody has used it: the same on all replicas."""
+        """For each parameter, whether any replica has used it: the same on all replicas."""
         return self.agreed[self._usage :] > 0
 
 
 def on_the_wire(value: int) -> tuple[float, float]:
-    """What goes into the reduced sum of a hash that all replicas must have alike."""
+    """The two numbers by which a hash enters a sum, so that `all_equal` can tell whether all
+    replicas have the same."""
     small = value % MODULUS
     return float(small), float(small * small)
 
 
 def all_equal(total: float, total_of_squares: float, replicas: int) -> bool:
-    """The square of a sum equals the number of terms times the sum of squares only if all terms are equal."""
+    """The square of a sum equals the number of terms times the sum of squares only if all terms
+    are equal."""
     return int(total) ** 2 == replicas * int(total_of_squares)

@@ -1,51 +1,59 @@
-"""One iteration as a transaction: run a share, reduce, vote; after a death repair and deal again, until it commits.
+"""One step as a transaction: run a share, reduce, vote; after a death repair and plan again, until
+the step commits.
 
-The verdict is one agreement over the whole world. Nothing that the optimizer could see changes before it. What a
-death costs is decided from the census alone, so all survivors decide alike.
+One agreement over the whole world commits a step. Nothing that the optimizer can see changes
+before it. What a death costs is decided from the census alone, so all survivors decide alike.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import and_, or_
+from operator import and_
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from recover.gradients import ledger
-from recover.gradients.deferred import Later, fetch, now
+from recover.gradients.deferred import DeviceValue, fetch, now
 from recover.gradients.exponents import code_of
-from recover.policy import FailureEvent, Policy, RestoreMode, SlotSet
+from recover.policy import FailureEvent, Policy, RestoreMode, Share, SlotSet
 from recover.step import poisoned_sample
+from recover.step.attempt import Attempt
 from recover.step.difference import UNKNOWN, Digest, Inquiry
 from recover.step.drift import DriftVerdict, judge, named
 from recover.step.errors import StateDivergedError
-from recover.step.incident import Incident, met
+from recover.step.incident import Incident, incident_of
 from recover.step.maxima import Maxima
 from recover.step.record import Arrival, Record
 from recover.step.seniority import Seniority
 from recover.step.totals import Totals
+from recover.step.vote import VoteWord, asking_bits, word_of
 from recover.world.census import Census, left_behind
 from recover.world.membership import NoCarrierError
 from recover.world.world import World
 
-if TYPE_CHECKING:  # tensors are the sums' own business
+if TYPE_CHECKING:  # without torch: the simulated world runs this module, too
     from recover.gradients.buckets import Bucket
     from recover.gradients.module_gradients import Gradients
     from recover.gradients.replica_interface import Replica
-    from recover.gradients.running_buffers import MovingBuffers
+    from recover.gradients.running_buffers import RunningBuffers
 
-COMPLETE, FINITE, SAME_STATE, GO_ON, IN_RANGE, QUIET = 1, 2, 4, 8, 16, 32  # the bits of the vote, and ...
-ASKED, ASKERS = 64, 16  # ... the first of so many: one for each replica that asks to join, by its number
-FRUITLESS = 8
+FRUITLESS = 8  # repairs in a row without a death, after which the run ends
 
 
 class Transaction:
-    """The state of the step under way on this rank."""
+    """The step in progress on this rank. Only its own methods write its fields.
+
+    `begin` starts a step, `attempts` runs it until it commits, `finish` says that its update was
+    applied. Every attempt is an `Attempt` of its own.
+
+    is_quiet:  whether nothing is left to do on this rank of what `step.on_first` was asked for
+    digests:   digests of this rank's state, entry by entry; called after a vote has found different state
+    """
 
     def __init__(
         self,
@@ -54,98 +62,135 @@ class Transaction:
         policy: Policy,
         global_batch: int,
         replica: Replica,
-        moving: MovingBuffers,
+        buffers: RunningBuffers,
+        is_quiet: Callable[[], bool] = lambda: True,
+        digests: Callable[[], Sequence[Digest]] = tuple,
     ) -> None:
         self.world, self.gradients, self.policy, self.global_batch = world, gradients, policy, global_batch
-        self.replica, self.moving = replica, moving
-        self.index = 0
-        self.fingerprint: int | Later[int] = 0
+        self.replica, self.buffers = replica, buffers
+        self.index = 0  # number of the step
+        self.fingerprint: int | DeviceValue[int] = 0  # of the state that it began with
         self.incidents: list[Incident] = []
-        self.finite = self._fits = True
-        self.grad_norm = 0.0
-        self.stop_requested = False
+        # Agreed by the last commit, and the same on all replicas.
+        self.finite, self.grad_norm = True, 0.0
         self.stop_agreed = self.all_quiet = False
-        self.is_quiet: Callable[[], bool] = lambda: True
-        self.asked = False  # all who have committed the last step saw the same replica ask
-        self.arrival: Arrival | None = None  # of a rank that joins, until it holds the state of the others
-        self.newcomers: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas came, and which
-        self.seniority = Seniority()
-        self.entries: Callable[[], Sequence[Digest]] = (
-            tuple  # of this rank's state, once a vote has found others
-        )
-        self._inquiry = Inquiry(lambda: self.entries())
+        self.asked = False  # all members have seen the same replica ask to join
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
-        self.totals = Totals(global_batch, replicas, moving.size)
+        self.totals = Totals(global_batch, replicas, buffers.size)
         self.maxima = Maxima(gradients.sum.exponents)
-        # The step that was given up here and is not begun again yet, and the epoch of that.
+        self._seniority = Seniority()
+        self._inquiry = Inquiry(digests)
+        self._is_quiet, self._stop_requested = is_quiet, False
+        self._joined: tuple[int, tuple[int, ...]] = 0, ()  # the step before which replicas joined, and which
+        # The step that this rank left and has not begun again, and the epoch in which it left.
         self._left: tuple[int, int] | None = None
         self.begin(0, 0)
+
+    @property
+    def share(self) -> Share:
+        """What this replica runs in the current attempt."""
+        return self.attempt.share
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop_requested
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop after this step. Only sets a flag: a signal handler may call
+        it."""
+        self._stop_requested = True
+
+    def compare_all_state(self) -> None:
+        """The fingerprint of the next vote covers all state, because the state is being saved."""
+        self._seniority.compares = True
+
+    def take_join_request(self) -> bool:
+        """Whether all members have seen a replica ask to join. True only once for each request:
+        a member that leaves the step and begins it again must not enter the admission that the
+        others have behind them."""
+        asked, self.asked = self.asked, False
+        return asked
+
+    def adopt_step(self, index: int) -> None:
+        """A joining rank has read the number of the next step from the state that it was given."""
+        self.index = index
+
+    def members_joined(self, replicas: tuple[int, ...], as_newcomer: bool) -> None:
+        """These replicas hold the state and are members before this step; `as_newcomer`: this
+        rank is one of them."""
+        self._joined = self.index, replicas
+        if as_newcomer:
+            self._seniority.join(self.index)
+        self.totals.seat(self.world.replicas)
 
     def leave(self) -> None:
         """This rank gives the step up, and will begin it again."""
         self._left = self.index, self.world.epoch
 
-    def begin(self, index: int, fingerprint: int | Later[int]) -> None:
-        """Step number `index` begins, from parameters with this fingerprint."""
-        # A repair takes all. If there was one since this rank left, nobody is inside of the step any more.
+    def finish(self) -> None:
+        """The update of the step was applied."""
+        self._seniority.found_equal(self.index)
+
+    def begin(
+        self, index: int, fingerprint: int | DeviceValue[int], incidents: Iterable[Incident] = ()
+    ) -> None:
+        """Step number `index` begins from a state with this fingerprint; `incidents`: joins
+        before it."""
+        # Every repair includes all members. After a repair since this rank left, no rank is inside
+        # of the step.
         again, left, self._left = (index, self.world.epoch) == self._left, self._left, None
         if not again:
             self._since = self.world.epoch
         self.index, self.fingerprint = index, fingerprint
-        # Who was lost before the step was left is told when it commits.
+        # Losses before the step was left are reported when it commits.
         if left is None or left[0] != index:
             self.incidents = []
-        self._places = [(time.time(), "backward")]
+        self.incidents += incidents
+        self._timeline = [(time.time(), "backward")]
         self._fruitless = 0  # repairs in a row that found nobody dead
         if self.gradients.sum.exponents is not None:
             self.gradients.sum.exponents.begin(index)
-        # Where this replica left the step and others were dealt its slots meanwhile, they do not hold what the layout
-        # says: bring nothing, and be dealt to.
+        # If this replica left the step and a repair has dealt its slots to others meanwhile, the
+        # others do not hold what the layout says: this replica must bring nothing, and let the next
+        # repair deal to it.
         self._start_over(brings_nothing=again and self._since != self.world.epoch)
 
     def _start_over(self, brings_nothing: bool = False) -> None:
-        """Nothing is summed, buffers are as they were when the step began, and the layout is that of a new step."""
+        """Begin with the layout of a new step: local sums are empty, buffers have their values
+        from its beginning."""
         self.gradients.begin()
-        self.moving.begin()
-        # Of this replica's slots, with their weights.
-        self._losses: list[tuple[float | Later[float], float]] = []
+        self.buffers.begin()
         self.totals.begin(len(self.gradients.parameters))
-        self._tainted = self._overflowed = False
-        self._squared_norm = 0.0
         resting = self._resting
         busy = [replica for replica in self.world.replicas if replica not in resting]
         self.layout = self.policy.layout(busy, self.global_batch).with_resting(resting)
-        self.share = self.layout.share(self.world.replica)
+        share = self.layout.share(self.world.replica)
         if brings_nothing:
-            self.share = replace(self.share, run=SlotSet())
-        self._planned = self.layout.committed  # samples in the sum over all replicas
-        self._done = self.share.kept
-        self._samples: dict[int, int] = {}
-        self._computed: list[tuple[float | Later[float], int]] = []
+            share = replace(share, run=SlotSet())
+        self.attempt = Attempt(share, self.layout.committed)
 
     @property
     def _resting(self) -> tuple[int, ...]:
-        """Replicas that have joined before this step and run none of its microbatches, as long as others do.
+        """Replicas that joined before this step and run none of its microbatches, as long as others
+        do.
 
-        The user's code in front of the loop over microbatches has run on them at step 0, before they had the state of
-        the others: what it has drawn or computed for the loop is not what it is on the others.
+        The user's code before the loop over microbatches ran on them at step 0, before they had
+        the state of the others: what it has drawn or computed for the loop differs from the
+        others.
         """
-        since, newcomers = self.newcomers
+        since, newcomers = self._joined
         resting = [replica for replica in self.world.replicas if since == self.index and replica in newcomers]
         return tuple(resting) if len(resting) < len(self.world.replicas) else ()
-
-    @property
-    def contributed(self) -> list[int]:
-        """The samples in this replica's sum; a spare contributes none."""
-        return sorted(self._samples.values()) if self.share.counts else []
 
     def attempts(
         self, cut: Callable[[list[int]], list[list[int]]], overlap: bool, given_up: Callable[[], None]
     ) -> Iterator[tuple[list[int], str, bool]]:
-        """Until the step commits: slots to run, the place this is for faults, and whether buckets are posted meanwhile.
+        """Until the step commits: slots to run, their place for fault schedules, and whether
+        buckets are posted meanwhile.
 
-        `cut` makes pieces of a share. `overlap`: buckets are posted while the last piece runs, otherwise after it.
-        `given_up` is told that what this replica had run does not enter the step.
+        cut:       cuts the slots of a share into pieces, each of them run at once
+        overlap:   buckets are posted while the last piece runs, otherwise after it
+        given_up:  called when what this replica has run does not enter the step
         """
         place = "forward"
         while True:
@@ -158,7 +203,7 @@ class Transaction:
             committed = self.vote()
             if self.incidents:
                 self.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
-            if self._overflowed:
+            if self.attempt.overflowed:
                 self._rerun()
                 given_up()
                 place = "forward"
@@ -169,119 +214,126 @@ class Transaction:
                 given_up()
             place = "extra"
 
-    def computed(self, seconds: float | Later[float], microbatches: int) -> None:
-        """So long it took this rank to run these."""
-        self._computed.append((seconds, microbatches))
-
-    def finish_slot(self, slot: int, sample: int, loss: float | Later[float], weight: float) -> None:
-        """A microbatch is in the local sum, or will be when the device comes to it: so its loss is read at the vote."""
-        self._samples[slot] = sample
-        self._losses.append((loss, weight))
-        self._done = self._done | self._done.span(slot, slot + 1)
-
     def post(self, index: int, bucket: Bucket) -> None:
         """Start the reduction of a full bucket. Errors show at the vote, never here."""
         if index == 0:
-            self._places.append((time.time(), "in-reduce"))
+            self._timeline.append((time.time(), "in-reduce"))
         self.world.hooks("bucket", index)
         work = bucket.post(self.world.cross, self.world.epoch, self.share.counts)
         self.world.hooks.under_way("in-reduce", work, index)
 
     def vote(self) -> bool:
-        """All slots are run and all buckets are posted: is it a step? The same answer on all survivors."""
-        ledger.check_buckets(self.index, self.gradients.buckets, self.share.kept | self.share.run)
-        self._wait_for_device()
+        """All slots are run and all buckets are posted: vote. True if the step commits; the same
+        on all survivors."""
+        attempt = self.attempt
+        ledger.check_buckets(self.index, self.gradients.buckets, attempt.share.kept | attempt.share.run)
+        loss, weight = self._read_device()
         self.world.board.come_to_vote(self.world.rank)
-        self.totals.clear()
-        if self.share.counts:
-            self.totals.contribute(
-                self._loss,
-                self._weight,
-                self._samples,
-                self.moving.changes,
-                self.gradients.usage,
-            )
-        self.totals.say(now(self.fingerprint), self.world.replica, self._pace)
-        work = self.totals.post(self.world.cross, self.world.epoch)
-        self.maxima.post(self.world.cross, self.world.epoch, self._codes if self.share.counts else None)
-        self.world.hooks.under_way("in-totals", work)
-        self._squared_norm = self.gradients.squared_norm()
+        self._post_totals(loss, weight)
+        squared_norm = self.gradients.squared_norm()
+        # Before the word is made: a reduction that is still running could fail after this rank
+        # called it complete.
         self.world.cross.drain()
         reduced = self._is_reduced()
         samples = self.totals.samples_summed if reduced else 0
-        self._complete = reduced and samples == self._planned
-        word = COMPLETE * self._complete | GO_ON * (not self.stop_requested)
-        word |= QUIET * self.is_quiet() | ASKED * self._asking
-        # Inside the replica everyone does the same, whatever became of the reduction across replicas.
-        squared, *rows = self.replica.combine_numbers(self._rows_of_replica())
-        same_grid = self.maxima.combine(self.replica, self._complete)
-        if self._complete:
+        attempt.complete = reduced and samples == attempt.planned
+        word = word_of(
+            {
+                VoteWord.COMPLETE: attempt.complete,
+                VoteWord.GO_ON: not self._stop_requested,
+                VoteWord.QUIET: self._is_quiet(),
+            },
+            asking_bits(self.world.asking),
+        )
+        # All ranks of the replica take part, whatever became of the reduction across replicas: a
+        # rank that left this out would leave its peers blocked.
+        squared_norm, *rows = self.replica.combine_numbers(self._rows_of_replica(squared_norm))
+        same_grid = self.maxima.combine(self.replica, attempt.complete)
+        if attempt.complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
-            self.grad_norm = math.sqrt(squared) * self.gradients.sum.unit
-            same = self.totals.same_state(len(self.world.replicas))
-            # Before the question whether the sums fit: a value that is not finite fits no exponent.
-            self.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
-            self._fits = self.maxima.fit or not self.finite
-            word |= FINITE * self.finite | SAME_STATE * same | IN_RANGE * self._fits
-            # What was reduced with a replica that has drifted must not be committed.
-            self._tainted |= not same
-        self._places.append((time.time(), "vote"))
+            self.grad_norm = math.sqrt(squared_norm) * self.gradients.sum.unit
+            word |= self._judge_sum()
+        self._timeline.append((time.time(), "vote"))
         self.world.hooks("vote")
-        agreed = self.world.agree(word)
+        answer = self.world.agree(int(word))
+        agreed = None if answer is None else VoteWord(answer)
         if agreed is not None and reduced:
-            ledger.check_samples(self.index, samples, self._planned)
+            ledger.check_samples(self.index, samples, attempt.planned)
             ledger.check_grids(self.index, same_grid)
-        if agreed is None or not agreed & COMPLETE:
+        if agreed is None or VoteWord.COMPLETE not in agreed:
             return False
-        if not agreed & SAME_STATE:
+        if VoteWord.SAME_STATE not in agreed:
             return False
-        if not agreed & IN_RANGE:
-            # All replicas know it, from the same maxima. Only a complete vote decides this, never a repair: a survivor
-            # of the replica with the largest value would choose other exponents than a run without the death.
-            self._overflowed = True
+        if VoteWord.IN_RANGE not in agreed:
+            # All replicas know it, from the same maxima. Only a complete vote decides this, never a
+            # repair: survivors of the replica with the largest value would choose other exponents
+            # than a run without the death.
+            attempt.overflowed = True
             return False
-        self.finite = bool(agreed & FINITE)
-        self.stop_agreed, self.all_quiet = not agreed & GO_ON, bool(agreed & QUIET)
-        self.asked = agreed >= ASKED
+        self.finite = VoteWord.FINITE in agreed
+        self.stop_agreed, self.all_quiet = VoteWord.GO_ON not in agreed, VoteWord.QUIET in agreed
+        self.asked = agreed.join_asked
         return True
 
-    def _wait_for_device(self) -> None:
-        """All microbatches are computed when this returns, and all that they have left to be known is read, at once."""
-        losses, seconds = (loss for loss, _ in self._losses), (seconds for seconds, _ in self._computed)
-        fetch([self.fingerprint, *losses, *seconds, *self.moving.unread, *self.gradients.unread])
-        self._loss = self._weight = 0.0
-        for loss, weight in self._losses:
-            self._loss += self.gradients.sum.loss(now(loss) * weight)
-            self._weight += weight
+    def _read_device(self) -> tuple[float, float]:
+        """Wait until all microbatches are computed, and read all values that they left on the
+        device in one transfer. Returns the sums of losses and weights."""
+        attempt = self.attempt
+        fetch([self.fingerprint, *attempt.unread, *self.buffers.unread, *self.gradients.unread])
+        loss = 0.0
+        for value in attempt.weighted_losses:
+            loss += self.gradients.sum.loss(value)
+        return loss, attempt.total_weight
+
+    def _post_totals(self, loss: float, weight: float) -> None:
+        """Start the reduction of the small numbers, and of the maxima."""
+        attempt = self.attempt
+        self.totals.clear()
+        if attempt.share.counts:
+            self.totals.contribute(loss, weight, attempt.samples, self.buffers.changes, self.gradients.usage)
+        self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace)
+        work = self.totals.post(self.world.cross, self.world.epoch)
+        self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)
+        self.world.hooks.under_way("in-totals", work)
+
+    def _judge_sum(self) -> VoteWord:
+        """The bits of the vote that need a complete sum."""
+        attempt = self.attempt
+        same = self.totals.same_state(len(self.world.replicas))
+        # Before the question whether the sums fit: a value that is not finite fits no exponent.
+        attempt.finite = self.maxima.finite if self.gradients.sum.exact else self._is_finite()
+        attempt.in_range = self.maxima.fit or not attempt.finite
+        # A sum with a replica whose state differs must not be committed, even if that replica dies
+        # before the repair.
+        attempt.tainted |= not same
+        return word_of(
+            {VoteWord.FINITE: attempt.finite, VoteWord.SAME_STATE: same, VoteWord.IN_RANGE: attempt.in_range}
+        )
 
     @property
     def _codes(self) -> list[int]:
-        """Of the largest values in what this rank contributes, one for each kind of value that has an exponent."""
-        losses = code_of(now(loss) * weight for loss, weight in self._losses)
-        return [code_of([self.gradients.largest]), losses, *(code_of([each]) for each in self.moving.largest)]
+        """Codes of the largest values that this rank contributes, one for each kind of value
+        with an exponent."""
+        losses = code_of(self.attempt.weighted_losses)
+        return [
+            code_of([self.gradients.largest]),
+            losses,
+            *(code_of([each]) for each in self.buffers.largest),
+        ]
 
     def _is_finite(self) -> bool:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
-    @property
-    def _asking(self) -> int:
-        """The replicas that this rank sees asking, as bits."""
-        return reduce(or_, (1 << replica % ASKERS for replica in self.world.asking), 0)
-
-    @property
-    def _pace(self) -> float | None:
-        """Seconds per microbatch."""
-        ran = sum(count for _, count in self._computed)
-        return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
-
-    def _rows_of_replica(self) -> list[float]:
-        """This rank's part of the squared gradient norm; loss, weight and changes of buffers of its rows."""
-        if not self._complete:
-            return [0.0] * (3 + self.moving.size)
-        return [self._squared_norm, *self.totals.rows_of_replica().tolist()]
+    def _rows_of_replica(self, squared_norm: float) -> list[float]:
+        """This rank's part of the squared gradient norm; loss, weight and changes of buffers of
+        its rows."""
+        if not self.attempt.complete:
+            return [0.0] * (3 + self.buffers.size)
+        return [squared_norm, *self.totals.rows_of_replica().tolist()]
 
     def recover(self) -> bool:
-        """After a failed vote. True if the step commits as it is; otherwise `share` says what to run next."""
+        """Repair after a failed vote. True if the step commits unchanged; otherwise `attempt` is
+        the next attempt."""
         noticed = self.world.noticed_at or time.time()
         detect_ms = (time.time() - noticed) * 1e3
         census, lost, evicted = self.repair()
@@ -291,7 +343,8 @@ class Transaction:
         except poisoned_sample.PoisonedSampleError as error:
             self._all_end(error)
         self._count_fruitless(lost)
-        # Where what was left of a sum may pass for it, the dead may have given it up before their end.
+        # With a carrier whose aborted sum looks like a finished one, a dead rank may have aborted
+        # before it died: then even a sum that every survivor takes for complete is not trusted.
         sure = self.world.cross.ends_cleanly or not lost
         if sure and all(record.complete and record.in_range for record in records.values()):
             self._note(census, lost, evicted, noticed, detect_ms, complete=True)
@@ -303,37 +356,36 @@ class Transaction:
         decision = self.policy.respond(
             FailureEvent([r.holding for r in records.values()], self.global_batch, self._resting)
         )
-        self.share, self._planned = decision.share(self.world.replica), decision.committed
+        self.attempt = self.attempt.following(decision.share(self.world.replica), decision.committed)
         self.gradients.rewind(overlapped=decision.restore is RestoreMode.NON_BLOCKING)
         self.totals.forget()
-        self._complete = self._tainted = False
         if not self.share.kept:
             self.gradients.clear()
-            self.moving.clear()
-            self._samples.clear()
-            self._losses.clear()
-        self._done = self.share.kept
+            self.buffers.clear()
         self._note(census, lost, evicted, noticed, detect_ms, complete=False)
         incident = self.incidents[-1]
         incident.boundary, incident.restore = decision.boundary, decision.restore
         incident.extra_microbatches = sum(len(share.run) for share in decision.shares)
         incident.discarded_microbatches = decision.discarded
         incident.restore_ms = (time.perf_counter() - started) * 1e3
-        self._places.append((time.time(), "extra"))
+        self._timeline.append((time.time(), "extra"))
         return False
 
     def _rerun(self) -> None:
-        """The sums of a complete attempt were not exact: all replicas run the step again, with larger exponents."""
+        """The sums of a complete attempt were not exact: all replicas run the step again, with
+        larger exponents."""
         self.maxima.rerun()
         self._start_over()
-        # As after `begin`: all replicas hold what this layout says, whatever was dealt to them before.
+        # As after `begin`: all replicas hold what this layout says, whatever was dealt to them
+        # before.
         self._since = self.world.epoch
 
-    def confirm(self, index: int, fingerprint: int | Later[int]) -> tuple[tuple[int, ...], float]:
-        """Where no step follows whose vote would tell: whoever holds other parameters than the majority is evicted.
+    def confirm(self, index: int, fingerprint: int | DeviceValue[int]) -> tuple[tuple[int, ...], float]:
+        """After the last step: compare the state over all replicas, and evict those that differ
+        from the majority.
 
-        `fingerprint` is that of the parameters, `index` the step that would follow. Returns the ranks that were lost
-        meanwhile, and the seconds of their repairs.
+        `fingerprint` is that of the state, `index` the step that would follow. Returns the ranks
+        that were lost meanwhile, and the seconds of their repairs.
         """
         self.begin(index, fingerprint)
         all_lost, seconds = tuple[int, ...](), 0.0
@@ -344,16 +396,17 @@ class Transaction:
             self.world.cross.drain()
             reduced = self.totals.reduced_under(self.world.epoch)
             same = reduced and self.totals.same_state(len(self.world.replicas), of_attempt=True)
-            if self.world.agree(SAME_STATE * same) == SAME_STATE:
+            if self.world.agree(int(word_of({VoteWord.SAME_STATE: same}))) == VoteWord.SAME_STATE:
+                self._seniority.found_equal(index)
                 return all_lost, seconds
-            self._complete = False
             census, lost, _ = self.repair()
             all_lost, seconds = all_lost + lost, seconds + census.seconds
             self._count_fruitless(lost)
             self.totals.forget()
 
     def _all_end(self, error: Exception) -> NoReturn:
-        """What is known to all survivors alike ends all of them."""
+        """Raise an error that all survivors raise alike, once all of them have what it follows
+        from: a rank that ended at once would look like one more death to the others."""
         self.world.linger()
         raise error
 
@@ -367,53 +420,56 @@ class Transaction:
             self._all_end(error)
 
     def repair(
-        self, begin: Callable[[bytes], Census] | None = None
+        self, begin: Callable[[bytes], Census] | None = None, arrival: Arrival | None = None
     ) -> tuple[Census, tuple[int, ...], dict[int, str]]:
-        """Repair, and evict who has drifted or gone away. The last census, all ranks lost, and why replicas had to go.
+        """Repair, and evict replicas whose state differs or whose scripts have ended.
 
-        `begin`: how the first repair is entered, with this rank's record, if not like any other.
+        Returns the last census, all ranks lost, and the reasons of evictions by replica.
+
+        begin:    how the first repair is entered with this rank's record, by default `world.repair`
+        arrival:  the record of a rank that joins and holds no state yet; it replaces the record of a member
         """
         self._inquiry.forget()
-        census = (begin or self.world.repair)(self._record())
+        census = (begin or self.world.repair)(self._record(arrival))
         lost, evicted = census.lost, dict[int, str]()
         while strayed := self._ended(census) or self._drifted(census):
-            self._tainted = True
-            if not all(strayed.values()):  # nobody goes before all know why
-                census = self.world.repair(self._record())
+            self.attempt.tainted = True
+            if not all(strayed.values()):  # no replica is evicted before all members know the reason
+                census = self.world.repair(self._record(arrival))
             else:
                 self._inquiry.forget()
                 evicted |= strayed
                 ranks = frozenset(rank for rank in census.members if self.world.grid.replica(rank) in strayed)
-                census = self.world.repair(self._record(), evict=ranks, reasons=strayed)
+                census = self.world.repair(self._record(arrival), evict=ranks, reasons=strayed)
             lost += census.lost
         self._inquiry.forget()
         return census, lost, evicted
 
     def _is_reduced(self) -> bool:
         sums: list[Bucket | Totals | Maxima] = [*self.gradients.buckets, self.totals, self.maxima]
-        return not self._tainted and all(each.reduced_under(self.world.epoch) for each in sums)
+        return not self.attempt.tainted and all(each.reduced_under(self.world.epoch) for each in sums)
 
-    def _record(self) -> bytes:
-        if self.arrival is not None:
-            return self.arrival.to_bytes()
-        finished = self._done - self.share.kept
+    def _record(self, arrival: Arrival | None) -> bytes:
+        if arrival is not None:
+            return arrival.to_bytes()
+        attempt = self.attempt
         record = Record(
             step=self.index,
-            complete=self._complete and not self._tainted,
-            finite=self.finite,
-            in_range=self._complete and self._fits,
-            stop=self.stop_requested,
-            asked=self._asking,
+            complete=attempt.complete and not attempt.tainted,
+            finite=attempt.finite,
+            in_range=attempt.complete and attempt.in_range,
+            stop=self._stop_requested,
+            asked=asking_bits(self.world.asking),
             fingerprint=now(self.fingerprint),
-            since=self.seniority.since,
-            counts=self.seniority.counts(self.index),
-            holding=self.share.holding(finished),
+            since=self._seniority.since,
+            counts=self._seniority.counts(self.index),
+            holding=attempt.holding,
             answer=self._inquiry.answer(),
         )
         return record.to_bytes()
 
     def _read(self, census: Census) -> Mapping[int, Record]:
-        """Those of the members that are in the step."""
+        """Records of the members that are in the step."""
         records = {
             rank: Record.from_bytes(data) for rank, data in census.records.items() if not Arrival.is_in(data)
         }
@@ -423,12 +479,14 @@ class Transaction:
         return records
 
     def _ended(self, census: Census) -> dict[int, str]:
-        """The replicas that are left behind where the scripts of some have ended."""
+        """Replicas to evict because the scripts of some members have ended and those of others
+        have not."""
         behind = self.world.grid.replicas_of(left_behind(census.records, self.world.grid.ranks))
         return dict.fromkeys(behind, "its script and those of the others have ended after different steps")
 
     def _drifted(self, census: Census) -> dict[int, str]:
-        """The replicas whose state is wrong, and why; without reasons while the members still look for them."""
+        """Replicas with a wrong state, and the reasons; empty reasons while the members are
+        still looking for them."""
         records = self._read(census)
         verdict = judge(self.world.grid, records)
         answers = {
@@ -469,9 +527,11 @@ class Transaction:
         complete: bool,
     ) -> None:
         noticed_in = "advance"
-        for since, place in self._places:
+        for since, place in self._timeline:
             if noticed >= since:
                 noticed_in = place
         self.incidents.append(
-            met(self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete)
+            incident_of(
+                self.index, self.world.grid, census, lost, evicted, noticed, noticed_in, detect_ms, complete
+            )
         )

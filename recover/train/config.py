@@ -1,44 +1,21 @@
-"""What `recover train` can be told: every key, its default, its meaning, and refusals that name the nearest right one.
-
-Values come as text, from YAML and from the command line alike, and are parsed here: YAML's own reading would make a
-string of 3e-4 and a truth value of `no`.
-"""
+"""The keys of `recover train`: each with its default, its meaning and its limits, and the checks between keys."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic import model_validator as validator
-from pydantic_core import ErrorDetails
 
+from recover.job.config_keys import Keys, nearest, parse_keys
 from recover.job.spec import LEAST_LINK_TIMEOUT
 from recover.policy import DEFAULT_POLICY
 
-MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with the sequence length each is made for
-SEQ_LEN = 128  # of a model from a file, unless it is said
-NOTHING = ("", "~", "null", "none")
-
-
-class ConfigError(ValueError):
-    """A key or a value that cannot be used."""
-
-
-class Keys(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+MODELS = {"tiny": 128, "small": 256, "1b": 4096, "7b": 4096}  # with their sequence lengths
+SEQ_LEN = 128  # default of a model from a file
 
 
 class Data(Keys):
@@ -61,7 +38,7 @@ class Checkpoint(Keys):
     every: NonNegativeInt = Field(
         default=50, description="steps between checkpoints; 0: only when a run is stopped early"
     )
-    keep: PositiveInt = Field(default=2, description="how many of them stay on disk")
+    keep: PositiveInt = Field(default=2, description="number of checkpoints that stay on disk")
 
 
 class Log(Keys):
@@ -77,14 +54,14 @@ class Config(Keys):
         description=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json of a LLaMA",
     )
     steps: PositiveInt = Field(default=60, description="optimizer steps")
-    replicas: PositiveInt = Field(default=4, description="copies of the model to begin with")
-    accum: PositiveInt = Field(default=4, description="microbatches that each of them accumulates in a step")
+    replicas: PositiveInt = Field(default=4, description="number of replicas at the start")
+    accum: PositiveInt = Field(default=4, description="microbatches per replica and step")
     global_batch: PositiveInt = Field(
-        default=16, description="B, microbatches per step; follows from replicas x accum"
+        default=16, description="B, microbatches per step; default: replicas x accum"
     )
     microbatch_size: PositiveInt = Field(default=1, description="sequences in a microbatch")
     seq_len: PositiveInt = Field(
-        default=SEQ_LEN, description="tokens in a sequence; small: 256, 1b and 7b: 4096 unless said"
+        default=SEQ_LEN, description="tokens in a sequence; default of small: 256, of 1b and 7b: 4096"
     )
     parallel: Literal["ddp", "hsdp", "3d"] = Field(
         default="ddp",
@@ -103,32 +80,36 @@ class Config(Keys):
     experts: NonNegativeInt = Field(
         default=0, description="feed-forward networks per layer that tokens are routed to; 0: one for all"
     )
-    top_k: PositiveInt = Field(default=2, description="how many of them a token visits")
+    top_k: PositiveInt = Field(default=2, description="experts per token")
     recompute: bool = Field(
-        default=False, description="forget activations inside blocks and compute them again in backward"
+        default=False,
+        description="recompute activations inside blocks in backward (activation checkpointing)",
     )
     policy: Literal["balanced", "static", "adaptive"] = Field(
-        default=DEFAULT_POLICY, description="how work is shared out: docs/policy.md"
+        default=DEFAULT_POLICY, description="how microbatches are distributed: docs/policy.md"
     )
     samples: Literal["exact", "partitioned"] = Field(
-        default="exact", description="exact: the dead's samples are run by others; partitioned: they drop out"
+        default="exact",
+        description="exact: survivors run the samples of lost replicas; partitioned: these are dropped",
     )
     reduction: Literal["fast", "reproducible"] = Field(
         default="fast",
-        description="reproducible: the same bits whoever died and however many replicas there were",
+        description="reproducible: the same bits for any losses and any number of replicas",
     )
     threads: PositiveInt = Field(default=1, description="compute threads per rank; the bits depend on it")
     data: Data = Data()
     tokenizer: str = Field(default="bytes", description="bytes, or a tokenizers file")
     lr: PositiveFloat = Field(default=1e-3, description="the highest learning rate")
     warmup_steps: NonNegativeInt = Field(
-        default=10, description="steps until it is reached; then a cosine to a tenth of it"
+        default=10, description="steps of linear warm-up; then a cosine to a tenth of lr"
     )
     eval: Eval = Eval()
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the optimizer")
-    clip: PositiveFloat | None = Field(default=1.0, description="limit of the gradient norm; null: none")
+    clip: PositiveFloat | None = Field(
+        default=1.0, description="limit of the gradient norm; null: no clipping"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="what forward and backward compute in"
+        default="float32", description="data type of forward and backward"
     )
     compile: bool = Field(
         default=False, description="torch.compile of the model's blocks; the first step takes longer"
@@ -139,48 +120,50 @@ class Config(Keys):
     pace: float = Field(
         default=0.0,
         ge=0,
-        description="seconds that a microbatch takes at least, by waiting: for comparisons on few cores",
+        description="minimum seconds per microbatch, by waiting: for comparisons on few cores",
     )
-    seed: NonNegativeInt = Field(default=0, description="of the weights, the order of the data and dropout")
+    seed: NonNegativeInt = Field(
+        default=0, description="seed of the weights, the order of the data and dropout"
+    )
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     min_replicas: PositiveInt = Field(
-        default=1, description="with fewer left, save a checkpoint and end with exit code 3"
+        default=1, description="with fewer replicas, save a checkpoint and end with exit code 3"
     )
     faults: str | None = Field(
         default=None, description="a schedule of faults in YAML (`recover faults make`): docs/faults.md"
     )
     timeout: NonNegativeFloat = Field(
-        default=1800, description="end a run that shows no progress for so many seconds; 0: never"
+        default=1800, description="seconds without progress after which the run is ended; 0: never"
     )
     carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
-        default="auto", description="what moves the data between replicas: docs/gpu.md"
+        default="auto", description="transport between replicas: docs/gpu.md"
     )
     bucket_mb: float | None = Field(
         default=None,
         gt=0,
-        description="size of a gradient bucket, which is reduced in one piece; null: 25, on a GPU 50",
+        description="size of a gradient bucket, which is reduced in one operation; null: 25, on a GPU 50",
     )
     hang_limit: float | None = Field(
         default=None,
         ge=1,
-        description="seconds after which a hung rank that others wait for is taken for dead; null: 10 if its process "
+        description="seconds after which a hung rank that others wait for is declared dead; null: 10 if its process "
         "does not run, 60 or ten steps if it does",
     )
     link_timeout: float | None = Field(
         default=None,
         ge=LEAST_LINK_TIMEOUT,
-        description="seconds after which a reduction that all ranks wait in, and that moves nothing, is given up: a "
-        "link is broken; null: 60",
+        description="seconds after which a reduction that moves no data while all ranks wait in it is aborted, as over "
+        "a broken link; null: 60",
     )
 
     @validator(mode="before")
     @classmethod
     def _batch(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """B = replicas x accum. Who resumes with another number of replicas keeps B, and accum follows."""
+        """B = replicas x accum. If a run is resumed with another number of replicas, B stays and accum follows."""
         named = {name: _count(given, name) for name in ("replicas", "accum", "global_batch")}
         if any(given.get(name) is not None and count is None for name, count in named.items()):
-            return given  # not a count at all: the field itself will say so
+            return given  # not a count: the check of the field itself reports it
         replicas = named["replicas"] or cls.model_fields["replicas"].default
         accum, batch = named["accum"], named["global_batch"]
         if batch is None:
@@ -199,20 +182,31 @@ class Config(Keys):
         return {"seq_len": MODELS.get(given.get("model", "tiny"), SEQ_LEN), **given}
 
     @validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_model(self) -> Self:
         if self.model not in MODELS and not Path(self.model).is_file():
-            near = difflib.get_close_matches(self.model, MODELS, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"choose one of {', '.join(MODELS)}, or an existing file"
-            )
+            hint = nearest(self.model, MODELS, f"choose one of {', '.join(MODELS)}, or an existing file")
             raise ValueError(f"model={self.model!r} is neither a size nor a file; {hint}")
+        return self
+
+    @validator(mode="after")
+    def _check_policy(self) -> Self:
         if self.policy == "static" and self.samples == "exact":
             raise ValueError(
                 "policy='static' does not go with samples='exact': a spare's samples are almost never the ones that a "
                 "dead replica leaves behind; add samples=partitioned, or use policy=balanced"
             )
+        if self.replicas > self.global_batch:
+            raise ValueError(
+                f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"
+            )
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"min_replicas={self.min_replicas} is more than replicas={self.replicas}; lower it"
+            )
+        return self
+
+    @validator(mode="after")
+    def _check_shards(self) -> Self:
         if (self.parallel == "hsdp") != (self.shard is not None):
             raise ValueError(
                 "parallel='hsdp' needs the number of ranks to a replica; add shard=2"
@@ -224,6 +218,10 @@ class Config(Keys):
                 f"microbatch_size={self.microbatch_size} sequences cannot be shared among the shard={self.shard} ranks "
                 f"of a replica; make it a multiple, as microbatch_size={self.shard}"
             )
+        return self
+
+    @validator(mode="after")
+    def _check_grid(self) -> Self:
         grid = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
         if self.parallel != "3d" and (wrong := [f"{name}={n}" for name, n in grid.items() if n > 1]):
             raise ValueError(
@@ -232,13 +230,18 @@ class Config(Keys):
         if self.parallel == "3d" and self.replica_size == 1:
             raise ValueError("parallel='3d' needs a grid of more than one rank; add tp=2, pp=2 or both")
         for name, number, ranks in (
-            ("seq_len", self.seq_len, f"tp={self.tp}"),
-            ("microbatch_size", self.microbatch_size, f"ep={self.ep}"),
+            ("seq_len", self.seq_len, "tp"),
+            ("microbatch_size", self.microbatch_size, "ep"),
         ):
-            if number % int(ranks[3:]):
+            if number % grid[ranks]:
                 raise ValueError(
-                    f"{name}={number} cannot be shared among the {ranks} ranks of a replica; make it a multiple"
+                    f"{name}={number} cannot be shared among the {ranks}={grid[ranks]} ranks of a replica; make it a "
+                    "multiple"
                 )
+        return self
+
+    @validator(mode="after")
+    def _check_device(self) -> Self:
         if self.compile and self.reduction == "reproducible":
             raise ValueError(
                 "compile=true does not go with reduction=reproducible: the compiler tries out kernels on each rank, "
@@ -253,14 +256,6 @@ class Config(Keys):
         if self.carrier == "nccl" and self.device == "cpu":
             raise ValueError(
                 "carrier=nccl moves the memory of GPUs, not of device=cpu; use carrier=mpi or gloo"
-            )
-        if self.replicas > self.global_batch:
-            raise ValueError(
-                f"replicas={self.replicas} are more than the {self.global_batch} microbatches of a step; use fewer"
-            )
-        if self.min_replicas > self.replicas:
-            raise ValueError(
-                f"min_replicas={self.min_replicas} is more than replicas={self.replicas}; lower it"
             )
         return self
 
@@ -278,102 +273,14 @@ class Config(Keys):
 
 
 def parse(given: Mapping[str, Any]) -> Config:
-    """Dotted keys to a checked configuration."""
-    known = {key for key, _, _ in describe()}
-    tree: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(_unknown(key, known))
-        group, _, name = key.rpartition(".")
-        place = tree.setdefault(group, {}) if group else tree
-        place[name] = None if isinstance(value, str) and value.strip().lower() in NOTHING else value
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(detail) for detail in error.errors())) from None
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A YAML file as dotted keys with the values as they were written."""
-    try:
-        tree = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise ConfigError(f"config {path} cannot be read ({error.strerror}); check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree or {}, dict):
-        raise ConfigError(f"config {path} is not a list of `key: value` lines")
-    return dict(flatten(tree or {}))
-
-
-def read(words: Sequence[str]) -> dict[str, Any]:
-    """`[CONFIG.yaml] [KEY=VALUE]...` as dotted keys; what comes later wins."""
-    given: dict[str, Any] = {}
-    if words and "=" not in words[0]:
-        given, words = read_file(Path(words[0])), words[1:]
-    return given | read_words(words)
-
-
-def read_words(words: Iterable[str]) -> dict[str, str]:
-    """`key=value` from the command line."""
-    pairs = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"{word!r} is neither a YAML file that comes first nor of the form key=value")
-        pairs[key.strip()] = value
-    return pairs
-
-
-def flatten(tree: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
-
-
-def describe(model: type[BaseModel] = Config, above: str = "") -> Iterable[tuple[str, Any, str]]:
-    """Every key with its default and its meaning."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Keys):
-            yield from describe(field.annotation, f"{above}{name}.")
-        else:
-            yield above + name, field.default, field.description or ""
+    """Build a checked configuration from dotted keys. Raises ConfigError."""
+    return parse_keys(Config, given, "recover train")
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
-    """A number that others depend on; None if there is none or it cannot be one."""
+    """A positive number that others depend on; None if it is missing or invalid."""
     try:
         number = int(given[name])
     except (KeyError, TypeError, ValueError):
         return None
     return number if number > 0 else None
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    inside = sorted(name for name in known if name.startswith(f"{key}."))
-    if inside:
-        return f"{key!r} is a group of keys; say which: {', '.join(inside)}"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "`recover train --help` lists them all"
-    return f"there is no key {key!r}; {hint}"
-
-
-def _explain(detail: ErrorDetails) -> str:
-    key, value = ".".join(map(str, detail["loc"])), detail["input"]
-    match detail["type"]:
-        case "value_error":  # one of our own, which names everything
-            return str(detail["ctx"]["error"])
-        case "literal_error":
-            choices = get_args(Config.model_fields[key].annotation)
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "choose another"
-            return f"{key}={value!r} must be {detail['ctx']['expected']}; {hint}"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return f"{key}={value!r} must be a whole number"
-        case "float_parsing" | "float_type":
-            return f"{key}={value!r} must be a number"
-        case "bool_parsing" | "bool_type":
-            return f"{key}={value!r} must be true or false"
-    return f"{key}={value!r} {detail['msg'].replace('Input should', 'must')}"

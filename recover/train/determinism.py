@@ -1,4 +1,5 @@
-"""The same bits each time: asking torch for them, what it cannot give, and what else they depend on."""
+"""Deterministic kernels: asking torch for them, operations that have none, and the environment that bits depend
+on."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from recover.train.engine import Batch, Engine
 from recover.world.world import World
 
 
-def ask_for_determinism() -> None:
-    """Kernels that give the same bits each time; where torch has none it warns, and the run says so at the start."""
+def use_deterministic_kernels() -> None:
+    """Use deterministic kernels. Where torch has none it warns, and the run reports it at the start."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def operations_that_vary(engine: Engine, batch: Batch) -> list[str]:
-    """What torch warns of in one microbatch, run for this alone."""
+def nondeterministic_operations(engine: Engine, batch: Batch) -> list[str]:
+    """The operations without a deterministic kernel, from the warnings of torch in one microbatch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.rehearse(batch)
@@ -32,7 +33,7 @@ def operations_that_vary(engine: Engine, batch: Batch) -> list[str]:
 def environment(
     step: recover.Step, world: World, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, Any]:
-    """All that the bits of a run depend on beside its configuration, for who compares two runs."""
+    """Everything besides the configuration that the bits of a run depend on, for comparisons of runs."""
     kind = {name: optimizer.defaults.get(name) for name in ("foreach", "fused")}
     return {
         "torch": torch.__version__,

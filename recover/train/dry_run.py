@@ -11,9 +11,9 @@ from recover.train.model_shape import parameters_of, shape_of
 from recover.train.models import LlamaConfig
 from recover.train.preparation import PreparedRun
 
-SHOWN = 8  # losses that are told one by one
+SHOWN = 8  # losses that are listed one by one
 SAVED = "copy while a checkpoint is saved"
-CONTEXT = 0.6e9  # bytes that CUDA takes on a GPU for each process, about
+CONTEXT = 0.6e9  # bytes of GPU memory that CUDA takes per process, approximately
 
 
 def tell(prepared: PreparedRun) -> Iterator[str]:
@@ -55,7 +55,7 @@ def tell(prepared: PreparedRun) -> Iterator[str]:
 
 
 def memory_per_gpu(config: Config, memory: Sequence[tuple[str, float]], gpus: int) -> str:
-    """Of ranks that share the GPUs of one host; where none is to be seen, each has one of its own."""
+    """Memory of the ranks that share one GPU of a host; without a visible GPU, each rank has its own."""
     ranks = config.replicas * config.replica_size
     share = -(-ranks // gpus) if gpus else 1
     of_one = sum(size for name, size in memory if name != SAVED)
@@ -93,12 +93,13 @@ def memory_per_rank(config: Config, shape: LlamaConfig) -> Iterator[tuple[str, f
     name = f"activations of {flying} microbatch{'es' if flying > 1 else ''}"
     yield name, tokens * (layers * flying * kept * width + shape.vocab * 12.0)
     if config.pp > 1:
-        # torch keeps one for each microbatch of a round, in each direction that a stage receives from.
+        # torch keeps one buffer per microbatch of a round, for each direction that a stage receives from.
         yield "buffers between stages", 4.0 * config.accum * tokens * shape.dim * min(2, config.pp - 1)
 
 
 def parameters_per_rank(config: Config, shape: LlamaConfig) -> float:
-    """On the fullest rank; a pipeline's ends hold the embedding and the output beside their layers."""
+    """Parameters on the fullest rank: the first and last stages of a pipeline also hold the embedding and the
+    output."""
     if config.parallel != "3d":
         return parameters_of(shape) / config.replica_size
     ends = shape.vocab * shape.dim

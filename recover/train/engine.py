@@ -1,4 +1,4 @@
-"""How the ranks of one replica compute together: what the training loop asks of each kind of replica."""
+"""Engines: how the ranks of one replica compute the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ Batch = dict[str, torch.Tensor]
 
 
 class Engine(Protocol):
-    """One replica, as one of its ranks sees it."""
+    """One rank of a replica, as the training loop uses it."""
 
-    model: torch.nn.Module  # this rank's part of it, under the names of the whole
+    model: torch.nn.Module  # this rank's part, with the parameter names of the whole model
 
     def work(self, step: recover.Step, stream: Any) -> Iterator[None]:
-        """All that this replica owes to one step; comes up for air after each microbatch or round."""
+        """Run this replica's share of one step; yields after each microbatch or round."""
 
     def loss(self, batch: Batch) -> float:
-        """The mean loss of one microbatch, without gradients: the same on every rank of the replica."""
+        """Mean loss of one microbatch, without gradients; the same on every rank of the replica."""
 
     def rehearse(self, batch: Batch) -> None:
-        """Forward and backward of one microbatch outside of any step, for what torch has to say of it."""
+        """Forward and backward of one microbatch outside of any step, to warm up and to trigger torch's warnings."""
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the whole model, in the order of their names. All ranks of the replica call it."""
+        """Yield every parameter of the whole model, sorted by name. All ranks of the replica must call it."""
 
 
 def make_engine(config: Config, shape: LlamaConfig, world: World, device: torch.device) -> Engine:
     torch.manual_seed(config.seed)
     if config.parallel == "3d":
-        return WholeRounds(config, shape, world, device)
-    return WholeBatches(config, shape, world, device)
+        return PipelineEngine(config, shape, world, device)
+    return MicrobatchEngine(config, shape, world, device)
 
 
-class WholeBatches:
-    """A rank that computes microbatches one by one: all rows of them, or its part where the replica is sharded."""
+class MicrobatchEngine:
+    """Computes microbatches one by one: all rows of them, or this rank's rows if the replica is sharded (hsdp)."""
 
     def __init__(self, config: Config, shape: LlamaConfig, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -96,8 +96,9 @@ class WholeBatches:
         return loss
 
 
-class WholeRounds:
-    """A rank of a grid, with a part of each layer or with some of the layers: all that is owed goes through at once."""
+class PipelineEngine:
+    """A rank of a 3D grid, which holds a part of each layer or some of the layers: a round of microbatches goes
+    through the pipeline at once."""
 
     def __init__(self, config: Config, shape: LlamaConfig, world: World, device: torch.device) -> None:
         self._pace = Pace(config.pace)

@@ -1,4 +1,4 @@
-"""The loss on data that is never trained on."""
+"""The loss on held-out data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from recover.train.engine import Engine
 
 
 def heldout_loss(engine: Engine, heldout: Stream, batches: int) -> float:
-    """The mean over so many microbatches. Every replica computes it: none has to wait for another, or miss it."""
+    """The mean over the first `batches` microbatches. Every replica computes it, so that none waits for another."""
     first = range(min(batches, len(heldout)))
     return sum(engine.loss(heldout[index]) for index in first) / len(first)

@@ -1,4 +1,4 @@
-"""Which model a configuration names, as the shape of the reference LLaMA."""
+"""The shape of the LLaMA that a configuration names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recover.train.config import Config, ConfigError
+from recover.job.config_keys import ConfigError
+from recover.train.config import Config
 from recover.train.models import SIZES, LlamaConfig
 
 
 def shape_of(config: Config, vocab: int) -> LlamaConfig:
-    """A named size takes the tokenizer's vocabulary; a model from a file keeps its own."""
+    """A named size takes the vocabulary of the tokenizer; a model from a file keeps its own."""
     if config.model in SIZES:
         shape = dataclasses.replace(SIZES[config.model], vocab=vocab, seq_len=config.seq_len)
     else:

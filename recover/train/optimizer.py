@@ -23,6 +23,6 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimi
 
 
 def can_fuse(parameters: Sequence[torch.Tensor]) -> bool:
-    """One kernel for all, on GPUs. Torch has none for plain and cut tensors together, or cut in different ways."""
+    """Whether one fused kernel can update all parameters: on GPUs, and only if all are sharded in the same way."""
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
     return bool(parameters) and all(parameter.is_cuda for parameter in parameters) and len(meshes) == 1

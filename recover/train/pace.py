@@ -1,4 +1,4 @@
-"""Microbatches that take a set time. Imports nothing: a process that is started anew pays for every import."""
+"""Microbatches with a minimum duration. Imports nothing, because a restarted process pays for every import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import time
 
 
 class Pace:
-    """Makes microbatches take at least so long, by waiting before each one for what the one before it did not take.
+    """Makes microbatches take at least `seconds`, by sleeping before each one for the time that the previous one was
+    short.
 
-    Replicas that share a few cores get faster when one of them dies. With most of the time spent waiting, each behaves
-    as if it had an accelerator of its own, and what is compared is what failures cost.
+    Replicas that share a few cores get faster when one of them dies. If most of the time is spent sleeping, each
+    behaves as if it had its own accelerator, and comparisons measure the cost of failures.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,10 +1,11 @@
-"""What is settled before any process starts: the configuration, where the run lives, and everything that would fail."""
+"""Preparation of a run before any process starts: configuration, run directory, and checks of all that would fail."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,13 @@ from recover.checkpoint import directory
 from recover.data import Stream, check_corpus
 from recover.faults import Fault, parse_faults
 from recover.faults.schedule import check_schedule, read_schedule
+from recover.job.config_keys import ConfigError, flatten, read
 from recover.job.gpus import sharing_refused
 from recover.job.optional_packages import need
-from recover.train.config import Config, ConfigError, flatten, parse, read
+from recover.train.config import Config, parse
 from recover.train.streams import open_streams
 
-# What a checkpoint is bound to: with another one of these, going on would be another run.
+# Keys that a resumed run must share with its checkpoint: with other values it would be another run.
 FIXED = (
     "global_batch",
     "microbatch_size",
@@ -30,7 +32,7 @@ FIXED = (
     "seed",
     "eval.fraction",
 )
-INSIDE = ("shard", "tp", "pp", "ep", "schedule")  # what belongs to one kind of replica
+INSIDE = ("shard", "tp", "pp", "ep", "schedule")  # keys of one kind of replica
 
 
 class RoomError(ConfigError):
@@ -39,15 +41,15 @@ class RoomError(ConfigError):
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """All that a launcher has to know to start a run."""
+    """Everything that a launcher needs to start a run."""
 
     config: Config
     run_dir: Path
     resume: directory.Found | None
     kills: tuple[Fault, ...]
     stream: Stream
-    doubts: tuple[str, ...] = ()  # what would keep it from being run here
-    joins: bool = False  # its directory holds the run of the job that it is to join
+    doubts: tuple[str, ...] = ()  # reasons why this machine could not run it
+    joins: bool = False  # the run directory belongs to the running job that this host joins
 
 
 def prepare_run(
@@ -60,66 +62,80 @@ def prepare_run(
     joins: bool = False,
     later: int = 0,
 ) -> PreparedRun:
-    """Raises ValueError, in a sentence, for whatever can be known now.
+    """Check everything that can be checked before a process is started. Raises ValueError.
 
-    A run that is only looked at may be for a machine `elsewhere`, with another corpus and another disk. `slots`: so
-    many ranks there will be on several hosts, from which the number of replicas follows. `later`: replicas that may be
-    started after the first ones.
+    `elsewhere`: a dry run for another machine, with another corpus and another disk; what this machine lacks is then a
+    doubt, not an error. `slots`: the number of ranks on all hosts, from which the number of replicas follows. `later`:
+    replicas that may be started after the first ones.
     """
     found = _find(resume) if resume else None
-    given = read(words)
-    if found:
-        before = dict(flatten(found.facts()["config"]))
-        del before["accum"]  # follows from B and the number of replicas
-        del before["faults"]  # they have struck
-        if given.get("parallel", before["parallel"]) != before["parallel"]:
-            # Another kind of replica has sizes of its own.
-            before = {key: value for key, value in before.items() if key not in INSIDE}
-        given = {**before, **given}
+    given = _over_checkpoint(read(words), found)
     config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
     every = config.checkpoint.every
     check_schedule(schedule, config.replicas, config.replica_size, config.steps, every, later)
     _check_extras(config)
-    doubts: list[str] = []
-    try:
+    doubts = _Doubts(allowed=elsewhere)
+    with doubts.of(ConfigError):
         _check_gpus(config)
-    except ConfigError as error:
-        if not elsewhere:
-            raise
-        doubts.append(str(error))
     corpus = config.data.path, config.tokenizer, config.seq_len, config.microbatch_size
-    try:
+    with doubts.of(ValueError):
         check_corpus(*corpus, config.global_batch, config.eval.fraction)
-    except ValueError as error:
-        if not elsewhere:
-            raise
-        doubts.append(str(error))
     stream, _ = open_streams(config)
     where = run_dir or resume or Path("runs", f"train-{datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}")
-    if where.exists() and not where.is_dir():
-        raise ConfigError(f"--run-dir {where} is a file; give a directory, or a name that is not taken")
-    goes_on = resume is not None and where.resolve() == resume.resolve()
-    if not goes_on and not joins and (where / "steps.jsonl").exists():
-        raise ConfigError(
-            f"{where} holds a run already; go on with it by --resume {where}, or give another --run-dir"
-        )
+    _check_run_dir(where, resume, joins)
     if found:
         _check_resume(config, found, stream)
         if not elsewhere:
             found.verify()
     if config.model.endswith(".json") or config.checkpoint.every or config.parallel == "3d":
-        try:
+        with doubts.of(RoomError):
             _check_model_and_room(config, stream, where)
-        except RoomError as error:
-            if not elsewhere:
+    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts.texts), joins)
+
+
+class _Doubts:
+    """Errors that do not count in a dry run for another machine."""
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+        self.texts: list[str] = []
+
+    @contextmanager
+    def of(self, kind: type[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            if not self._allowed:
                 raise
-            doubts.append(str(error))
-    return PreparedRun(config, where.absolute(), found, schedule, stream, tuple(doubts), joins)
+            self.texts.append(str(error))
+
+
+def _over_checkpoint(given: dict[str, Any], found: directory.Found | None) -> dict[str, Any]:
+    """The given keys over those of the checkpoint to resume from."""
+    if found is None:
+        return given
+    before = dict(flatten(found.facts()["config"]))
+    del before["accum"]  # follows from B and the number of replicas
+    del before["faults"]  # they have struck already
+    if given.get("parallel", before["parallel"]) != before["parallel"]:
+        # Another kind of replica has sizes of its own.
+        before = {key: value for key, value in before.items() if key not in INSIDE}
+    return {**before, **given}
+
+
+def _check_run_dir(run_dir: Path, resume: Path | None, joins: bool) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {run_dir} is a file; give a directory, or a name that is not taken")
+    resumes = resume is not None and run_dir.resolve() == resume.resolve()
+    if not resumes and not joins and (run_dir / "steps.jsonl").exists():
+        raise ConfigError(
+            f"{run_dir} holds a run already; go on with it by --resume {run_dir}, or give another --run-dir"
+        )
 
 
 def _filling(slots: int, given: dict[str, Any]) -> Config:
-    """With as many replicas as the slots of all hosts hold."""
+    """A configuration with as many replicas as fit into the slots of all hosts."""
     inside = {key: value for key, value in given.items() if key not in ("accum", "global_batch")}
     size = parse({**inside, "replicas": slots}).replica_size
     replicas = slots // size
@@ -182,7 +198,7 @@ def _check_model_and_room(config: Config, stream: Stream, run_dir: Path) -> None
     if need > free:
         raise RoomError(
             f"{config.checkpoint.keep + 1} checkpoints take {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB "
-            "left; make room, give another --run-dir, or lower directory.keep"
+            "left; make room, give another --run-dir, or lower checkpoint.keep"
         )
 
 
@@ -207,6 +223,6 @@ def _check_gpus(config: Config) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError("device='cuda': torch sees no GPU here; use device=cpu")
-    # Between replicas the launcher looks; inside of one there is no other way than NCCL.
+    # The launcher checks the GPUs between replicas; inside a replica there is no alternative to NCCL.
     if config.replica_size > 1 and (why := sharing_refused(config.replicas * config.replica_size)):
         raise ConfigError(f"parallel={config.parallel} uses NCCL inside a replica: {why}")

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: the run's own files, read while they grow. No rank is asked for anything."""
+"""Progress in the terminal, from the files of the run while they grow. No rank is asked for anything."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ from typing import Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.job_log import job_lines
 from recover.runs.records.kinds import IncidentRecord, Line, StepRecord
 from recover.runs.records.root_causes import stories
 from recover.runs.records.sentences import in_replicas, sentence
-from recover.runs.records.tail import Follower
 from recover.train.config import Config
 
-QUIET = 1.0  # seconds between two lines where there is no terminal
+QUIET = 1.0  # seconds between two lines without a terminal
 SMOOTHING = 0.2
 
 
 class Screen:
-    """Progress as a bar on a terminal, as lines elsewhere; every failure as one sentence."""
+    """Progress as a bar on a terminal and as lines elsewhere; every failure as one sentence."""
 
     def __init__(self, config: Config, run_dir: Path, first: int) -> None:
-        self._config, self._first, self._next = config, first, first
-        self._run_dir = run_dir
-        self._steps, self._incidents = (
-            Follower(run_dir / "steps.jsonl"),
-            Follower(run_dir / "incidents.jsonl"),
-        )
-        self._untold: list[IncidentRecord] = []
+        self._config, self._run_dir = config, run_dir
+        self._feed = RunFeed(run_dir, new_only=True)
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._rate = 0.0
         self._said = 0.0
@@ -45,15 +40,10 @@ class Screen:
             self._task = self._bar.add_task("starting", total=config.steps, completed=first - 1)
 
     def update(self) -> None:
-        # Incidents are written before their step, so read after it none of a shown step can be missing.
-        steps = [line for line in self._steps.read() if line["step"] >= self._next]
-        self._untold += [line for line in self._incidents.read() if line["step"] >= self._first]
-        for line in steps:
-            self._next = line["step"] + 1
+        for line, incidents in self._feed.read().steps:
             speed = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
             self._rate = self._rate * (1 - SMOOTHING) + speed * SMOOTHING if self._rate else speed
-            for incident in [i for i in self._untold if i["step"] <= line["step"]]:
-                self._untold.remove(incident)
+            for incident in incidents:
                 self.say(sentence(incident, line, self._config.global_batch, self._cause(incident)))
             for replica, factor in line.get("stragglers", {}).items():
                 if replica not in self._slow:
@@ -72,11 +62,11 @@ class Screen:
         self.update()
         if self._bar is not None:
             self._bar.stop()
-        for incident in self._untold:
+        for incident in self._feed.pending:
             self.say(sentence(incident, None, self._config.global_batch, self._cause(incident)))
 
     def _cause(self, incident: IncidentRecord) -> str:
-        """The first one, in short; nothing where nobody has seen it."""
+        """The root cause in short; "" if it is not known."""
         seen = stories([cast(Line, incident)], job_lines(self._run_dir))
         return seen[0].short if seen and seen[0].seen else ""
 
@@ -98,6 +88,6 @@ class Screen:
 
 
 def gpu_use(line: StepRecord) -> str:
-    """What a line says of the GPU; nothing where there is none."""
+    """The use of the GPU in a line; "" without a GPU."""
     used = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
     return used + (f"  {line['gpu_peak_mib'] / 1024:.1f} GiB" if "gpu_peak_mib" in line else "")

@@ -1,6 +1,6 @@
 """The script that every rank of `recover train` runs. Started by `recover.train.supervision`, never by hand.
 
-Arguments: the configuration as JSON, and the checkpoint to go on from ("" for none).
+Arguments: the configuration as JSON, and the checkpoint to resume from ("" for none).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ with importing():
     from recover.step.errors import StateDivergedError
     from recover.train.config import Config
     from recover.train.device import pick_device
-    from recover.train.resuming import name_the_way_on
+    from recover.train.resuming import name_last_checkpoint
     from recover.train.trainer import Trainer
 
 
 def main(config: Config, resume: Path | None) -> None:
-    pick_device(config.device)  # before the world is made: where it uses NCCL, its groups are made on it
+    pick_device(config.device)  # before the world is created, whose NCCL groups are created on this device
     world = recover.init()
     assert world.job.run_dir is not None
     run_dir = Path(world.job.run_dir)
     try:
         Trainer(world, config, run_dir, resume).run()
     except StateDivergedError as error:
-        name_the_way_on(error, run_dir)
+        name_last_checkpoint(error, run_dir)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, on a rank."""
+"""Resuming from a checkpoint, on a rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recover.world.world import World
 
 
 def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) -> dict[str, Any]:
-    """Into whatever this rank holds of model and optimizer. The parameters must be those that were saved."""
+    """Load this rank's part of model and optimizer. The parameters must be those that were saved."""
     found = Found(path, int(path.name.rpartition("-")[2]))
     facts = found.facts()
     tensors.load(path, facts["files"])
-    # All ranks of a replica take part; the first one has them all.
+    # All ranks of a replica take part; the first one holds the whole state.
     digest = parameters_digest(engine.parameters())
     if world.shard == 0 and digest != facts["parameters_digest"]:
         raise CheckpointError(
@@ -29,8 +29,8 @@ def load_checkpoint(path: Path, tensors: Tensors, engine: Engine, world: World) 
     return facts
 
 
-def name_the_way_on(error: StateDivergedError, run_dir: Path) -> None:
-    """The step knows that nobody can tell which parameters are right; we know which were."""
+def name_last_checkpoint(error: StateDivergedError, run_dir: Path) -> None:
+    """Add the last good checkpoint to an error that no vote can decide which parameters are right."""
     found = directory.latest(run_dir)
     error.add_note(
         f"The last good checkpoint is {found.path}; `recover train --resume {run_dir}` goes on from it."

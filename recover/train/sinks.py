@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: curves of the run, written by whoever writes the journal."""
+"""TensorBoard and Weights & Biases: curves, logged by the rank that writes the records."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from recover.runs.records.curves import curves
 from recover.train.config import Config
 from recover.world import rank_exit
 
-AGAIN = 10  # steps that a successor logs once more: the last ones of a killed process may be in no file
+AGAIN = 10  # steps that a successor logs again: a killed process may not have written its last ones
 Values = dict[str, Any]
 Log = Callable[[Values, int], object]
 Close = Callable[[], object]
 
 
 class Sinks:
-    """Opened by the rank that writes, when it first does; a successor opens its own.
+    """Opened by the writing rank when it first writes; a successor opens its own.
 
-    One that raises, at whatever moment, costs neither a replica nor the other one: it is left out from then on.
+    A service that raises costs neither a replica nor the other service: it gets no more curves.
     """
 
     def __init__(self, config: Config, run_dir: Path, host: str | None = None) -> None:
@@ -68,7 +68,7 @@ class Sinks:
     def _open_tensorboard(self, first: int) -> tuple[Log, Close]:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a dead writer has logged from `first` on is superseded.
+        # Events of a dead writer from `first` on are superseded.
         events = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=first)
 
         def log(values: Values, step: int) -> None:

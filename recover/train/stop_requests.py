@@ -11,18 +11,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequests:
-    """Whoever hears of one asks all replicas to stop together, after the step that they are in."""
+    """A rank that receives a request asks all replicas to stop together, after the current step."""
 
     def __init__(self, step: recover.Step, run_dir: Path) -> None:
         self._step, self._file = step, run_dir / "stop"
 
     def listen(self) -> None:
-        """The first signal is a request; the second one finds no handler, and kills."""
+        """The first signal is a request; the second one finds no handler and kills."""
         for number in SIGNALS:
             signal.signal(number, self._hear)
 
     def look(self) -> None:
-        """Whether the launcher has asked, by the file."""
+        """Check whether the launcher has requested a stop, by the file."""
         if self._file.exists():
             self._step.request_stop()
 

@@ -1,4 +1,4 @@
-"""The data that a configuration names: what is trained on, and what is held out."""
+"""The data that a configuration names: for training, and held out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from recover.train.config import Config
 
 
 def open_streams(config: Config) -> tuple[Stream, Stream]:
-    """Training data, held-out data."""
+    """Returns the training data and the held-out data."""
     corpus = config.data.path, config.tokenizer, config.seq_len, config.microbatch_size, config.seed
     return (
         open_stream(*corpus, "train", config.eval.fraction),

@@ -1,4 +1,4 @@
-"""`recover train`, on the launcher's side: prepare, start the ranks, show their progress, and say how it went."""
+"""The launcher's side of `recover train`: prepares the run, starts the ranks, shows progress, reports the result."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.checkpoint import directory
+from recover.job.config_keys import flatten
 from recover.job.host_options import ROOM, HostOptions
 from recover.job.record_files import FILES
 from recover.job.spec import JobSpec, Monitors
@@ -23,7 +24,6 @@ from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.watched_job import RAISED
 from recover.runs.records.json_lines import read
-from recover.train.config import flatten
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
 
@@ -41,9 +41,9 @@ def train(
     hosts: HostOptions | None = None,
     returns: HostOptions | None = None,
 ) -> int:
-    """Returns 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (refused), 3 (too few replicas),
-    4 (a rank raised outside of any step). `hosts`: this is one of several hosts, each of which does the same.
-    `returns`: lost replicas are started again, as these say; on one host, too."""
+    """Returns the exit code: 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (bad input), 3 (too few
+    replicas), 4 (a rank raised outside of any step). `hosts`: this is one of several hosts, all of which call this.
+    `returns`: lost replicas are restarted with these options, also on a single host."""
     try:
         slots, joins = None, False
         if hosts is not None:
@@ -70,7 +70,7 @@ def train(
 
 
 def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOptions | None = None) -> int:
-    """The launcher has its own thread, which leaves signals to us: the first one is a request, not an end."""
+    """Run a prepared job; returns its exit code. The launcher has its own thread, so that signals reach `_Signals`."""
     stop = prepared.run_dir / "stop"
     if not prepared.joins:
         FILES.remove(stop)
@@ -79,7 +79,7 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
     start = _launch if hosts is None else functools.partial(_launch_host, hosts)
     ranks = threading.Thread(target=lambda: code.append(start(prepared, monitors)), daemon=True)
     first = prepared.resume.step + 1 if prepared.resume else 1
-    print(_intention(prepared, first), flush=True)
+    print(_announcement(prepared, first), flush=True)
     with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
         ranks.start()
         while ranks.is_alive():
@@ -88,21 +88,21 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
     FILES.remove(stop)
     if code == [2]:
         return 2
-    said = _verdict(prepared, code in ([0], [RAISED]), several=hosts is not None)
-    return RAISED if code == [RAISED] else said
+    verdict = _verdict(prepared, code in ([0], [RAISED]), several=hosts is not None)
+    return RAISED if code == [RAISED] else verdict
 
 
 def _launch(prepared: PreparedRun, monitors: Monitors) -> int:
     return launch(
         prepared.config.replicas * prepared.config.replica_size,
         *_script(prepared),
-        **_told(prepared),
+        **_job_options(prepared),
         monitors=monitors,
     )
 
 
 def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) -> int:
-    """This host's part. What the hosts would train must be the same on all of them."""
+    """This host's part. `facts` are compared between the hosts, which must all train the same."""
     config = flatten(prepared.config.model_dump())
     facts = {f"the key {key}": str(value) for key, value in config}
     facts["the data"] = prepared.stream.fingerprint()
@@ -110,7 +110,7 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) 
     return launch_host(
         hosts,
         *_script(prepared),
-        **_told(prepared),
+        **_job_options(prepared),
         facts=facts,
         check=functools.partial(_check_hosts, prepared),
         monitors=monitors,
@@ -118,7 +118,7 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) 
 
 
 def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
-    """Where checkpoints go, now that it is known which hosts see the same run directory. Raises Refusal."""
+    """Check where checkpoints go, once it is known which hosts share the run directory. Raises Refusal."""
     if prepared.joins and not spec.joining:
         raise Refusal(
             f"{prepared.run_dir} holds a run whose job has ended meanwhile; go on with it by --resume"
@@ -128,7 +128,7 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
     if spec.across and prepared.config.checkpoint.every:
         raise Refusal(
             f"replicas of {spec.replica_size} ranks lie on several hosts, which do not share {prepared.run_dir}: such "
-            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or directory.every=0"
+            "a checkpoint would be in pieces; give a --run-dir that all hosts share, or checkpoint.every=0"
         )
     if not spec.across and not spec.joining:
         _say(
@@ -142,7 +142,7 @@ def _script(prepared: PreparedRun) -> tuple[Path, list[str]]:
     return Path(__file__).with_name("rank_script.py"), [prepared.config.model_dump_json(), resume]
 
 
-def _told(prepared: PreparedRun) -> dict[str, Any]:
+def _job_options(prepared: PreparedRun) -> dict[str, Any]:
     return {
         "replica_size": prepared.config.replica_size,
         "run_dir": prepared.run_dir,
@@ -155,10 +155,8 @@ def _told(prepared: PreparedRun) -> dict[str, Any]:
 
 
 class _Signals:
-    """The first SIGTERM or SIGUSR1 asks the ranks, by a file, to stop after their step; anything else ends us.
-
-    When this process is gone, its guardian ends the ranks.
-    """
+    """The first SIGTERM or SIGUSR1 asks the ranks, through a file, to stop after their step; any other signal ends this
+    process, and then its guardian ends the ranks."""
 
     def __init__(self, stop: Path) -> None:
         self._stop, self._asked = stop, False
@@ -176,7 +174,7 @@ class _Signals:
 
     def _handle(self, number: int, _: object) -> None:
         name = signal.Signals(number).name
-        # (The file may be there already: another host may have been asked, too.)
+        # The file may exist already, if another host has received a signal, too.
         if number in (signal.SIGTERM, signal.SIGUSR1) and not self._asked:
             self._asked = True
             FILES.replace(self._stop, b"")
@@ -186,7 +184,7 @@ class _Signals:
         raise SystemExit(128 + number)
 
 
-def _intention(prepared: PreparedRun, first: int) -> str:
+def _announcement(prepared: PreparedRun, first: int) -> str:
     config, found = prepared.config, prepared.resume
     doubt = (
         f"{found.path} was saved when the world was lost: no vote has compared it with what other replicas held\n"
@@ -202,20 +200,9 @@ def _intention(prepared: PreparedRun, first: int) -> str:
 
 
 def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
+    """Say how the run ended. Returns the exit code; `finished`: the ranks have, `several`: on several hosts."""
     config, found = prepared.config, directory.latest(prepared.run_dir)
-    again = f"`recover train --resume {prepared.run_dir}`"
-    if found and found.step < config.steps:
-        way_on = f"{again} goes on from step {found.step + 1}"
-        if not found.is_confirmed:
-            way_on += ", with a state that was saved when the world was lost: no vote has compared it"
-    else:
-        way_on = "there is no checkpoint to go on from"
-    if states := [one for one in directory.undecided(prepared.run_dir) if not found or one.step > found.step]:
-        names = ", ".join(one.path.name for one in states)
-        way_on += (
-            f"; replicas held different states, saved as {names}: to go on from the right one, rename it to "
-            f"unconfirmed-{states[-1].step}"
-        )
+    way_on = _way_on(prepared, found)
     path = prepared.run_dir / "summary.json"
     text = FILES.read(path)
     if finished and several and not path.exists():
@@ -241,15 +228,36 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
             return TOO_FEW
         _say(f"stopped after step {summary['steps']} as asked; {way_on}")
         return 0 if found and found.step == summary["steps"] else 1
+    print(_done(summary, prepared.run_dir))
+    return 0
+
+
+def _way_on(prepared: PreparedRun, found: directory.Found | None) -> str:
+    """How to go on from the newest checkpoint."""
+    if found and found.step < prepared.config.steps:
+        text = f"`recover train --resume {prepared.run_dir}` goes on from step {found.step + 1}"
+        if not found.is_confirmed:
+            text += ", with a state that was saved when the world was lost: no vote has compared it"
+    else:
+        text = "there is no checkpoint to go on from"
+    if states := [one for one in directory.undecided(prepared.run_dir) if not found or one.step > found.step]:
+        names = ", ".join(one.path.name for one in states)
+        text += (
+            f"; replicas held different states, saved as {names}: to go on from the right one, rename it to "
+            f"unconfirmed-{states[-1].step}"
+        )
+    return text
+
+
+def _done(summary: dict[str, Any], run_dir: Path) -> str:
     lost = "no replica lost" if not summary["failures"] else f"replicas lost: {summary['failures']}"
     loss = "not a number" if summary["final_loss"] is None else f"{summary['final_loss']:.4f}"
     low, high = summary["microbatches_min"], summary["microbatches_max"]
-    print(
+    return (
         f"done: {summary['steps']} steps of {low if low == high else f'{low} to {high}'} microbatches, {lost}, "
         f"final loss {loss}, {summary['tokens_per_second']:,.0f} tokens/s\n"
-        f"run directory: {_short(prepared.run_dir)}"
+        f"run directory: {_short(run_dir)}"
     )
-    return 0
 
 
 def _short(path: Path) -> Path:

@@ -1,9 +1,9 @@
-"""What every rank does in a run of `recover train`, from top to bottom."""
+"""What every rank of `recover train` does, from top to bottom."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -18,21 +18,13 @@ from recover.checkpoint.confirmed import save_confirmed, together
 from recover.checkpoint.diverged import save_states
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors
-from recover.faults import parse_faults
 from recover.gradients.state_hash import parameters_digest
 from recover.job.record_files import FILES
-from recover.runs.writing.journal import Journal
-from recover.runs.writing.run_records import (
-    incident_line,
-    loss_line,
-    spans,
-    step_line,
-    summary,
-    write_json,
-)
+from recover.runs.writing.run_records import step_line
+from recover.runs.writing.run_writer import RunWriter
 from recover.step.errors import StateDivergedError
 from recover.train.config import Config
-from recover.train.determinism import ask_for_determinism, environment, operations_that_vary
+from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
 from recover.train.engine import make_engine
 from recover.train.evaluation import heldout_loss
@@ -54,16 +46,16 @@ from recover.world.writers import writing_replicas
 
 
 class Trainer:
-    """One rank's part in a run. All ranks make one alike, and call `run` once."""
+    """One rank of a run. All ranks create one with the same arguments, and call `run` once."""
 
-    differs_between_replicas = True  # lines of the journal hold the times of the rank
+    differs_between_replicas = True  # the records hold times of the rank
 
     def __init__(self, world: World, config: Config, run_dir: Path, resume: Path | None) -> None:
         self.world, self.config, self.run_dir = world, config, run_dir
         torch.set_num_threads(config.threads)
         self.device = pick_device(config.device)
         if config.reduction == "reproducible":
-            ask_for_determinism()
+            use_deterministic_kernels()
         self.stream, self.heldout = open_streams(config)
         self.shape = shape_of(config, self.stream.vocab)
         self.gpu_use = GpuUse(self.device, self.shape, config.seq_len)
@@ -71,7 +63,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.engine.model)
         self.scheduler = LambdaLR(self.optimizer, lambda done: lr_factor(config, done))
         self.tensors = Tensors(self.engine.model, self.optimizer, world.grid.replica_size)
-        # One that joins is given what the others have.
+        # A joining replica receives the state of the others instead.
         resume = None if world.outside else resume
         saved = load_checkpoint(resume, self.tensors, self.engine, world) if resume else None
         self.step = recover.Step(
@@ -88,11 +80,12 @@ class Trainer:
             bucket_mb=config.bucket_mb,
         )
         if saved:
-            self._go_on_from(saved)
-        self.resumed_at = self.step.index
-        # Where each host has a run directory of its own, each keeps curves of its own.
+            self._resume_from(saved)
+        # Hosts with run directories of their own have curves of their own.
         self.sinks = Sinks(config, run_dir, world.job.host if len(world.job.directories) > 1 else None)
-        self.journal = Journal(run_dir, world, self.sinks.log)
+        self.records = RunWriter(world, run_dir, self.sinks.log)
+        if not world.outside:  # a joining replica receives its records from the others
+            self.records.begin_at(self.step.index + 1)
         self.saver = Saver(
             run_dir,
             config.checkpoint.every,
@@ -104,66 +97,58 @@ class Trainer:
         self.step.extra["trainer"] = self
         self.step.save_states = self._save_states  # type: ignore[method-assign]
         self.stop_requests = StopRequests(self.step, run_dir)
-        self.kills = parse_faults(world.job.faults)
-        self.spent: dict[str, float] = {}  # milliseconds since the last step, on what is no step
+        self.spent: dict[str, float] = {}  # milliseconds since the last step, spent outside of steps
 
     def run(self) -> None:
-        """Until all steps are taken, all replicas agree to stop, or too few are left."""
+        """Train until all steps are taken, all replicas agree to stop, or too few replicas are left."""
         try:
             self._begin()
             while self._goes_on():
                 self._take_step()
                 self._checkpoint()
-            do_despite_losses(self.world, Call.TRAIN_END, self._close, self._lost)
+            do_despite_losses(self.world, Call.TRAIN_END, self._close, self.records.lost)
         except WorldLostError:
-            self._save_what_there_is()
+            self._save_unconfirmed()
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """For a replica that joins, beside what the step gives it."""
-        return {"resumed_at": self.resumed_at, "journal": self.journal.state_dict()}
+        """State for a joining replica, besides that of the step."""
+        return {"records": self.records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.resumed_at = state["resumed_at"]
-        self.journal.load_state_dict(state["journal"])
+        self.records.load_state_dict(state["records"])
 
-    def _go_on_from(self, saved: dict[str, Any]) -> None:
+    def _resume_from(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["position"])
         self.scheduler.load_state_dict(saved["scheduler"])
-        # Another learning rate may have been asked for.
+        # The configuration may set another learning rate than before.
         self.scheduler.base_lrs = [self.config.lr for _ in self.scheduler.base_lrs]
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * lr_factor(self.config, self.step.index)
 
     def _begin(self) -> None:
         world = self.world
-        if world.outside:  # the others are at work: it comes warm
+        if world.outside:  # the others train already: warm up before joining
             self.stop_requests.listen()
             self.engine.rehearse(self.stream[0])
             return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
-            self._lost(dead, world.last_census.seconds)
-        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self._lost)
+            self.records.lost(dead, world.last_census.seconds)
+        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self.records.lost)
         self.stop_requests.listen()
-        if self.gpu_use.card and self.journal.writing:
-            rank_exit.log(told := self.gpu_use.told(world.members))
-            print(f"recover: {told}", flush=True)
+        if self.gpu_use.card and self.records.writing:
+            rank_exit.log(text := self.gpu_use.describe(world.members))
+            print(f"recover: {text}", flush=True)
         if self.config.reduction == "reproducible" and self.world.replica in writing_replicas(self.world):
-            for name in operations_that_vary(self.engine, self.stream[0]):
-                if self.journal.writing:
+            for name in nondeterministic_operations(self.engine, self.stream[0]):
+                if self.records.writing:
                     text = f"{name} has no deterministic form on {self.device.type}: bits may vary"
                     print(f"recover: {text}", flush=True)
 
     def _open_run_dir(self) -> None:
-        for lines in (self.journal.steps, self.journal.incidents):
-            lines.since = (self.resumed_at + 1,)
-        if self.journal.writing:
+        self.records.cut_earlier_job()
+        if self.records.writing:
             FILES.replace(self.run_dir / "config.yaml", self.config.to_yaml().encode())
-            for lines in (self.journal.steps, self.journal.incidents):
-                try:
-                    lines.cut_after(self.resumed_at)
-                except OSError as error:
-                    rank_exit.log(f"{lines.path} is cut when the first step is written: {error}")
             self.saver.start()
 
     def _take_step(self) -> None:
@@ -171,7 +156,8 @@ class Trainer:
         started = time.perf_counter()
         for _ in self.engine.work(step, self.stream):
             self.stop_requests.look()
-        lr = config.lr * lr_factor(config, step.index - 1)  # as it was, also for one that has joined just now
+        # The rate of the committed step, also on a replica that has just joined.
+        lr = config.lr * lr_factor(config, step.index - 1)
         line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)
         self.gpu_use.note(line, self.world.members)
         line |= {name: round(spent, 3) for name, spent in self.spent.items()}  # type: ignore[typeddict-item]
@@ -179,11 +165,9 @@ class Trainer:
         if config.eval.every and step.index % config.eval.every == 0:
             with self._spending("evaluation_ms"):
                 line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
-        rank_exit.log(f"step {step.index}: loss {step.loss:.6f}, samples {spans(step.samples)}")
-        exact = config.samples == "exact"
-        self.journal.commit(line, [incident_line(incident, self.kills, exact) for incident in step.incidents])
+        self.records.commit(line, step, config.samples == "exact")
 
-    # Control: what ends a run, what is saved of it, and the fault that may strike over it.
+    # The end of a run, and checkpoints.
 
     def _goes_on(self) -> bool:
         step, config = self.step, self.config
@@ -204,12 +188,12 @@ class Trainer:
             self.world.hooks.under_way("checkpoint")
 
     def _last_checkpoint(self) -> None:
-        """The last state, too, counts only when all have been compared after it was taken. No step follows that could
-        be saved instead, so it waits for a disk that is full."""
+        """The last state, too, counts only after a comparison of all replicas. No later step could be saved instead,
+        so this waits for a full disk."""
         world, step = self.world, self.step
         wanted = self.config.checkpoint.every or step.index < self.config.steps
         save = partial(self._save, waits=True) if wanted else None
-        save_confirmed(world, step, self.saver, save, self._lost)
+        save_confirmed(world, step, self.saver, save, self.records.lost)
 
     def _save(self, waits: bool = False) -> None:
         self.saver.save(self.step.index, self.tensors, self._facts(), waits=waits)
@@ -223,10 +207,11 @@ class Trainer:
             "config": self.config.model_dump(),
         }
 
-    def _save_what_there_is(self) -> None:
-        """Nobody can agree on anything any more, so on each host the first replica that lies there as a whole saves.
+    def _save_unconfirmed(self) -> None:
+        """The world is lost and no agreement is possible: on each host, the first replica that is there as a whole
+        saves.
 
-        All hold the state of their last commit. That no bit has flipped since, no vote will tell.
+        All replicas hold the state of their last commit. No vote confirms that no bit has flipped since.
         """
         world, index, size = self.world, self.step.index, self.world.grid.replica_size
         world.stop_watching()
@@ -236,7 +221,7 @@ class Trainer:
             for replica in world.replicas
             if all(world.board.pid(rank) for rank in range(replica * size, (replica + 1) * size))
         ]
-        if index == self.resumed_at or here[:1] != [world.replica]:
+        if index == max(0, self.records.first - 1) or here[:1] != [world.replica]:
             return
         path = self.saver.save_unconfirmed(index, self.tensors, self._facts())
         told = (
@@ -249,7 +234,7 @@ class Trainer:
             print(f"recover: {told}", flush=True)
 
     def _save_states(self, error: StateDivergedError) -> None:
-        """Replicas hold different states, and nobody can tell which is right."""
+        """Save the states of replicas that differ, if no vote can decide which one is right."""
         if not self.step.index:
             return
         save_states(self.world, self.step.index, error, self.saver, self.tensors, lambda: (self._facts(), {}))
@@ -260,24 +245,15 @@ class Trainer:
         yield
         self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
-    def _lost(self, ranks: Sequence[int], seconds: float) -> None:
-        """Ranks died before the first step or after the last one: there is nothing to run again."""
-        at = max(self.step.index, self.resumed_at + 1)
-        self.journal.incidents.kept.append(loss_line(self.world, at, ranks, seconds, self.kills))
-
     def _close(self) -> None:
-        """The writer may die before its last line, or over it: then its successor does all of this again."""
+        """If the writer dies in here, its successor does all of this again."""
         self._last_checkpoint()
-        self.journal.finish()
+        self.records.finish_lines()
         if self.world.replica in writing_replicas(self.world):
             self.saver.finish()
-            digest = parameters_digest(self.engine.parameters())
-            if self.journal.writing:
+            digest = parameters_digest(self.engine.parameters())  # all ranks of the replica take part
+            if self.records.writing:
                 self.sinks.close()
-                lines = self.journal.steps.all(), self.journal.incidents.all()
-                facts = summary(self.run_dir, self.world, digest, self.resumed_at, *lines)
-                if self.gpu_use.card:
-                    facts["gpu"] = self.gpu_use.card
+                facts: dict[str, Any] = {"gpu": self.gpu_use.card} if self.gpu_use.card else {}
                 facts["environment"] = environment(self.step, self.world, self.optimizer, self.device)
-                if not write_json(self.run_dir / "summary.json", facts):
-                    rank_exit.report(f"lost: {self.run_dir / 'summary.json'}, for the disk did not take it")
+                self.records.write_summary(digest, facts)

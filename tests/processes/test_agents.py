@@ -27,7 +27,7 @@ def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_pat
     rank dies, then the first host loses its power; then one agent is asked to stop."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         words = ["--nnodes", "3", "--nproc-per-node", "2", "--rdzv-endpoint", THREE, "--rdzv-id", "j"]
-        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "directory.every=100000"]
+        keys = [*small_world(tmp_path / "world"), "accum=2", "steps=100000", "checkpoint.every=100000"]
         job = LabJob(lab, tmp_path, ["train", *words, "--lease", "4", *keys])
         steps = {host: job.run_dir(host) / "steps.jsonl" for host in ("h2", "h3")}
 

@@ -78,7 +78,7 @@ def test_an_etcd_that_is_lost_for_good_leaves_the_last_commit_to_go_on_from(
     last = next(host for host, one in found.items() if one is not None and one.step == max(steps))
     last_dir = job.run_dir(last)
     again = train(
-        last_dir, f"steps={max(steps) + 3}", "replicas=2", "pace=0", "directory.every=1", resume=last_dir
+        last_dir, f"steps={max(steps) + 3}", "replicas=2", "pace=0", "checkpoint.every=1", resume=last_dir
     )
     assert again.code == 0, again.output
     assert "no vote has compared it" in again.output

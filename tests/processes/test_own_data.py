@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import recover
 from recover.data.indexed import IterableStream, MapStream
 from recover.data.sending import SMALL
-from recover.step.in_flight import refuse_what_is_no_stream
+from recover.step.in_flight import check_stream
 from recover.step.samples import ExactSamples, PartitionedSamples
 
 
@@ -306,18 +306,18 @@ def test_what_is_no_stream_is_refused_by_the_name_of_its_mend() -> None:
     loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2, collate_fn=lambda items: items)
     mend = r"write recover.stream\(loader.dataset, batch_size=4, shuffle=True, seed=0, workers=2, collate_fn="
     with pytest.raises(TypeError, match=mend):
-        refuse_what_is_no_stream(loader)
+        check_stream(loader)
     with pytest.raises(TypeError, match=mend):
         recover.stream(loader)
     with pytest.raises(TypeError, match=r"write recover.stream\(loader.dataset, batch_size=1\)$"):
-        refuse_what_is_no_stream(DataLoader(Noisy()))
+        check_stream(DataLoader(Noisy()))
     for no_stream in (Endless(), noisy_items(), iter([1]), {1, 2}, 7):
         with pytest.raises(
             TypeError, match=r"cannot be asked for microbatch i; make one of it: recover.stream\("
         ):
-            refuse_what_is_no_stream(no_stream)
+            check_stream(no_stream)
     for stream in ([1, 2], torch.arange(4), Noisy(), recover.stream(Noisy()), recover.stream(Endless())):
-        refuse_what_is_no_stream(stream)
+        check_stream(stream)
     assert isinstance(recover.stream(Endless()), IterableStream)
     for wrong in (7, {"train": Noisy()}, "text"):
         with pytest.raises(TypeError, match=r"one split: dataset\['train'\]"):

@@ -9,8 +9,9 @@ from training import small_world, train
 from worlds import PROGRAMS
 
 from recover.checkpoint.directory import FACTS, CheckpointError
+from recover.job.config_keys import read_words
 from recover.launch.launcher import launch
-from recover.train.config import parse, read_words
+from recover.train.config import parse
 from recover.train.preparation import prepare_run
 
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recover.train.config import describe
+from recover.job.config_keys import describe
+from recover.train.config import Config
 
 
 def test_a_refusal_is_one_sentence_with_exit_code_2_and_starts_nothing(tmp_path: Path) -> None:
@@ -20,4 +21,4 @@ def test_a_refusal_is_one_sentence_with_exit_code_2_and_starts_nothing(tmp_path:
 def test_the_help_lists_every_key() -> None:
     command = [sys.executable, "-m", "recover.cli", "train", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [key for key, _, _ in describe() if f"  {key}" not in text] == []
+    assert [key for key, _, _ in describe(Config) if f"  {key}" not in text] == []

@@ -25,9 +25,10 @@ from training import (
 )
 
 from recover.data import open_stream
+from recover.job.config_keys import read_words
 from recover.runs.records.job_log import job_lines
 from recover.runs.writing.run_records import data_digest
-from recover.train.config import parse, read_words
+from recover.train.config import parse
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover.train.models import Llama

@@ -375,15 +375,16 @@ def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.M
     monkeypatch.setattr(state_handover, "set_generators", lambda *_: None)
     wire = Wire()
 
-    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> state_handover.Newcomers:
+    def end(token: str, epoch: int, peers: tuple[int, ...] = (0, 1, 2)) -> state_handover.StateHandover:
         board = SimpleNamespace(votes=lambda rank: 1, catch_up=lambda *_: None)
         world = SimpleNamespace(
             token=token, epoch=epoch, cross=SimpleNamespace(peers=peers), board=board, rank=2
         )
-        position = SimpleNamespace(give=dict, take=lambda state: None, index=1)
+        transaction: Any = SimpleNamespace(adopt_step=lambda index: None)
+        position: Any = SimpleNamespace(give=dict, take=lambda state: None, index=1)
         joinable = SimpleNamespace(obstacle=lambda: None)
         state = torch.nn.Linear(1, 1), None, None, {}
-        made = state_handover.Newcomers(world, SimpleNamespace(), position, state, lambda: None, joinable)  # type: ignore[arg-type]
+        made = state_handover.StateHandover(world, transaction, position, state, lambda: None, joinable)  # type: ignore[arg-type]
         monkeypatch.setattr(made, "_stripes", lambda *_: wire)
         return made
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.gradients.replica_interface import Replica, mark
-from recover.step.model_checks import Belonging
+from recover.step.model_checks import ModelAndOptimizer
 
 
 class Sharded(Replica):
@@ -52,13 +52,13 @@ class Adapter:
 
 def refused(model: Any, optimizer: Any, adapter: Any = None) -> str:
     with pytest.raises((ValueError, TypeError)) as caught:
-        Belonging(model, optimizer, adapter)
+        ModelAndOptimizer(model, optimizer, adapter)
     return str(caught.value)
 
 
 def test_an_optimizer_that_does_not_belong_to_the_model_is_refused_with_names_and_mend() -> None:
     model = net()
-    Belonging(model, sgd(model), None)
+    ModelAndOptimizer(model, sgd(model), None)
     temperature = torch.nn.Parameter(torch.ones(()))
     foreign = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
     assert "parameter 8 of group 0 (shape ())" in (said := refused(model, foreign))
@@ -69,7 +69,7 @@ def test_an_optimizer_that_does_not_belong_to_the_model_is_refused_with_names_an
     assert "none of the model's parameters" in refused(model, sgd(net()))
     for parameter in [*model[2].parameters(), *model[3].parameters()]:
         parameter.requires_grad_(False)
-    Belonging(model, sgd(model[0], model[1]), None)
+    ModelAndOptimizer(model, sgd(model[0], model[1]), None)
     assert "param_groups" in refused(model, object())
     assert "torch.nn.Module" in refused(lambda x: x, sgd(model))
 
@@ -80,7 +80,7 @@ def test_an_optimizer_made_before_the_model_was_sharded_is_recognised(group: Non
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     mark(model, Sharded())
     assert "make the optimizer after" in refused(model, optimizer)
-    Belonging(model, sgd(model), None)
+    ModelAndOptimizer(model, sgd(model), None)
 
 
 def test_shards_that_recover_did_not_make_are_refused_wherever_they_are(group: None) -> None:
@@ -102,7 +102,7 @@ def test_shards_that_recover_did_not_make_are_refused_wherever_they_are(group: N
     ours.head = torch.nn.Linear(2, 2)  # put in after sharding
     assert "2 parameters (head.weight, head.bias)" in refused(ours, sgd(ours))
     ours.head.requires_grad_(False)
-    Belonging(ours, sgd(ours), None)
+    ModelAndOptimizer(ours, sgd(ours), None)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -128,13 +128,13 @@ def test_a_wrapper_without_its_adapter_is_refused_also_inside_the_model(
         assert "1.0.weight" in (said := refused(model, sgd(model), Adapter(wrapped)))
         assert "not in gradients=" in said
     else:
-        Belonging(model, sgd(model), Adapter(wrapped))
+        ModelAndOptimizer(model, sgd(model), Adapter(wrapped))
 
 
 def test_what_changes_later_is_looked_at_again() -> None:
     model = net()
     optimizer = sgd(model)
-    belonging = Belonging(model, optimizer, None)
+    belonging = ModelAndOptimizer(model, optimizer, None)
     trained = belonging.trained
     assert not belonging.changed()
     model[1].requires_grad_(False)
@@ -157,7 +157,7 @@ def test_what_changes_later_is_looked_at_again() -> None:
 
 def test_whatever_is_put_into_the_model_or_taken_out_is_seen() -> None:
     model = torch.nn.Sequential(net(), torch.nn.ModuleDict({"deep": net()}))
-    belonging = Belonging(model, sgd(model), None)
+    belonging = ModelAndOptimizer(model, sgd(model), None)
     deep = model[1]["deep"]
 
     def tie() -> None:
@@ -191,11 +191,11 @@ def test_left_over_gradients_are_refused_by_name_and_zeros_are_dropped(sparse: b
     model = torch.nn.ModuleDict(
         {"words": torch.nn.Embedding(4, 2, sparse=sparse), "out": torch.nn.Linear(2, 2)}
     )
-    belonging = Belonging(model, optimizer := sgd(model), None) if not sparse else None
+    belonging = ModelAndOptimizer(model, optimizer := sgd(model), None) if not sparse else None
     model["words"](torch.tensor([1])).sum().backward()
     if belonging is None:  # refused before it comes to this, but a gradient is a gradient
         model["words"].sparse = False
-        belonging = Belonging(model, optimizer := sgd(model), None)
+        belonging = ModelAndOptimizer(model, optimizer := sgd(model), None)
     with pytest.raises(RuntimeError, match=r"step 7: parameter words.weight hold.*zero_grad"):
         belonging.refuse_left_over_gradients(7)
     optimizer.zero_grad(set_to_none=False)
@@ -207,7 +207,7 @@ def test_gradients_that_no_bucket_can_hold_are_refused_at_the_start() -> None:
     bag = torch.nn.Sequential(torch.nn.EmbeddingBag(4, 2, sparse=True))
     assert "sparse=False" in refused(bag, sgd(bag))
     bag.requires_grad_(False)
-    Belonging(bag, sgd(bag), None)
+    ModelAndOptimizer(bag, sgd(bag), None)
     model = torch.nn.ParameterList([torch.randn(3, dtype=torch.complex64)])
-    Belonging(model, sgd(model), None)
+    ModelAndOptimizer(model, sgd(model), None)
     assert "view_as_complex" in refused(model, sgd(model), Adapter(model))

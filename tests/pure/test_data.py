@@ -223,7 +223,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_mend(tmp_path: Path, toke
         ("odd.bin", b"xyz", "no multiple of 2 bytes"),
     ):
         refuse(reason, _file(tmp_path / name, content))
-    refuse("is not UTF-8 text .*; mend", _file(tmp_path / "latin.txt", b"\xe4\xf6" * 999), tokenizer)
+    refuse("is not UTF-8 text .*; fix", _file(tmp_path / "latin.txt", b"\xe4\xf6" * 999), tokenizer)
     refuse(r"holds the token file \w+\.(bin|npy); name that file", tmp_path)
     _file(tmp_path / "odd.bin.json", b'{"dtype": "words"}')
     refuse("must be like", tmp_path / "odd.bin")
@@ -240,7 +240,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_mend(tmp_path: Path, toke
 
 def test_the_hub_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refuse(r"pip install 'recover\[datasets\]'", "hf:allenai/c4:en")
+    refuse(r"pip install 'recover-train\[datasets\]'", "hf:allenai/c4:en")
 
 
 def test_a_token_out_of_range_that_slipped_through_is_refused_when_it_is_used() -> None:

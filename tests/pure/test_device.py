@@ -22,14 +22,14 @@ from toy import MEMORY, Model, Stream, loss_of
 import recover
 from recover.gradients import deferred
 from recover.gradients.buckets import Bucket
-from recover.gradients.deferred import Later, fetch, now
+from recover.gradients.deferred import DeviceValue, fetch, now
 from recover.gradients.module_gradients import OwnedGradients
 from recover.gradients.parts import on_device
 from recover.gradients.reduction import ReproducibleSum
 from recover.gradients.replica_interface import PlainReplica, Sharing
 from recover.gradients.state_hash import WIDTH, fingerprint
 from recover.policy import SlotSet
-from recover.step.in_flight import HandedOut
+from recover.step.in_flight import MicrobatchesInFlight
 from recover.step.transaction import Transaction
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
@@ -101,7 +101,7 @@ def test_no_value_is_read_before_the_vote_and_there_all_at_once(
     assert step.index == 3
     assert math.isfinite(step.loss)
     assert step.grad_norm > 0
-    assert step._transaction.totals.paces[0] > 0, "the device's own time was not read"
+    assert step._engine.transaction.totals.paces[0] > 0, "the device's own time was not read"
 
 
 class Equals:
@@ -193,7 +193,7 @@ def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype
     tensors = [torch.tensor(NUMBERS[dtype][:count], dtype=dtype, device=DEVICE) for dtype, count in wanted]
     tensors += [torch.tensor(values[0], dtype=dtype, device=DEVICE) for dtype, values in NUMBERS.items()]
     expected = [tensor.flatten().tolist() for tensor in tensors]
-    laters = [Later(lambda numbers: numbers.tolist(), tensor) for tensor in tensors]
+    laters = [DeviceValue(lambda numbers: numbers.tolist(), tensor) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferred, "NEAR", () if far else ("cpu",))
         fetch([*laters, *laters, 7, None])
@@ -207,9 +207,10 @@ def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype
 
 def test_what_is_not_fetched_is_read_when_it_is_asked_for() -> None:
     assert (
-        now(Later(lambda a, b: float(a[0] + b[0]), torch.ones(1), torch.ones((), dtype=torch.int64))) == 2.0
+        now(DeviceValue(lambda a, b: float(a[0] + b[0]), torch.ones(1), torch.ones((), dtype=torch.int64)))
+        == 2.0
     )
-    assert now(Later(lambda: 3.0)) == now(3.0) == 3.0
+    assert now(DeviceValue(lambda: 3.0)) == now(3.0) == 3.0
 
 
 def test_a_fingerprint_is_of_the_parameters_as_they_were_and_the_same_on_every_device() -> None:
@@ -230,8 +231,8 @@ class SlowDevice:
     def start(self) -> None:
         pass
 
-    def took(self) -> Later[float]:
-        return Later(lambda: 0.25)
+    def took(self) -> DeviceValue[float]:
+        return DeviceValue(lambda: 0.25)
 
 
 def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other_on_its_own() -> None:
@@ -244,7 +245,7 @@ def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other
         SimpleNamespace(index=lambda step, slot: slot),
         SimpleNamespace(read=lambda *_: None),
     )
-    handed_out = HandedOut(world, samples, randomness, SlowDevice())  # type: ignore[arg-type]
+    handed_out = MicrobatchesInFlight(world, samples, randomness, SlowDevice())  # type: ignore[arg-type]
     took = []
     for slot in (3, 4):
         handed_out.read([None] * 9, 1, [slot])

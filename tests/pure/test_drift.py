@@ -229,7 +229,7 @@ def _state_of(change: str) -> list[Digest]:
             scheduler.last_epoch = 12
         case "extra":
             extra.step_size = 8
-    return step._compared.digests()
+    return step._engine.compared.digests()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_all_state_is_in_the_full_fingerprint(change: str) -> None:
     step = recover.Step(World(), model, optimizer, global_batch=1, scheduler=scheduler, extra=extra)  # type: ignore[arg-type]
     for batch in step.microbatches([torch.ones(1, 2)] * 2):
         step.backward(model(batch).sum())
-    before = [step._compared.fingerprint(2, full).value for full in (False, True)]
+    before = [step._engine.compared.fingerprint(2, full).value for full in (False, True)]
     state: Any = optimizer.state[model.weight][0]
     match change:
         case "nested":
@@ -295,7 +295,7 @@ def test_all_state_is_in_the_full_fingerprint(change: str) -> None:
             extra["mean"].weight.data[1, 1] += 1
         case "no parameter's":
             optimizer.state["seen"] = {"all": torch.ones(2)}  # type: ignore[index]
-    after = [step._compared.fingerprint(2, full).value for full in (False, True)]
+    after = [step._engine.compared.fingerprint(2, full).value for full in (False, True)]
     in_each_step = change == "learning rate"
     assert [one != other for one, other in zip(before, after, strict=True)] == [
         in_each_step,

@@ -132,8 +132,8 @@ def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
     whole = TimeAccount([LaunchTime(999.0, 4)])
     for line in steady():
         whole.add(line)
-        whole.told(until=line["at"] + 100)
-    assert whole.told() == account(steady(), [], [LaunchTime(999.0, 4)])
+        whole.report(until=line["at"] + 100)
+    assert whole.report() == account(steady(), [], [LaunchTime(999.0, 4)])
 
 
 def test_what_the_launcher_saw_waits_in_memory_for_room_and_is_never_torn(

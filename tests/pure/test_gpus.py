@@ -11,11 +11,12 @@ import torch
 from training import small_world
 
 from recover.job import gpus
+from recover.job.config_keys import ConfigError
 from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refused, visible
 from recover.launch.preflight import Refusal, check_gpus
 from recover.parallel import blocks_of, compile_blocks
 from recover.parallel.blocks import recompute_blocks
-from recover.train.config import ConfigError, parse
+from recover.train.config import parse
 from recover.train.dry_run import tell
 from recover.train.models import SIZES, Llama, LlamaConfig
 from recover.train.models.flops import flops_per_token
@@ -161,13 +162,13 @@ def test_a_run_tells_its_cards_who_shares_them_and_of_what_its_mfu_is(
         "2 ranks share a GPU",
         "of 989 TFLOP/s",
     ):
-        assert words in use.told((0, 1))
+        assert words in use.describe((0, 1))
 
 
 def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     use, line = used(monkeypatch, "Abacus")
     assert line == {"tokens": 4096, "seconds": 0.5, "gpu_peak_mib": 3072}
-    assert "no MFU: the peak of Abacus is not known" in use.told((0, 1))
+    assert "no MFU: the peak of Abacus is not known" in use.describe((0, 1))
     line = {"tokens": 1, "seconds": 1.0}
     GpuUse(torch.device("cpu"), SIZES["tiny"], 128).note(line, (0, 1))  # type: ignore[arg-type]
     assert line == {"tokens": 1, "seconds": 1.0}

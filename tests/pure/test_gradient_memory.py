@@ -58,4 +58,4 @@ def test_a_gradients_memory_is_left_as_it_is(
         for p, total in expected.items():
             torch.testing.assert_close(p.grad, total, rtol=1e-5, atol=1e-6)
             p.grad = None
-        gradients._tellers.remove()
+        gradients._hooks.remove()

@@ -223,7 +223,7 @@ def test_an_undeclared_scheduler_is_reported_once_in_jobs_that_replicas_may_join
         remedy = 'ReduceLROnPlateau that Step was not given; write recover.Step(..., extra={"scheduler": scheduler})'
         assert said.count(remedy) == (1 if room else 0), said
         step.extra["scheduler"] = scheduler
-        assert step._joinable.obstacle() is None
+        assert step._engine.joinable.obstacle() is None
 
 
 def test_a_join_is_refused_by_name_before_the_newcomer_asks_and_by_the_members() -> None:
@@ -232,8 +232,8 @@ def test_a_join_is_refused_by_name_before_the_newcomer_asks_and_by_the_members()
     with pytest.raises(
         OtherStateError, match=r"this replica cannot join: the learning rate is set by a StepLR"
     ):
-        step._newcomers.enter()
-    head, parts = step._newcomers._packed()
+        step._engine.handover.join()
+    head, parts = step._engine.handover._packed()
     assert parts == []
     with pytest.raises(OtherStateError, match=r"this replica cannot join: .*StepLR that Step was not given"):
         Parcel(model, optimizer, None, {}).open(head)
@@ -248,7 +248,7 @@ def test_state_that_cannot_be_sent_refuses_joins_and_is_reported_with_its_name(c
     optimizer.state[model.weight]["helper"] = object()
     take(step, model)
     assert "no replica can join this job: optimizer.state.0.helper is a object" in capsys.readouterr().out
-    assert b"helper" in step._newcomers._packed()[0]
+    assert b"helper" in step._engine.handover._packed()[0]
 
 
 def test_extras_of_save_that_step_lacks_are_named_and_those_of_resume_are_not(
@@ -260,14 +260,14 @@ def test_extras_of_save_that_step_lacks_are_named_and_those_of_resume_are_not(
     assert step.extra == {"average": average, "notes": notes}
     take(step, model)
     recover.save(step, tmp_path, extra={"average": average, "again": average, "notes": notes})
-    assert step._joinable.obstacle() is None
+    assert step._engine.joinable.obstacle() is None
     take(step, model)
     recover.save(step, tmp_path, extra={"other": other, "count": 3})
     assert (
         "recover.save was given extra 'count', 'other', which Step does not have" in capsys.readouterr().out
     )
     with pytest.raises(OtherStateError, match=r"recover.save was given extra 'count', 'other'"):
-        Parcel(model, optimizer_of(model), None, {}).open(step._newcomers._packed()[0])
+        Parcel(model, optimizer_of(model), None, {}).open(step._engine.handover._packed()[0])
 
 
 def test_extra_of_step_is_saved_and_resumed_without_being_named_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from toy_numbers import Net, draws, make_net, seed_user
 
 from recover.gradients.reduction import FastSum, ReproducibleSum
 from recover.gradients.replica_interface import PLAIN, PlainReplica
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.step.loop.weights import weighted, weights_of
 from recover.step.position import check_position
 from recover.step.randomness import Randomness
@@ -104,7 +104,7 @@ def test_an_error_inside_a_step_leaves_the_users_generators_alone() -> None:
 def test_the_change_of_a_microbatch_is_that_of_its_forward_even_if_backward_runs_it_again() -> None:
     """Under recomputation BatchNorm sees every microbatch twice; and to restore buffers does not disturb autograd."""
     net = make_net()
-    moving = MovingBuffers(net, ["seen"], FastSum(), PLAIN)
+    moving = RunningBuffers(net, ["seen"], FastSum(), PLAIN)
     moving.begin()
     start, expected = [tensor.double() for tensor in moving.tensors()], torch.zeros(moving.size).double()
     for seed in range(3):
@@ -115,7 +115,7 @@ def test_the_change_of_a_microbatch_is_that_of_its_forward_even_if_backward_runs
         loss.backward()
         alone = make_net()
         alone(x)
-        after = MovingBuffers(alone, ["seen"], FastSum(), PLAIN).tensors()
+        after = RunningBuffers(alone, ["seen"], FastSum(), PLAIN).tensors()
         expected += torch.cat([(a.double() - b).flatten() for a, b in zip(after, start, strict=True)])
     torch.testing.assert_close(torch.from_numpy(moving.changes), expected)
     moving.settle(torch.from_numpy(moving.changes), 3)
@@ -131,7 +131,7 @@ def test_changes_of_buffers_do_not_depend_on_order_or_grouping(slots: int) -> No
             totals = []
             for replica in range(replicas):
                 net = make_net()
-                moving = MovingBuffers(net, ["seen"], ReproducibleSum(slots), PLAIN)
+                moving = RunningBuffers(net, ["seen"], ReproducibleSum(slots), PLAIN)
                 moving.begin()
                 for slot in order[replica::replicas]:
                     moving.hand_out()
@@ -150,20 +150,20 @@ class Grid(PlainReplica):
 
 def test_buffers_that_cannot_be_kept_equal_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no such buffer; its buffers are .*'norm.running_mean'"):
-        MovingBuffers(Net(), ["norm.mean"], FastSum(), PLAIN)
+        RunningBuffers(Net(), ["norm.mean"], FastSum(), PLAIN)
     with pytest.raises(ValueError, match=r"norm.running_mean.*LayerNorm"):
-        MovingBuffers(Net(), [], FastSum(), Grid())
+        RunningBuffers(Net(), [], FastSum(), Grid())
     net = Net()
     net.register_buffer("mask", torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"'mask' is of torch.bool"):
-        MovingBuffers(net, ["mask"], FastSum(), PLAIN)
+        RunningBuffers(net, ["mask"], FastSum(), PLAIN)
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "written with the same values"])
 def test_a_constant_buffer_that_forward_changes_is_seen(how: str) -> None:
     net = torch.nn.Linear(2, 2)
     net.register_buffer("table", torch.arange(4.0))
-    moving = MovingBuffers(net, [], FastSum(), PLAIN)
+    moving = RunningBuffers(net, [], FastSum(), PLAIN)
     moving.begin()
     net.table.add_(1)  # between two steps a user may do as he likes
     moving.hand_out()

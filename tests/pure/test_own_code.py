@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from recover.parallel.blocks import blocks_of, recompute_blocks, refuse_ties_across
 from recover.step.joining.packing import NamedTensors, pack, unpack
-from recover.step.model_checks import Belonging, refuse_scheduler
+from recover.step.model_checks import ModelAndOptimizer, refuse_scheduler
 
 
 class Deep(torch.nn.Module):
@@ -85,9 +85,9 @@ def test_recomputation_that_cannot_be_placed_is_refused() -> None:
 def test_optimizers_and_schedulers_that_step_cannot_call_are_refused() -> None:
     model = Net()
     with pytest.raises(ValueError, match="LBFGS calls the model again inside of its step"):
-        Belonging(model, torch.optim.LBFGS(model.parameters()), None)
+        ModelAndOptimizer(model, torch.optim.LBFGS(model.parameters()), None)
     optimizer = torch.optim.AdamW(model.parameters())
-    Belonging(model, optimizer, None)
+    ModelAndOptimizer(model, optimizer, None)
     with pytest.raises(
         ValueError, match=r"ReduceLROnPlateau.step\(\) takes a metric; .* scheduler.step\(step.loss\) after"
     ):

@@ -172,6 +172,18 @@ def test_a_successor_writes_what_the_writer_took_with_it_and_the_losses_outside_
     assert json.loads((tmp_path / "summary.json").read_text())["failures"] == 2
 
 
+def test_losses_in_one_step_and_epoch_are_one_line(tmp_path: Path) -> None:
+    """The step's incident knows of rank 2; rank 1 was lost while the script repaired the world itself."""
+    world = OfWorld(tmp_path)
+    step = OfStep(world)
+    world.members, world.epoch = (0,), 2
+    step.commit(lost=(2,))
+    world.end()
+    (line,) = lines(tmp_path / "incidents.jsonl")
+    assert (line["dead_ranks"], line["dead_replicas"], line["extra_microbatches"]) == ([1, 2], [1, 2], 2)
+    assert json.loads((tmp_path / "summary.json").read_text())["failures"] == 2
+
+
 def test_one_that_has_joined_writes_on_where_the_others_are_gone(tmp_path: Path) -> None:
     members, newcomer = OfWorld(tmp_path), OfWorld(tmp_path, rank=3)
     newcomer.members = (3,)  # it is outside

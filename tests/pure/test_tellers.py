@@ -43,10 +43,10 @@ def test_one_tells_for_a_bucket_of_a_device_whatever_comes_when(
             last = number == len(microbatches)
             post = (lambda i, bucket, kept=posted: kept.append(bucket.local.clone())) if last else None
             gradients.expect(post, in_round=in_round)
-            assert not gradients.came
+            assert not gradients.have_arrived
             for at, which in enumerate(arrivals):
                 (parameters[which] * torch.tensor([0.1, -0.7, 3.3]) / (1 + at + number)).sum().backward()
-                assert gradients.came
+                assert gradients.have_arrived
             gradients.collect()
             assert all(parameter.grad is None for parameter in parameters)
         seen[in_round] = [*posted, torch.tensor(gradients.usage)]

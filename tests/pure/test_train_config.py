@@ -12,7 +12,8 @@ import pytest
 from training import SHAPE, small_world
 
 from recover.checkpoint import directory
-from recover.train.config import MODELS, ConfigError, parse, read_file
+from recover.job.config_keys import ConfigError, read_file
+from recover.train.config import MODELS, parse
 from recover.train.model_shape import parameters_of, shape_of
 from recover.train.models import SIZES, Llama
 from recover.train.preparation import prepare_run
@@ -29,7 +30,7 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
     ("words", "said"),
     [
         (["stepz=5"], "there is no key 'stepz'; did you mean 'steps'?"),
-        (["directory.evry=5"], "did you mean 'directory.every'?"),
+        (["checkpoint.evry=5"], "did you mean 'checkpoint.every'?"),
         (["eval=5"], "'eval' is a group of keys"),
         (["policy=balancd"], "did you mean 'balanced'?"),
         (["steps=many"], "steps='many' must be a whole number"),
@@ -157,7 +158,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "make room" in refusal("directory.every=5", place=tmp_path)
+    assert "make room" in refusal("checkpoint.every=5", place=tmp_path)
 
 
 def pretend_checkpoint(place: Path, *words: str) -> Path:

@@ -16,9 +16,10 @@ import pytest
 
 from recover.job.spec import JobSpec
 from recover.policy import RestoreMode
+from recover.runs.records import feed as feeds
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.json_lines import LineFile, read_lines
 from recover.runs.records.sentences import sentence
-from recover.runs.records.tail import Follower
 from recover.runs.report.recorded_runs import Run
 from recover.runs.report.wording import sentences
 from recover.runs.writing.journal import Journal
@@ -143,31 +144,77 @@ def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path)
 def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 8)).write()
-    tail = Follower(path)
-    assert tail.read() == []
-    lines = filled(path, range(4, 12))
+    feed = RunFeed(tmp_path, new_only=True)
+    assert feed.read().steps == []
+    lines = LineFile(path, "step")
+    lines.kept.extend(line(step, loss=2.5) for step in range(4, 12))
     lines.cut_after(3)
     lines.write()
     with open(path, "ab") as file:
         file.write(b'{"step": 12, "lo')
-    assert [entry["step"] for entry in tail.read()] == list(range(1, 12))
-    assert tail.read() == []
+    assert [entry["step"] for entry, _ in feed.read().steps] == list(range(4, 12))
+    assert feed.read().steps == []
+
+
+def test_feed_leaves_out_what_stays_of_an_earlier_job(tmp_path: Path) -> None:
+    """The files of a resumed run are replaced by a prefix of themselves; the steps in it are not delivered again."""
+    steps, incidents = (
+        LineFile(tmp_path / "steps.jsonl", "step"),
+        LineFile(tmp_path / "incidents.jsonl", "step"),
+    )
+    steps.kept.extend(line(step) for step in range(1, 6))
+    incidents.kept.extend(line(step) for step in (2, 5))
+    for lines in (steps, incidents):
+        lines.write()
+    feed, whole = RunFeed(tmp_path, new_only=True), RunFeed(tmp_path)
+    whole.read()
+    for lines in (steps, incidents):
+        lines.cut_after(3)
+        lines.kept.clear()
+        lines.kept.append(line(4, loss=2.5))
+        lines.write()
+    assert feed.read() == ([(line(4, loss=2.5), [line(4, loss=2.5)])], [line(4, loss=2.5)], True)
+    assert whole.read().restarted
+    assert not feed.read().restarted
+
+
+def test_feed_delivers_incidents_with_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the writer appends both while the feed is between the two files."""
+    feed, read = RunFeed(tmp_path), feeds._Tail.read
+
+    def read_and_let_the_writer_on(tail: Any, unfinished: bool) -> Any:
+        found = read(tail, unfinished)
+        if not (tmp_path / "steps.jsonl").exists():
+            (tmp_path / "incidents.jsonl").write_text(json.dumps(line(1, epoch=2)) + "\n")
+            (tmp_path / "steps.jsonl").write_text(json.dumps(line(1)) + "\n")
+        return found
+
+    monkeypatch.setattr(feeds._Tail, "read", read_and_let_the_writer_on)
+    assert feed.read() == ([], [line(1, epoch=2)], False)
+    assert feed.pending == [line(1, epoch=2)]
+    assert feed.read() == ([(line(1), [line(1, epoch=2)])], [], False)
+    assert feed.pending == []
+    with open(tmp_path / "incidents.jsonl", "a") as file:
+        file.write(json.dumps(line(1, epoch=3)) + "\n" + json.dumps(line(2, epoch=4)))
+    assert feed.read().incidents == [line(1, epoch=3)]
+    assert feed.read(unfinished=True).incidents == [line(2, epoch=4)]
+    assert feed.pending == [line(1, epoch=3), line(2, epoch=4)]
 
 
 def test_a_line_is_told_once_though_its_writers_successor_writes_it_again_and_nothing_is_kept_of_it(
     tmp_path: Path,
 ) -> None:
     path, told, kept = tmp_path / "steps.jsonl", [], []
-    follower = Follower(path)
+    feed = RunFeed(tmp_path, new_only=True)
     for first in (1, 1001, 2001):
         filled(path, range(first, first + 1000)).write()
-        told += follower.read()
+        told += feed.read().steps
         lines = filled(path, range(first + 997, first + 1000))
         lines.cut_after(first + 996)
         lines.write()
-        told += follower.read()
-        kept.append(len(pickle.dumps(vars(follower))))
-    assert [entry["step"] for entry in told] == list(range(1, 3001))
+        told += feed.read().steps
+        kept.append(len(pickle.dumps((vars(feed._steps), feed.pending))))
+    assert [entry["step"] for entry, _ in told] == list(range(1, 3001))
     assert kept[2] - kept[1] < 100, "a job takes steps for weeks"
 
 

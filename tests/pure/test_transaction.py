@@ -16,23 +16,15 @@ from recover.gradients.ledger import LedgerError
 from recover.gradients.module_gradients import OwnedGradients
 from recover.gradients.reduction import make_sum
 from recover.gradients.replica_interface import PLAIN
-from recover.gradients.running_buffers import MovingBuffers
+from recover.gradients.running_buffers import RunningBuffers
 from recover.job.grid import Grid
 from recover.policy import PolicyDecision, RestoreMode, Role, Share, SlotSet, get_policy
 from recover.step.difference import UNKNOWN
 from recover.step.errors import StateDivergedError
 from recover.step.record import Record
 from recover.step.totals import SAMPLES
-from recover.step.transaction import (
-    ASKED,
-    COMPLETE,
-    FINITE,
-    FRUITLESS,
-    GO_ON,
-    IN_RANGE,
-    SAME_STATE,
-    Transaction,
-)
+from recover.step.transaction import FRUITLESS, Transaction
+from recover.step.vote import VoteWord
 from recover.world.census import Census, left_behind
 from recover.world.hooks import NoHooks
 
@@ -130,14 +122,14 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(2, 2), world.grid.replicas
     gradients = OwnedGradients(model.parameters(), 1, make_sum(reduction, batch))
-    moving, policy = MovingBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
+    moving, policy = RunningBuffers(model, (), gradients.sum, PLAIN), get_policy("balanced", batch)
     transaction = Transaction(world, gradients, policy, batch, PLAIN, moving)  # type: ignore[arg-type]
     transaction.begin(1, 77)
     (slot,) = transaction.share.run
     gradients.expect(transaction.post, transaction.share.run)
     model(torch.ones(1, 2)).sum().backward()
     gradients.collect()
-    transaction.finish_slot(slot, slot, 1.0, 1.0)
+    transaction.attempt.finish_slot(slot, slot, 1.0, 1.0)
     return transaction
 
 
@@ -186,7 +178,8 @@ def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
     transaction.vote()
     assert transaction.recover()
     assert transaction.asked is asked
-    word = COMPLETE | SAME_STATE | FINITE | GO_ON | IN_RANGE | ASKED * (bits & (1 << mine | 1 << 5))
+    word = VoteWord.COMPLETE | VoteWord.SAME_STATE | VoteWord.FINITE | VoteWord.GO_ON | VoteWord.IN_RANGE
+    word |= VoteWord.ASKED * (bits & (1 << mine | 1 << 5))
     world = World(Grid(3, 1), {}, agreed=[word])
     world.asking = (mine, 5)
     transaction = begun(world)
@@ -215,7 +208,7 @@ def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents
             continue
         transaction.gradients.expect(None, transaction.share.run)
         transaction.gradients.collect()
-        transaction.finish_slot(slots[0], slots[0], 1.0, 1.0)
+        transaction.attempt.finish_slot(slots[0], slots[0], 1.0, 1.0)
     assert given_up == ["all"]
     assert exponents.current == (60 + HEADROOM, before[1])
     assert transaction.maxima.reruns == 1
@@ -270,7 +263,7 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     def reply(rank: int) -> Reply:
         return like_me(grid.replica(rank), **({"fingerprint": 78} if rank == drifted else {}))
 
-    world = World(grid, {rank: reply(rank) for rank in range(1, grid.ranks)}, agreed=[COMPLETE])
+    world = World(grid, {rank: reply(rank) for rank in range(1, grid.ranks)}, agreed=[VoteWord.COMPLETE])
     transaction = begun(world)
     transaction.vote()
     assert not transaction.recover()
@@ -282,7 +275,7 @@ def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
 
 
 def test_drift_without_a_majority_names_the_replicas_of_each_state() -> None:
-    world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[COMPLETE])
+    world = World(Grid(2, 1), {1: like_me(1, 2, fingerprint=78)}, agreed=[VoteWord.COMPLETE])
     transaction = begun(world)
     transaction.vote()
     with pytest.raises(
@@ -335,10 +328,10 @@ def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
     transaction.gradients.expect(transaction.post, transaction.share.run)
     torch.stack([parameter.sum() for parameter in transaction.gradients.parameters]).sum().backward()
     transaction.gradients.collect()
-    transaction.finish_slot(0, 0, 3.0, 0.5)
+    transaction.attempt.finish_slot(0, 0, 3.0, 0.5)
     assert transaction.vote()
     assert (transaction.totals.loss, transaction.totals.weight) == (2 * 1.5, 2 * 0.5), "of two equal replicas"
-    assert transaction.contributed == [0]
+    assert transaction.attempt.contributed == [0]
 
 
 def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
@@ -413,7 +406,8 @@ def test_a_replica_that_has_just_joined_runs_nothing_in_that_step() -> None:
     """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
     world = World(Grid(3, 1), {})
     transaction = begun(world)
-    transaction.newcomers = 4, (0, 2)
+    transaction.adopt_step(4)
+    transaction.members_joined((0, 2), as_newcomer=False)
     for step, expected in ((4, {0: 0, 1: 3, 2: 0}), (5, {0: 1, 1: 1, 2: 1})):
         transaction.begin(step, 77)
         assert {share.replica: len(share.run) for share in transaction.layout.shares} == expected

@@ -11,7 +11,7 @@ import pytest
 from recover.job.grid import Grid
 from recover.job.spec import read_hang_limit
 from recover.launch.preflight import Refusal, check_hang_limit
-from recover.step.in_flight import HandedOut
+from recover.step.in_flight import MicrobatchesInFlight
 from recover.step.loop.clock import HostClock
 from recover.step.loop.stragglers import NOISE, WINDOW, Stragglers
 from recover.world.liveness.board import ACTIVITY, Board
@@ -254,7 +254,7 @@ def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() 
 def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
     world = SimpleNamespace(board=board, rank=0)
-    handed_out = HandedOut(world, None, None, HostClock())  # type: ignore[arg-type]
+    handed_out = MicrobatchesInFlight(world, None, None, HostClock())  # type: ignore[arg-type]
 
     def shown(*slots: int) -> tuple[bool, bool]:
         handed_out.pending = [(slot, 40 + slot) for slot in slots]

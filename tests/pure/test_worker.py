@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from patience import wait_until
 
-from recover.gradients.bucket_layout import Place
+from recover.gradients.bucket_layout import BucketSlice
 from recover.gradients.buckets import Bucket
 from recover.gradients.norm import squared_norm
 from recover.world.carriers.worker import Rest, Work, Worker
@@ -117,7 +117,7 @@ def test_a_device_is_asked_behind_a_sum_that_it_is_busy_with_and_a_host_waited_f
 
 
 def test_gradients_are_cut_out_of_the_result_of_this_step() -> None:
-    place = Place(torch.nn.Parameter(torch.zeros(2)), 0, torch.zeros(4)[1:3])
+    place = BucketSlice(torch.nn.Parameter(torch.zeros(2)), 0, torch.zeros(4)[1:3])
     first, second = torch.arange(4.0), torch.arange(4.0) + 10
     assert place.gradient_in(first).tolist() == [1, 2]
     first += 1

@@ -13,9 +13,10 @@ from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
 from simulated_training import LateWorker
 from training import small_world
 
+from recover.job.config_keys import read
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.train.config import parse, read
+from recover.train.config import parse
 from recover.train.trainer import Trainer
 from recover.world.world import World
 

@@ -1,4 +1,4 @@
-"""Cutting a model over the grid of a replica: what each rank keeps, what is cut, and what is held together."""
+"""Cuts a model over the grid of a replica: the parameters of each rank, and how ranks share them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def threed(
     param_dtype: torch.dtype | None = None,
     checkpoint_activations: bool = False,
 ) -> Pipeline:
-    """Cut `model` over the ranks of this replica and return this rank's part, to be trained by whole rounds:
+    """Cut `model` over the ranks of this replica and return this rank's part, to be trained by
+    whole rounds:
 
         for round in step.rounds(stream):
             step.backward(pipeline(round))  # or pipeline(round, weights=[...]), one for each microbatch
@@ -61,12 +62,12 @@ def threed(
 
 
 def _cut(pipeline: Pipeline, model: Any, mesh: ReplicaMesh) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
-    """Cut the matrices, start what is held together from the same bits, and say who holds what."""
+    """Cut the matrices, copy shared parameters from the first holder, and yield how each is shared."""
     cut = mesh.cut
     if cut.tp > 1:
         cut_ends(pipeline, mesh.device_mesh["tp"])
     if model.config.tied and hasattr(pipeline, "output"):
-        pipeline.output.weight = pipeline.embedding.weight  # cutting has torn them apart
+        pipeline.output.weight = pipeline.embedding.weight  # cutting has replaced one of them
     routers, experts = set(), set()
     for block in pipeline.blocks.values():
         if cut.tp > 1:

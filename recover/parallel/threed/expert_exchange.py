@@ -1,4 +1,4 @@
-"""Expert parallelism: rows travel to the ranks that hold their experts, and back."""
+"""Expert parallelism: sends rows to the ranks that hold their experts, and results back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 
 class Exchange:
-    """Each of the ranks of a group holds as many experts, in order, and brings rows for all of them."""
+    """Each rank of a group holds the same number of experts, in order, and has rows for all of
+    them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
@@ -27,7 +28,7 @@ class Exchange:
         dist.all_to_all_single(arriving, leaving, group=self._group)
         out, back = leaving.sum(1).tolist(), arriving.sum(1).tolist()
         arrived: torch.Tensor = _Travel.apply(rows, out, back, self._group)
-        # They come sorted by sender; each expert wants its own in one piece.
+        # They arrive sorted by sender; each expert needs its rows in one piece.
         experts = torch.arange(leaving.shape[1], device=rows.device).repeat(self._size)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
         results = compute(arrived[order], arriving.sum(0).tolist())
@@ -36,7 +37,8 @@ class Exchange:
 
 
 class _Travel(torch.autograd.Function):
-    """The first `leaving[0]` rows go to rank 0 of the group, and so on; gradients travel the other way."""
+    """Sends the first `leaving[0]` rows to rank 0 of the group, and so on; gradients go the other
+    way."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,5 @@
-"""The grid inside a replica, as torch's groups: who computes what with whom. Tensor-parallel ranks sit together."""
+"""The grid inside a replica, as torch's groups: who computes what with whom. Tensor-parallel
+ranks sit together."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Holders:
         dist.all_reduce(sums, group=self._group)
 
     def copy_from_first(self, tensor: torch.Tensor) -> None:
-        # Gloo sends and writes as many bytes as there are elements, from the first one on, whatever the strides are.
+        # Gloo sends and writes as many bytes as there are elements, from the first one on, whatever
+        # the strides are.
         values = tensor.contiguous()
         dist.broadcast(values, src=self.ranks[0], group=self._group)
         if values is not tensor:
@@ -32,13 +34,15 @@ class Holders:
 
 
 class ReplicaMesh:
-    """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a replica alike."""
+    """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a
+    replica alike."""
 
     def __init__(self, cut: ModelCut, device: torch.device, tied: bool) -> None:
         self.cut = cut
         self._ranks = torch.arange(cut.ranks).view(cut.pp, cut.ep, cut.tp)
-        # Not `init_device_mesh`: where the default group is bound to a GPU, it splits that group, and in torch 2.9 the
-        # gloo groups of one dimension would then use the same keys of the store.
+        # Not `init_device_mesh`: where the default group is bound to a GPU, it splits that group,
+        # and in torch 2.9 the gloo groups of one dimension would then use the same keys of the
+        # store.
         self.device_mesh = DeviceMesh.from_group(
             [self._along(axis) for axis in range(3)],
             device.type,
@@ -48,8 +52,8 @@ class ReplicaMesh:
         self.stage, self.expert, self.tensor = (
             int(i) for i in self.device_mesh.get_coordinate() or (0, 0, 0)
         )
-        # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp, and a tied embedding
-        # over both ends of the pipeline.
+        # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp,
+        # and a tied embedding over both ends of the pipeline.
         self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, cut.ep))
         self.over_ep_and_tp = self._group(self._ranks.reshape(cut.pp, -1))
         ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(cut.tp, -1)
@@ -64,7 +68,8 @@ class ReplicaMesh:
         return self.device_mesh.get_group("pp")
 
     def _along(self, axis: int) -> dist.ProcessGroup:
-        """The group of this rank along one dimension of the grid; the default group if all ranks are in it."""
+        """The group of this rank along one dimension of the grid; the default group if all ranks
+        are in it."""
         rows = self._ranks.movedim(axis, -1).reshape(-1, self._ranks.shape[axis])
         if len(rows) == 1:
             assert dist.group.WORLD is not None
@@ -74,7 +79,8 @@ class ReplicaMesh:
         return mine[1]
 
     def _group(self, rows: torch.Tensor) -> Holders | None:
-        """The group of this rank; None where each rank would be alone, or where this rank is in none."""
+        """The group of this rank; None where each rank would be alone, or where this rank is in
+        none."""
         mine = _new_groups(rows) if rows.shape[1] > 1 else None
         return Holders(*mine) if mine else None
 
@@ -82,7 +88,8 @@ class ReplicaMesh:
 def _new_groups(rows: torch.Tensor) -> tuple[list[int], dist.ProcessGroup] | None:
     """Make a group of each row, on all ranks alike; returns this rank's row and its group.
 
-    Groups have the timeout of the replica's own: a dead peer is found by the watcher, not by a clock.
+    Groups have the timeout of the replica's own: a dead peer is found by the watcher, not by a
+    clock.
     """
     mine = None
     for ranks in rows.tolist():

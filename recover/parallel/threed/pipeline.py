@@ -1,4 +1,5 @@
-"""The part of a model that one rank of the grid holds, and the schedules that run rounds of microbatches through it.
+"""The part of a model that one rank of the grid holds, and the schedules that run rounds of
+microbatches through it.
 
 Parameters keep the names of the whole model, so a checkpoint fits any other grid.
 """
@@ -32,7 +33,8 @@ IGNORED = -100  # torch's own: targets that do not count
 
 
 class Pipeline(torch.nn.Module):
-    """This rank's part of the model. Call it with a round: the losses of its microbatches, already differentiated."""
+    """This rank's part of the model. Call it with a round: the losses of its microbatches,
+    already differentiated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -64,15 +66,18 @@ class Pipeline(torch.nn.Module):
         self._losses: list[torch.Tensor] = []
 
     def make_stages(self) -> None:
-        """Last, when all modules are as they will be. They are views: the parameters stay under their own names."""
+        """Last, when all modules are as they will be. They are views: the parameters stay under
+        their own names."""
         cut, layers = self.mesh.cut, self.config.layers
         self._stages = tuple(Stage(self, index, cut.layers_of(index, layers)) for index in self._mine)
 
     def forward(self, round: Sequence[Batch], weights: Sequence[float] | None = None) -> torch.Tensor:
-        """Forward and backward of every microbatch of a round; returns their losses, on every rank of the replica.
+        """Forward and backward of every microbatch of a round; returns their losses, on every rank
+        of the replica.
 
-        A loss is the mean over the targets of a microbatch that are not -100. In the mean over the step it counts as
-        often as its weight says, the same list on all ranks: `weights=[1.0, ...]` if none is given.
+        A loss is the mean over the targets of a microbatch that are not -100. In the mean over
+        the step it counts as often as its weight says, the same list on all ranks:
+        `weights=[1.0, ...]` if none is given.
         """
         weights = [1.0] * len(round) if weights is None else [float(weight) for weight in weights]
         if len(weights) != len(round):
@@ -117,7 +122,8 @@ class Pipeline(torch.nn.Module):
         return float(self._tell(1))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter of the whole model, in the order of their names, on the first rank of the replica.
+        """Every parameter of the whole model, in the order of their names, on the first rank of the
+        replica.
 
         All its ranks must run through this; the others get nothing.
         """
@@ -152,9 +158,11 @@ class Pipeline(torch.nn.Module):
         return stack
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What backward starts from: this rank's part of the mean over the microbatch, as often as it counts.
+        """What backward starts from: this rank's part of the mean over the microbatch, as often as
+        it counts.
 
-        Expert-parallel ranks may have different numbers of targets: each divides by the number of all of them.
+        Expert-parallel ranks may have different numbers of targets: each divides by the number
+        of all of them.
         """
         number = self._stages[-1].microbatch
         total = F.cross_entropy(
@@ -179,14 +187,16 @@ class Pipeline(torch.nn.Module):
     def _schedule_for(self, count: int, rows: int, length: int) -> Any:
         """One at a time, made anew with stages of its own when a round differs from the one before.
 
-        A torch stage knows one number of microbatches, that of the last schedule set up over it: two schedules that
-        took turns on one stage would run with stale state. It holds buffers for all of them, so one is enough.
+        A torch stage knows one number of microbatches, that of the last schedule set up over it:
+        two schedules that took turns on one stage would run with stale state. It holds buffers
+        for all of them, so one is enough.
         """
         if self._made_for == (count, rows, length):
             return self._schedule
         cut = self.mesh.cut
         between = self._activation(rows, length, "meta").requires_grad_()
-        # Nobody receives these, but torch before 2.13 compares them with what the last stage returns.
+        # Nobody receives these, but torch before 2.13 compares them with what the last stage
+        # returns.
         logits = torch.empty(
             rows,
             length,
@@ -210,7 +220,8 @@ class Pipeline(torch.nn.Module):
             for stage in self._stages
         ]
         if cut.stages_per_rank > 1:
-            # Interleaving wants counts that divide into rounds; the other runs all forwards and then all backwards.
+            # Interleaving wants counts that divide into rounds; the other runs all forwards and
+            # then all backwards.
             fits = count % max(1, count // cut.pp) == 0
             kind = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
             self._schedule = kind(stages, count, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: the layers that are computed in one piece."""
+"""One stage of a pipeline: consecutive layers on one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 
 class Stage(torch.nn.Module):
-    """Consecutive layers, with the embedding before the first and the output after the last of the model."""
+    """Consecutive layers, with the embedding before the first and the output after the last of
+    the model."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -31,7 +32,8 @@ class Stage(torch.nn.Module):
         self.microbatch += 1
         if self.on_microbatch is not None:
             self.on_microbatch(self.microbatch, self.index)
-        # Tokens come whole. Between stages each tensor-parallel rank holds its part of the sequence.
+        # Tokens come whole. Between stages each tensor-parallel rank holds its part of the
+        # sequence.
         length = x.shape[1] * (1 if self.is_first else self._tp)
         for module in self.before:
             x = module(x)

@@ -1,8 +1,9 @@
-"""Tensor parallelism: which matrix is cut which way. Between blocks each rank holds its part of the sequence.
+"""Tensor parallelism: which matrix is cut which way. Between blocks each rank holds its part of the
+sequence.
 
-Matrices are cut by columns and then by rows, norms work on a rank's own part of the sequence (sequence parallelism),
-and the logits stay cut by vocabulary for a loss that never gathers them. A weight that the ranks hold whole, beside
-such cut ones, gets a part of its gradient on each of them.
+Matrices are cut by columns and then by rows, norms work on a rank's own part of the sequence
+(sequence parallelism), and the logits stay cut by vocabulary for a loss that never gathers them.
+A weight that all ranks hold whole gets a part of its gradient on each of them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def cut_block(block: Any, mesh: DeviceMesh) -> None:
 
 
 def cut_experts(experts: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Whole experts over the first dimension of the mesh, each expert's hidden channels over the second."""
+    """Whole experts over the first dimension of the mesh, each expert's hidden channels over the
+    second."""
     for name, hidden in (("w1", 1), ("w2", 2), ("w3", 1)):
         weight = distribute_tensor(getattr(experts, name).data, mesh, (Shard(0), Shard(hidden)))
         experts.register_parameter(name, torch.nn.Parameter(weight))
@@ -79,7 +81,8 @@ def is_experts(module: Any) -> bool:
 
 
 def _gather_around(experts: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Every rank routes the whole sequence and computes its channels of each expert: a part of every result."""
+    """Every rank routes the whole sequence and computes its channels of each expert: a part of
+    every result."""
 
     def gather(_: torch.nn.Module, inputs: tuple[DTensor, ...]) -> torch.Tensor:
         whole = inputs[0].redistribute(placements=[Replicate()])

@@ -1,1 +1,1 @@
-"""Looking on while a run goes: the live page, `recover status`, metrics, alerts. All of it is read from records."""
+"""Monitoring while a run goes on: the live page, `recover status`, metrics, alerts. All of it reads records only."""

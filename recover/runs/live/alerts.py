@@ -1,4 +1,4 @@
-"""`--on-incident CMD`: a command for every loss, with all that is known of it on stdin. Training waits for none."""
+"""`--on-incident CMD`: runs a command after every loss, with the facts on its stdin. Training never waits for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any, Self
 
 from recover.runs.live.view import RunView
 
-_LOOK = 0.5  # seconds between looks at the records
-_LIMIT = 60.0  # seconds that a command may take; then it is ended
-_CLOSING = 5.0  # seconds that are left to it when the job has ended
-_KNOWN = 1.0  # seconds in which an end is seen from beside: a cause that is unknown by then stays so
+_LOOK = 0.5  # seconds between two reads of the records
+_LIMIT = 60.0  # seconds that a command may take before it is killed
+_CLOSING = 5.0  # seconds that a command has left when the job has ended
+_KNOWN = 1.0  # seconds to wait for the launcher to record the cause of a loss
 
 
 class Alerts:
-    """A thread that looks at the records of a run, and runs the command, one at a time."""
+    """A thread that reads the records of a run and runs the command for each new loss, one at a time."""
 
     def __init__(self, run_dir: Path, command: str, say: Callable[[str], object]) -> None:
         self._view, self._command, self._say = RunView(run_dir), command, say
@@ -33,7 +33,7 @@ class Alerts:
         self._thread = threading.Thread(target=self._loop, name="recover-alerts", daemon=True)
 
     def __enter__(self) -> Self:
-        self._view.refresh()  # what a run that goes on has lost before is no news
+        self._view.refresh()  # losses of the run before it was resumed raise no alert
         self._told |= {incident["number"] for incident in self._view.incidents()}
         self._thread.start()
         return self
@@ -55,7 +55,7 @@ class Alerts:
                     or not incident["dead_ranks"]
                     or (incident["step"] is None and not last)
                 ):
-                    continue  # what no step tells of yet may be told by the next one
+                    continue  # the next step's incident may still name these ranks
                 seen = self._seen.setdefault(number, time.monotonic())
                 unknown = any(death["at"] is None for death in incident["first"])
                 if unknown and not last and time.monotonic() - seen < _KNOWN:
@@ -71,7 +71,7 @@ class Alerts:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # it is ended with all that it has started
+                start_new_session=True,  # so that its children are killed with it
             )
         except OSError as error:
             self._complain(str(error))

@@ -1,7 +1,8 @@
-"""The page beside a job. Until somebody asks for it there is a socket and a thread that sleeps; then a process serves.
+"""The live page of a running job. Until the first request there is only a socket and a thread that waits; then a
+process serves it.
 
-What readers do happens in that process. It goes when nobody has looked for a while, and it dies with whoever started
-it; if it dies of anything else, the next request starts another one.
+All work for readers happens in that process. It exits when there was no reader for a while and dies with the process
+that started it; if it crashes, the next request starts another one.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from pathlib import Path
 
 from recover.job.record_files import FILES
 
-FIRST_PORT, LAST_PORT = 8470, 8489  # where a page is looked for; if all are taken, anywhere
-ADDRESS = "page.url"  # in the run directory, while the page is there
+FIRST_PORT, LAST_PORT = 8470, 8489  # ports that are tried first; if all are taken, any free one
+ADDRESS = "page.url"  # file in the run directory with the address of the page, while it is served
 _TOKEN = "RECOVER_PAGE_TOKEN"
 _IDLE = 300.0  # seconds without a reader
-_LOOK = 1.0  # seconds between looks at the process: one that cannot live is not started more often than that
+_LOOK = 1.0  # seconds between checks of the process, and between two starts of one that keeps crashing
 _PR_SET_PDEATHSIG = 1
 
 
 def listen(port: int | None, bind: str = "127.0.0.1") -> socket.socket:
-    """A socket on this port; None: on one of the usual ones, or on any. Raises OSError, ValueError."""
+    """Bind a socket to this port; None: to one of the usual ports, or to any. Raises OSError, ValueError."""
     ip_address(bind)
     ports = [port] if port is not None else [*range(FIRST_PORT, LAST_PORT + 1), 0]
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -49,7 +50,8 @@ def listen(port: int | None, bind: str = "127.0.0.1") -> socket.socket:
 
 
 def token_for(bind: str) -> str:
-    """Needed where others than this host's users can ask. Not the job's own: whoever may look may not take part."""
+    """The page's token, for an address that other hosts can reach; "" on loopback. It differs from the job's token,
+    so that readers of the page cannot take part in the job."""
     return "" if ip_address(bind).is_loopback else secrets.token_urlsafe(24)
 
 
@@ -63,8 +65,8 @@ def address(listening: socket.socket, token: str) -> str:
 
 
 @contextmanager
-def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator[str]:
-    """While inside, the page of this run is there; gives its address."""
+def served_page(run_dir: Path, listening: socket.socket, token: str) -> Iterator[str]:
+    """Serve the page of this run while entered; yields its address."""
     place = run_dir / ADDRESS
     told = address(listening, token)
     try:
@@ -72,8 +74,8 @@ def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator
         with open(descriptor, "w") as file:
             file.write(told + "\n")
     except OSError:
-        pass  # a full disk: the page is there all the same
-    keeper = _Keeper(run_dir, listening, token)
+        pass  # a full disk: the page is served all the same
+    keeper = _ProcessKeeper(run_dir, listening, token)
     try:
         yield told
     finally:
@@ -81,8 +83,8 @@ def page_beside(run_dir: Path, listening: socket.socket, token: str) -> Iterator
         FILES.remove(place)
 
 
-class _Keeper:
-    """Starts the process when the first one asks, and again if it has gone."""
+class _ProcessKeeper:
+    """Starts the process at the first request, and again if it has exited."""
 
     def __init__(self, run_dir: Path, listening: socket.socket, token: str) -> None:
         self._run_dir, self._listening, self._token = run_dir, listening, token
@@ -102,7 +104,7 @@ class _Keeper:
             ready, _, _ = select.select([self._wake, self._listening.fileno()], [], [])
             if self._wake in ready:
                 return
-            # Of this thread's own: the process dies with the thread that started it.
+            # Started by this thread, because the process dies with the thread that started it.
             with subprocess.Popen(
                 [
                     sys.executable,
@@ -117,7 +119,7 @@ class _Keeper:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             ) as process:
                 while select.select([self._wake], [], [], _LOOK)[0] == []:
                     if process.poll() is not None:
@@ -128,7 +130,7 @@ class _Keeper:
 
 
 def serve(run_dir: Path, listening: socket.socket, token: str = "", idle: float | None = None) -> None:
-    """Until a signal comes, or nobody has looked for `idle` seconds."""
+    """Serve until a signal comes, or until there was no reader for `idle` seconds."""
     from recover.runs.live.server import PageServer
 
     with PageServer(run_dir, listening, token) as server:
@@ -151,7 +153,7 @@ def main(run_dir: str, descriptor: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
-    os.nice(10)  # the job comes first
+    os.nice(10)  # lower priority than the job
     listening = socket.socket(fileno=int(descriptor))
     serve(Path(run_dir), listening, os.environ.get(_TOKEN, ""), _IDLE)
 

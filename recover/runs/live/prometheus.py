@@ -1,4 +1,4 @@
-"""A run's numbers for Prometheus, under the names that TensorBoard has, with `recover_` before them."""
+"""A run's numbers for Prometheus: the names of TensorBoard, with the prefix `recover_`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CONTENT_TYPE", "exposition"]
 
 
 def exposition(view: RunView) -> bytes:
-    """What `/metrics` answers."""
+    """The answer to `/metrics`."""
     registry = CollectorRegistry()
     registry.register(_Run(view))
     return generate_latest(registry)

@@ -1,5 +1,5 @@
-"""What each rank does now: by the board of this host, for other hosts by what its agent hears of theirs, otherwise as
-far as the records go."""
+"""What each rank does now: from the board of this host; for ranks on other hosts from this host's agent; otherwise
+from the records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", 
 
 
 def session_of(start: Line) -> Path | None:
-    """The session of a job that runs on this host, for whoever may look into it."""
+    """The session directory of a job that runs on this host, if this user may read it."""
     for session in (start.get("sessions") or {"": start.get("session")}).values():
         try:
             if session and (Path(session) / "board").exists():
                 return Path(session)
-        except OSError:  # another user's
+        except OSError:  # of another user
             pass
     return None
 
@@ -36,9 +36,10 @@ def ranks_now(
     last: Line,
     seats: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One entry per rank: what it does, since when (seconds since 1970), in which step, over which slots, where.
+    """One entry per rank: what it does, since when (seconds since 1970), in which step, with which slots, on which
+    host.
 
-    `seats`: the hosts of the ranks, where there are several.
+    `seats`: the hosts of the ranks, in a job on several hosts.
     """
     size, count = int(start.get("replica_size", 1)), int(start.get("ranks", 0))
     exits = {
@@ -46,27 +47,39 @@ def ranks_now(
     }
     session = session_of(start)
     board, others = (_board(session), other_hosts.found(session)) if session else (None, {})
-    found = []
-    # Those who are on their way in are known to the boards alone.
+    # Ranks that are about to join are only on the boards.
     there = {*(board.living() if board else ()), *others}
     coming = {rank for rank in there if rank >= count} - {*joined, *gone, *exits}
-    for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]:
-        host = (seats.get(str(rank)) or start).get("host", "")
-        entry: dict[str, Any] = {"rank": rank, "replica": rank // size, "host": host}
+
+    def activity(rank: int) -> dict[str, Any]:
         if rank in gone or rank in exits:
-            line = exits.get(rank, {})
-            well = rank not in gone and line.get("words", {}).get("end") == "done"
-            why = gone[rank].cause.short if rank in gone else ""
-            entry |= {"doing": DONE if well else GONE, "since": line.get("at"), "why": why}
-            entry |= {"step": line.get("step", 0), "slots": []}
-        elif board is not None and rank < board.size and board.is_here(rank):
-            entry |= _shown(board.now(rank), board.state(rank), rank in coming)
-        elif rank in others:
-            entry |= _shown(*others[rank], rank in coming)
-        else:
-            entry |= {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
-        found.append(entry)
-    return found
+            return _exited(exits.get(rank, {}), gone.get(rank))
+        if board is not None and rank < board.size and board.is_here(rank):
+            return _shown(board.now(rank), board.state(rank), rank in coming)
+        if rank in others:
+            return _shown(*others[rank], rank in coming)
+        return {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
+
+    return [
+        {
+            "rank": rank,
+            "replica": rank // size,
+            "host": (seats.get(str(rank)) or start).get("host", ""),
+            **activity(rank),
+        }
+        for rank in [*range(count), *sorted({*coming, *(rank for rank in joined if rank >= count)})]
+    ]
+
+
+def _exited(line: Line, death: Death | None) -> dict[str, Any]:
+    is_done = death is None and line.get("words", {}).get("end") == "done"
+    return {
+        "doing": DONE if is_done else GONE,
+        "since": line.get("at"),
+        "why": death.cause.short if death else "",
+        "step": line.get("step", 0),
+        "slots": [],
+    }
 
 
 def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:
@@ -79,5 +92,5 @@ def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:
 def _board(session: Path) -> Board | None:
     try:
         return Board(session / "board", (session / "board").stat().st_size // (8 * COLUMNS))
-    except (OSError, ValueError):  # it went just now
+    except (OSError, ValueError):  # it exited just now
         return None

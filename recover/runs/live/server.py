@@ -1,8 +1,7 @@
-"""The page's server: one run, read only, for few readers, by the standard library.
+"""The HTTP server of the live page: one run, read only, for few readers, from the standard library.
 
-It runs in a process of its own, so whatever readers do, the job does not notice. Nothing but the run's records is
-served, nothing is written, and a request that makes no sense is answered and forgotten. On an address that others can
-reach, everything needs the token.
+It runs in a process of its own, so that readers cannot disturb the job. It serves the run's records and writes
+nothing. On an address that other hosts can reach, every request needs the token.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from urllib.parse import parse_qs, urlsplit
 from recover.job.optional_packages import MissingExtra, need
 from recover.runs.live.view import POINTS, RunView
 
-READERS = 64  # connections at once; more are turned away
-_TICK = 0.25  # seconds between looks at the records for a page that is open
-_BEAT = 10.0  # seconds: a page that hears nothing for longer is not connected any more
-_PATIENCE = 5.0  # seconds that a reader may take to accept what it was sent; it comes again and catches up
-_CATCH_UP = 300  # steps that are sent one by one; who has missed more gets the whole curve anew
+READERS = 64  # connections at once; more are rejected
+_TICK = 0.25  # seconds between two reads of the records for an open page
+_BEAT = 10.0  # seconds without an event after which a page counts as disconnected
+_PATIENCE = 5.0  # seconds that a reader may take to accept data; afterwards it reconnects and catches up
+_CATCH_UP = 300  # steps that are sent one by one; a page that has missed more gets the whole curve
 _COOKIE = "recover_token"
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -78,7 +77,7 @@ class PageServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "recover", ""
-    timeout = 10.0  # seconds for a request to come in
+    timeout = 10.0  # seconds for a request to arrive
     protocol_version = "HTTP/1.0"  # each answer ends its connection
 
     def do_GET(self) -> None:
@@ -87,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may(query):
             return
         if url.path == "/":
-            if "token" in query:  # out of the address bar, and out of what is sent on
+            if "token" in query:  # keeps the token out of the address bar and of the Referer header
                 self.send_response(HTTPStatus.SEE_OTHER)
                 self.send_header("Location", "/")
                 self.send_header(
@@ -178,22 +177,22 @@ class _Handler(BaseHTTPRequestHandler):
         for event in events(self.server.view, self.headers.get("Last-Event-ID", "")):
             try:
                 self.wfile.write(event)
-            except OSError:  # gone, or too slow: it comes again
+            except OSError:  # gone, or too slow: it reconnects
                 return
 
 
 def status(view: RunView) -> dict[str, Any]:
-    """All that is known of a run, curves aside."""
+    """All facts about a run, without the curves."""
     return {**view.state(), "ranks": view.ranks(), "losses": view.incidents()}
 
 
 def events(view: RunView, last: str = "", tick: float = _TICK) -> Iterator[bytes]:
-    """Server-sent events, for ever: first what a page that saw event `last` has missed, then whatever is new."""
+    """Server-sent events, without end: first what a page that saw event `last` has missed, then new ones."""
     generation, count = _read_id(last)
     state = incidents = ""
     ranks: dict[int, str] = {}
     whole, quiet = 0, time.monotonic()
-    yield b"retry: 1000\n\n"  # milliseconds, after which a page that has lost its server asks again
+    yield b"retry: 1000\n\n"  # milliseconds after which a page reconnects
     while True:
         view.refresh()
         said: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A run in the terminal: the same as on the page."""
+"""A run in the terminal, with the content of the live page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recover.runs.live.view import RunView
 from recover.runs.records.goodput import PARTS
 
 _LOOK = 0.5  # seconds
-_SHOWN = 8  # incidents: the last ones
+_SHOWN = 8  # incidents that are shown, the last ones
 _LETTERS = {
     "starting": "S", "warming up": "W", "preparing": "P", "computing": "C", "reducing": "R", "voting": "V",
     "repairing": "!", "updating": "U", "between steps": "B", "ending": "E", "stopped": "Z", "gone": "x",
     "done": ".", "not known": "?", "joining": "J",
 }  # fmt: skip
-_GRID = 256  # ranks; more are only counted
+_GRID = 256  # ranks that are shown; more are only counted
 
 
 def newest(place: Path) -> Path:
-    """The run that was written to last."""
+    """The run directory that was written to last."""
     found = [
         path for path in place.glob("*") if any((path / n).exists() for n in ("job.jsonl", "steps.jsonl"))
     ]
@@ -40,7 +40,7 @@ def once(view: RunView) -> None:
 
 
 def follow(view: RunView) -> None:
-    """Until the run has ended, or Ctrl-C."""
+    """Update until the run has ended, or Ctrl-C."""
     with Live(shown(view), console=Console(highlight=False), refresh_per_second=4) as live:
         try:
             while view.state()["state"] == "running":
@@ -67,19 +67,21 @@ def shown(view: RunView) -> RenderableType:
             parts.append(Text("  " + (" " if size > 1 else "").join(cells)))
     if len(incidents) > _SHOWN:
         parts.append(Text(f"... {len(incidents) - _SHOWN} losses before these"))
-    for one in incidents[-_SHOWN:]:
-        where = "no committed step tells of it" if one["step"] is None else f"step {one['step']}"
-        happened = []
-        if one["dead_replicas"]:
-            lost = ", ".join(map(str, one["dead_replicas"]))
-            happened.append(f"lost replica {lost}; {one['cause'] or 'cause unknown'}")
-        if one["joined_replicas"]:
-            happened.append(f"replica {', '.join(map(str, one['joined_replicas']))} joined")
-        took = sum(one["phases"].values())
-        parts.append(Text(f"{one['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"))
+    parts += [Text(_incident(incident)) for incident in incidents[-_SHOWN:]]
     for replica, seen in state["stragglers"].items():
         parts.append(Text(f"replica {replica} took up to {seen['factor']:g} times as long as the others"))
     return Group(*parts)
+
+
+def _incident(incident: dict[str, Any]) -> str:
+    where = "no committed step tells of it" if incident["step"] is None else f"step {incident['step']}"
+    happened = []
+    if lost := ", ".join(map(str, incident["dead_replicas"])):
+        happened.append(f"lost replica {lost}; {incident['cause'] or 'cause unknown'}")
+    if joined := ", ".join(map(str, incident["joined_replicas"])):
+        happened.append(f"replica {joined} joined")
+    took = sum(incident["phases"].values())
+    return f"{incident['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"
 
 
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""Steps and repairs as OpenTelemetry traces (extra `otel`): made from the records, by a thread beside the job.
+"""Steps and repairs as OpenTelemetry traces (extra `otel`), made from the records by a thread of the launcher.
 
-A step is a trace of its own; what was repaired in it are spans inside, each with its phases. Where they are sent is
-what OpenTelemetry's own variables say (OTEL_EXPORTER_OTLP_ENDPOINT).
+Every step is a trace; its repairs are child spans, with one span per phase. The standard variables of OpenTelemetry
+(OTEL_EXPORTER_OTLP_ENDPOINT) name the receiver.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import set_span_in_context
 
 from recover.runs.records.curves import curves
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.kinds import Line
-from recover.runs.records.tail import Follower
 
-_LOOK = 0.5  # seconds between looks at the records
-_PHASES = (
-    "detect",
-    "repair",
-    "restore",
-    "redo",
-    "transfer",
-)  # one after the other, from when the loss was noticed
+_LOOK = 0.5  # seconds between two reads of the records
+# In this order, from the moment when the loss was noticed.
+_PHASES = ("detect", "repair", "restore", "redo", "transfer")
 
 
 class Traces:
-    """While inside, every step and every repair that is written down becomes a span. Training waits for none of it."""
+    """Exports every step and every repair that is recorded while entered. Training never waits for it."""
 
     def __init__(self, run_dir: Path, exporter: SpanExporter | None = None) -> None:
         if exporter is None:
@@ -41,11 +36,7 @@ class Traces:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("recover")
-        self._steps, self._incidents = (
-            Follower(run_dir / "steps.jsonl"),
-            Follower(run_dir / "incidents.jsonl"),
-        )
-        self._untold: list[Line] = []
+        self._feed = RunFeed(run_dir, new_only=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="recover-traces", daemon=True)
 
@@ -62,12 +53,8 @@ class Traces:
         last = False
         while not last:
             last = self._stop.wait(_LOOK)
-            steps = self._steps.read()  # before incidents: those of a step are written before it
-            self._untold += self._incidents.read()
-            for line in steps:
-                inside = [one for one in self._untold if one["step"] <= line["step"]]
-                self._untold = [one for one in self._untold if one not in inside]
-                self._tell(line, inside)
+            for line, incidents in self._feed.read().steps:
+                self._tell(line, incidents)
 
     def _tell(self, line: Line, incidents: list[Line]) -> None:
         if "at" not in line:

@@ -1,4 +1,4 @@
-"""A run as it stands, kept up to date from its records: what the page, `recover status` and the metrics show."""
+"""The state of a run, kept up to date from its records, for the page, `recover status` and the metrics."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import yaml
 
 from recover.runs.live.ranks import ranks_now, session_of
 from recover.runs.records.curves import curves
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import TimeAccount
 from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Story, stories
-from recover.runs.records.tail import Tail
 
-POINTS = 600  # of a curve: more than a screen can show
+POINTS = 600  # points of a curve: more than a screen can show
 COLUMNS = ("step", "loss", "microbatches", "replicas", "tokens_per_second")
-_RECENT = 32  # steps whose speed tells when the run will be through
-_FRESH = 0.1  # seconds: looks that come sooner see what the last one saw
+_RECENT = 32  # last steps, from whose speed the remaining time is estimated
+_FRESH = 0.1  # seconds in which a second refresh reads nothing
 _SMOOTH = 0.2
 PHASES = ("detect", "repair", "restore", "redo", "transfer")
 
 
 class RunView:
-    """One run. `refresh` reads what is new; the rest tells. May be used by several threads."""
+    """One run. `refresh` reads what is new; the other methods report it. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.resolve().name
@@ -38,17 +38,13 @@ class RunView:
         self._looked = 0.0
         self._mappings: dict[str, tuple[tuple[int, ...], Line]] = {}
         self._stories: tuple[tuple[int, ...], list[Story]] = ((), [])
-        self.generation = int(
-            time.time()
-        )  # one more whenever all that was told counts no more; others after a restart
+        # Changes whenever earlier answers no longer hold, also if this process is restarted.
+        self.generation = int(time.time())
         self._forget()
 
     def _forget(self) -> None:
         self.generation += 1
-        self._steps, self._incident_lines = (
-            Tail(self.run_dir / "steps.jsonl"),
-            Tail(self.run_dir / "incidents.jsonl"),
-        )
+        self._feed = RunFeed(self.run_dir)
         self._columns = {name: array("d") for name in COLUMNS}
         self._incidents: list[Line] = []
         self._job: list[Line] = []
@@ -57,31 +53,29 @@ class RunView:
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
         self._reruns = 0
-        self._batches: dict[int, int] = {}  # of the steps with incidents
+        self._batches: dict[int, int] = {}  # microbatches of the steps with incidents
         self._tokens = 0
-        self._spans: deque[tuple[float, float]] = deque(
-            maxlen=_RECENT
-        )  # tokens and seconds of the last few steps
+        # Tokens and seconds of the last few steps.
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._account = TimeAccount()
-        self._fed = 0
 
     @property
     def count(self) -> int:
-        """Committed steps that have been read."""
+        """Number of committed steps that have been read."""
         return len(self._columns["step"])
 
     def refresh(self, at_once: bool = False) -> None:
-        """Read what is new; for many readers no more often than they can tell, unless asked `at_once`."""
+        """Read what is new. Calls in quick succession read once, unless `at_once`."""
         with self._lock:
             if time.monotonic() - self._looked < _FRESH and not at_once:
                 return
             self._looked = time.monotonic()
-            if not self._read():  # cut or replaced: once more from the beginning
+            if not self._read():  # rolled back or started again: read it from the beginning
                 self._forget()
                 self._read()
 
     def _read(self) -> bool:
-        """Steps before incidents: a step's incidents are written before it, so none of them can be missing then."""
+        """Returns False if the run was rolled back or started again, and must be read from its beginning."""
         size = sum(path.stat().st_size for path in job_files(self.run_dir) if path.exists())
         if size != self._job_size:
             before, self._job, self._job_size = launches(self._job), job_lines(self.run_dir), size
@@ -89,23 +83,17 @@ class RunView:
             if self.count and [one.started for one in before] != [one.started for one in after]:
                 return False
             self._account.launches = after
-        steps, anew = self._steps.read()
-        incidents, anew_too = self._incident_lines.read()
-        if anew or anew_too:
+        update = self._feed.read()
+        if update.restarted:
             return False
-        self._incidents += incidents
-        by_step: dict[int, list[Line]] = {}
-        for incident in self._incidents:
-            by_step.setdefault(incident["step"], []).append(incident)
-        if steps:
+        self._incidents += update.incidents
+        if update.steps:
             self._account.replicas = self.config.get("replicas") or 0
-        for line in steps:
-            self._add(line, by_step.get(line["step"], []))
+        for line, incidents in update.steps:
+            self._add(line, incidents)
         return True
 
     def _add(self, line: Line, incidents: list[Line]) -> None:
-        if self.count and line["step"] <= self._columns["step"][-1]:
-            return  # written twice by two writers
         values = curves(line)
         for name in COLUMNS:
             self._columns[name].append(float(line["step"] if name == "step" else values.get(name, "nan")))
@@ -130,7 +118,7 @@ class RunView:
         return self._mapping("summary.json")
 
     def _mapping(self, name: str) -> Line:
-        """Read again only when it has changed."""
+        """The content of a YAML or JSON file, read again only if it has changed."""
         path = self.run_dir / name
         try:
             found = path.stat()
@@ -142,31 +130,18 @@ class RunView:
         return self._mappings[name][1]
 
     def state(self) -> dict[str, Any]:
-        """How the run stands, in numbers."""
+        """The state of the run, in numbers."""
         with self._lock:
-            config, summary, start = self.config, self.summary, self._start()
-            ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
-            running = bool(session_of(start)) or (not ended and not summary and bool(start))
-            tokens, seconds = (
-                (sum(column) for column in zip(*self._spans, strict=True)) if self._spans else (0, 0)
-            )
-            step, planned = int(self._last.get("step", 0)), config.get("steps")
+            config, start = self.config, self._start()
             size = int(start.get("replica_size", 1))
-            per_step = seconds / len(self._spans) if self._spans else 0.0
-            until = (summary.get("goodput") or {}).get("until")
-            stories = self.stories()
             return {
                 "name": self.name,
-                "state": "finished" if summary and not running else "running" if running else "ended",
-                "step": step,
-                "steps": planned,
+                **self._progress(),
                 "global_batch": config.get("global_batch") or self._first("microbatches"),
                 "microbatches": self._last.get("microbatches"),
                 "loss": self._last.get("loss"),
                 "values": self._values,
                 "tokens": self._tokens,
-                "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
-                "eta_seconds": round((planned - step) * per_step, 1) if planned and running else None,
                 "replicas": self._last.get("replicas"),
                 "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
                 "replica_size": size,
@@ -175,18 +150,34 @@ class RunView:
                     | (self._placement().get("hosts") or {}).keys()
                 ),
                 "epoch": self._last.get("epoch"),
-                "goodput": self._account.told(until),
-                "incidents": len(stories),
+                "goodput": self._account.report((self.summary.get("goodput") or {}).get("until")),
+                "incidents": len(self.stories()),
                 "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
                 "stragglers": self._stragglers,
                 "reruns": self._reruns,
                 "started": start.get("at"),
                 "updated": self._last.get("at"),
-                "unreadable": self._steps.unreadable + self._incident_lines.unreadable,
+                "unreadable": self._feed.unreadable,
             }
 
+    def _progress(self) -> dict[str, Any]:
+        """Whether it runs, its step, and its speed over the last steps."""
+        start, summary, planned = self._start(), self.summary, self.config.get("steps")
+        ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
+        running = bool(session_of(start)) or (not ended and not summary and bool(start))
+        tokens, seconds = sum(tokens for tokens, _ in self._spans), sum(seconds for _, seconds in self._spans)
+        step = int(self._last.get("step", 0))
+        left = (planned - step) * seconds / max(1, len(self._spans)) if planned and running else None
+        return {
+            "state": "running" if running else "finished" if summary else "ended",
+            "step": step,
+            "steps": planned,
+            "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+            "eta_seconds": None if left is None else round(left, 1),
+        }
+
     def series(self, points: int = POINTS) -> dict[str, Any]:
-        """The curves, of at most so many points: of each stretch the mean, and of the loss the extremes, too."""
+        """The curves, with at most `points` points: of each interval the mean, and of the loss also the extremes."""
         with self._lock:
             table = {
                 name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()
@@ -212,12 +203,12 @@ class RunView:
             least = np.fmin.reduceat(table["microbatches"], cuts)
             most = np.fmax.reduceat(table["microbatches"], cuts)
             batch = table["microbatches"][0]
-            # One step that is not on B microbatches must not vanish among many that are.
+            # A single step with another number of microbatches than B must not be averaged away.
             shown["microbatches"] = np.where(np.abs(least - batch) > np.abs(most - batch), least, most)
         return {"count": count, **{name: _numbers(values) for name, values in shown.items()}}
 
     def since(self, count: int) -> list[list[float | None]]:
-        """The steps after the first `count` ones, each as the columns."""
+        """The steps after the first `count` ones, as rows of the columns."""
         with self._lock:
             return [
                 [_number(self._columns[name][row]) for name in COLUMNS] for row in range(count, self.count)
@@ -231,7 +222,8 @@ class RunView:
             return self._stories[1]
 
     def incidents(self) -> list[dict[str, Any]]:
-        """Every loss, with its first cause, its timeline and what the step was committed on; and who has joined."""
+        """Every loss with its root cause, its timeline and the microbatches that its step was committed with; and
+        every join."""
         with self._lock:
             told = {story.number: story for story in self.stories()}
             came = {
@@ -263,7 +255,7 @@ class RunView:
         }
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What each rank does: from the board of a job on this host, or as far as the records tell."""
+        """What each rank does: from the board of a job on this host, or from the records."""
         with self._lock:
             gone = {
                 death.rank: death
@@ -276,7 +268,7 @@ class RunView:
             return ranks_now(self._start(), self._job, gone, joined, self._last, seats)
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
-        """The end of a rank's log; None if there is none, or if it lies elsewhere."""
+        """The end of a rank's log; None if there is none, or if it is outside the run directory."""
         path = self.run_dir / "ranks" / f"{rank}.log"
         try:
             if not path.resolve(strict=True).is_relative_to(self.run_dir.resolve()):
@@ -294,7 +286,7 @@ class RunView:
         return next((line for line in reversed(self._job) if line["what"] == "start"), {})
 
     def _placement(self) -> Line:
-        """Of a job on several hosts; the directory may hold that of an earlier one."""
+        """The placement of a job on several hosts. (The file may be left over from an earlier job.)"""
         return self._mapping(PLACEMENT) if "run" in self._start() else {}
 
     def _first(self, name: str) -> int | None:
@@ -302,7 +294,7 @@ class RunView:
 
 
 def _mapping(path: Path) -> Line:
-    """Anything unreadable counts as missing."""
+    """The content of a YAML or JSON file; empty if it cannot be read."""
     try:
         text = path.read_bytes()
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

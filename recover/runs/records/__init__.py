@@ -1,1 +1,1 @@
-"""What a run writes down, line by line: the kinds of records, the one who writes them, and those who read along."""
+"""The records of a run: their kinds, the files of JSON lines, the feed that reads them, causes of deaths, goodput."""

@@ -1,4 +1,4 @@
-"""Why a rank ended: the first of these rules that fits what is known of it (a line of `job.jsonl`)."""
+"""Why a rank ended: the first rule that fits what is known of it (a line of `job.jsonl`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from recover.runs.records.kinds import Line
 
-# Exceptions that all survivors raise alike: they follow from what came before.
+# Exceptions that all survivors raise: consequences of an earlier loss.
 AGREED = ("PoisonedSampleError", "StateDivergedError")
 _XIDS = {
     13: "a fault in a kernel",
@@ -24,12 +24,12 @@ _XIDS = {
     95: "an uncontained ECC error",
     119: "the GPU's own processor does not answer",
 }
-_OF_PROGRAMS = (13, 31, 43, 45)  # those that a kernel of the program causes, most often
+_OF_PROGRAMS = (13, 31, 43, 45)  # those that a kernel of the program usually causes
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why one rank ended: in a few words, in a sentence, and what to do."""
+    """Why one rank ended: in a few words, in a sentence, and what to do about it."""
 
     kind: str
     short: str
@@ -42,8 +42,8 @@ class Launched:
     number: int
     start: Line
     exits: list[Line] = field(default_factory=list)
-    heard: dict[int, Line] = field(default_factory=dict)  # by rank: what was heard of it on another host
-    ending: float = float("inf")  # from here on the launcher ended what was left
+    heard: dict[int, Line] = field(default_factory=dict)  # by rank: what another host's agent reported
+    ending: float = float("inf")  # when the launcher began to end the remaining ranks
 
     @property
     def replica_size(self) -> int:
@@ -85,7 +85,7 @@ def _lost_with_its_host(line: Line, launch: Launched, all_lines: Sequence[Line])
 
 
 def _heard_of(line: Line, *_: object) -> Cause | None:
-    """All that is known is what the agent of another host has said."""
+    """Only what the agent of another host has reported is known."""
     heard = line.get("heard")
     if heard is None or set(line) > {"rank", "at", "heard"}:
         return None
@@ -120,7 +120,8 @@ def _out_of_memory(line: Line, *_: object) -> Cause | None:
 
 
 def _gpu_failed(line: Line, *_: object) -> Cause | None:
-    """The kernel names the process; the GPU's own word counts for one that died of what a GPU does."""
+    """The kernel names the process. The GPU's own report counts only for a rank that died as GPU failures make it
+    die."""
     said = [text for text in line.get("kernel", ()) if "Xid" in text and _is_of(line, text)]
     words = line.get("words", {})
     if re.search("CUDA|NCCL|Accelerator|cuda", f"{words.get('kind')} {_detail(line)}") or line.get("crash"):
@@ -148,7 +149,7 @@ def _gpu_failed(line: Line, *_: object) -> Cause | None:
 
 
 def _is_of(line: Line, text: str) -> bool:
-    """Whether a line of the kernel's, if it names a process at all, names this one."""
+    """Whether a line of the kernel names this process, or none at all."""
     named = re.search(r"pid='?(\d+)", text)
     return named is None or int(named[1]) == line.get("pid")
 
@@ -188,7 +189,7 @@ def _poisoned(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause 
             "agreed",
             "ended as all agreed",
             f"it ended as all survivors did: {_detail(line)}",
-            "mend what came first",
+            "fix the first cause",
         )
     if not mine:
         return None
@@ -199,8 +200,8 @@ def _poisoned(line: Line, launch: Launched, all_lines: Sequence[Line]) -> Cause 
         return Cause(
             "poison",
             f"broken by sample {sample}",
-            f"{what} breaks whoever computes it: {_detail(line) or note.get('why', '')}{_place(line)}",
-            "mend or skip this sample; the run goes on from its last checkpoint",
+            f"{what} breaks every replica that computes it: {_detail(line) or note.get('why', '')}{_place(line)}",
+            "fix or skip this sample; the run goes on from its last checkpoint",
         )
     return None
 
@@ -230,7 +231,7 @@ def _fenced(line: Line, *_: object) -> Cause | None:
         "stopped" if stopped else "hung",
         f"{'was stopped' if stopped else 'hung'}, and was fenced",
         f"its peers ended it: {_detail(line)}",
-        "find who sent it SIGSTOP: a debugger, a scheduler that suspends, a person"
+        "find what sent it SIGSTOP: a debugger, a scheduler that suspends jobs, a person"
         if stopped
         else "its log says where it was; a device or a file system that does not answer is usual",
     )
@@ -249,7 +250,7 @@ def _excluded(line: Line, *_: object) -> Cause | None:
 
 
 def eviction(line: Line) -> str:
-    """Why the others went on without it: what it said itself, or what they have written down; "" if they did not."""
+    """Why the other replicas evicted it, by its own word or by their records; "" if they did not."""
     said = re.search(r"was evicted: (.*?)(; the members are now .*)?$", _detail(line))
     return said[1] if said else str(line.get("evicted", ""))
 
@@ -260,7 +261,7 @@ _BAD_MEMORY = (
 )
 _NOT_GIVEN = (
     "let all replicas set it alike, from what a committed step tells (step.index, step.loss); if the replica has "
-    "joined, give recover.Step what your loop keeps beside it (scheduler=, extra=)"
+    "joined, give recover.Step the rest of the state of your loop (scheduler=, extra=)"
 )
 
 
@@ -318,7 +319,7 @@ def _killed(line: Line, *_: object) -> Cause | None:
         f"killed by {signal}",
         f"somebody outside of the job sent it {signal}: it left no last words and no crash, and the kernel reported "
         "no lack of memory",
-        "ask who may kill processes on this host: a person, a scheduler, a health check, earlyoom or systemd-oomd",
+        "find what kills processes on this host: a person, a scheduler, a health check, earlyoom or systemd-oomd",
     )
 
 
@@ -336,7 +337,7 @@ def _left(line: Line, *_: object) -> Cause | None:
         "left",
         how,
         text,
-        "look for who ends the process in its code and its libraries",
+        "look for an exit of the process in its code and its libraries",
     )
 
 
@@ -345,7 +346,7 @@ def _unknown(line: Line) -> Cause:
     if line.get("words"):
         known.append(_detail(line))
     if "at" not in line:
-        known.append("nobody saw its end: it was on another host, or its launcher was gone")
+        known.append("its end was not seen: it was on another host, or its launcher was gone")
     elif not known:
         known.append("no last words, no crash, no exit status (Linux before 6.15 does not tell it)")
     return Cause(
@@ -353,7 +354,7 @@ def _unknown(line: Line) -> Cause:
     )
 
 
-# In this order: what somebody else can prove before what the rank itself believed.
+# Evidence of others comes before what the rank itself believed.
 _RULES: tuple[Callable[[Line, Launched, Sequence[Line]], Cause | None], ...] = (
     _lost_with_its_host,
     _orphaned,

@@ -1,10 +1,10 @@
-"""The numbers that a run shows, and what each is: one name, on every screen that draws curves."""
+"""The numbers of a run that are plotted, each with one name in all tools."""
 
 from __future__ import annotations
 
 from recover.runs.records.kinds import Line
 
-# In TensorBoard and Weights & Biases under these names, in Prometheus with `recover_` before them.
+# Names in TensorBoard and Weights & Biases; in Prometheus with the prefix `recover_`.
 CURVES = {
     "loss": "training loss of the last committed step",
     "heldout_loss": "loss on held-out data, where it was last evaluated",
@@ -20,7 +20,7 @@ CURVES = {
 
 
 def curves(line: Line) -> dict[str, float]:
-    """What there is to draw of a committed step."""
+    """The numbers of a committed step that are plotted."""
     values = {name: line[name] for name in CURVES if isinstance(line.get(name), int | float)}
     if line.get("seconds") and "tokens" in line:
         values["tokens_per_second"] = line["tokens"] / line["seconds"]

@@ -1,7 +1,7 @@
-"""Goodput: how much of all GPU time since the start went into steps that count, and where the rest went.
+"""Goodput: the part of all GPU time since the start that went into committed steps, and what the rest was spent on.
 
-All time of all ranks, from when a launch began until its end, is dealt out in whole milliseconds, so the parts add up
-to the total exactly. docs/watch.md says what each part means; nothing but the records is asked.
+All time of all ranks, from the start of a launch to its end, is attributed in whole milliseconds, so that the parts
+add up to the total exactly. docs/watch.md explains each part. Only records are read.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recover.runs.records.feed import with_incidents
 from recover.runs.records.kinds import Line
 
-# Where time may go, and what it is called; the first two are what is wanted.
+# Parts of the time with their descriptions; the first two are productive.
 PARTS = {
     "computing": "computing microbatches that were committed",
     "exchange": "reduction, vote and update",
@@ -30,36 +31,36 @@ PARTS = {
     "lost_capacity": "capacity of lost replicas",
 }
 PRODUCTIVE = ("computing", "exchange")
-USUAL = 64  # calm steps whose exchange is the usual one
+USUAL = 64  # undisturbed steps from which the usual time of an exchange is taken
 
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """One start of the job; a run that was resumed has several."""
+    """One start of the job; a resumed run has several."""
 
     started: float  # seconds since 1970, as all times here
-    replicas: int = 0  # that it began with; 0: not known
+    replicas: int = 0  # at its start; 0: not known
     replica_size: int = 1
     ended: float | None = None
 
 
 @dataclass
 class TimeAccount:
-    """Fed with the committed steps in their order; `told()` at any moment."""
+    """Takes the committed steps in order; `report()` gives the account at any moment."""
 
     launches: Sequence[LaunchTime] = ()
-    replicas: int = 0  # at the start, where no launch tells
+    replicas: int = 0  # at the start, if no launch is recorded
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # milliseconds of ranks
     total: int = 0
-    _launch: int = -1  # which of the launches the last step belongs to
-    _at: int = 0  # up to where all time is dealt out, in milliseconds
+    _launch: int = -1  # the launch of the last step
+    _at: int = 0  # all time before this moment is attributed, in milliseconds
     _alive: int = 0
     _calm: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
 
     def add(self, line: Line, incidents: Iterable[Line] = ()) -> None:
-        """The next committed step, and what was repaired in it."""
+        """Add the next committed step, with the incidents that were repaired in it."""
         seconds = _ms(1e3 * line.get("seconds", 0.0))
-        # Runs of an older version say only how long a step took.
+        # Runs of older versions record only how long a step took.
         at = _ms(1e3 * line["at"]) if "at" in line else self._at + seconds
         first = self._begin(at, at - seconds)
         replicas = max(1, line.get("replicas", 1))
@@ -90,8 +91,8 @@ class TimeAccount:
         if not first and not incidents:
             self._calm.append(rest / replicas)
 
-    def told(self, until: float | None = None) -> dict[str, Any]:
-        """The account up to the last step, or up to `until`, as `summary.json` has it."""
+    def report(self, until: float | None = None) -> dict[str, Any]:
+        """The account up to the last step, or up to `until`, as in `summary.json`."""
         parts, total = dict(self.parts), self.total
         if until is not None and self._launch >= 0:
             kept = (self.parts, self.total, self._at)
@@ -108,7 +109,7 @@ class TimeAccount:
         }
 
     def _begin(self, at: int, began: int) -> bool:
-        """Whether this step is the first of a launch: what of the launch before has come to nothing is dealt out."""
+        """Whether this step is the first of a launch. If so, the rest of the launch before is attributed first."""
         due = max((n for n, launch in enumerate(self.launches) if _ms(1e3 * launch.started) <= at), default=0)
         if due == self._launch:
             return False
@@ -138,7 +139,8 @@ class TimeAccount:
             self.total += replica_ms * size
 
     def _usual_exchange(self, rest: int, replicas: int, incidents: Sequence[Line]) -> int:
-        """Of a step in which somebody was lost: what neither computing nor this explains went into noticing it."""
+        """The usual time of an exchange, for a step with a loss: the rest of its time went into detecting the
+        loss."""
         if not any(incident.get("dead_ranks") for incident in incidents):
             return rest
         if self._calm:
@@ -154,17 +156,14 @@ def account(
     replicas: int = 0,
 ) -> dict[str, Any]:
     """The account of a whole run."""
-    by_step: dict[int, list[Line]] = {}
-    for incident in incidents:
-        by_step.setdefault(incident["step"], []).append(incident)
     whole = TimeAccount(launches, replicas)
-    for line in steps:
-        whole.add(line, by_step.get(line["step"], ()))
-    return whole.told(until)
+    for line, inside in with_incidents(steps, deque(sorted(incidents, key=lambda line: line["step"]))):
+        whole.add(line, inside)
+    return whole.report(until)
 
 
 def shares(told: Mapping[str, Any]) -> dict[str, float]:
-    """The parts as shares of the total."""
+    """The parts, as fractions of the total."""
     total = told["total_ms"]
     return {name: spent / total if total else 0.0 for name, spent in told["parts_ms"].items()}
 

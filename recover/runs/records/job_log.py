@@ -1,4 +1,4 @@
-"""`job.jsonl`: what the launcher saw, who stands beside the ranks; a host's agent writes its own, `job-HOST.jsonl`."""
+"""`job.jsonl`: what the launcher saw. On several hosts every agent writes its own, `job-HOST.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recover.runs.records.json_lines import read
 from recover.runs.records.kinds import Line
 
 NAME, OTHERS = "job.jsonl", "job-*.jsonl"
-PLACEMENT = "hosts.json"  # of a job on several hosts: who sits where
+PLACEMENT = "hosts.json"  # placement of the ranks of a job on several hosts
 
 
 class JobLog:
-    """One writer. On a full disk lines wait in memory until there is room: they tell why ranks died of it."""
+    """The log of one writer. On a full disk, lines wait in memory: they say why ranks died of it."""
 
     def __init__(self, run_dir: Path, host: str | None = None) -> None:
         self._path = run_dir / (f"job-{host}.jsonl" if host else NAME)
@@ -26,7 +26,7 @@ class JobLog:
         FILES.append(self._path, json.dumps(line).encode() + b"\n")
 
     def flush(self) -> None:
-        """Try once more to write what waits, of any file of this process."""
+        """Try again to write what waits, for all files of this process."""
         FILES.flush()
 
 
@@ -35,20 +35,21 @@ def job_files(run_dir: Path) -> list[Path]:
 
 
 def job_lines(run_dir: Path) -> list[Line]:
-    """What all of them have seen, in the order of their clocks."""
+    """The lines of all writers, ordered by time."""
     lines = [line for path in job_files(run_dir) for line in read(path, "at").whole if "what" in line]
     return _one_launch_each(sorted(lines, key=lambda line: line["at"]))
 
 
 def _one_launch_each(lines: list[Line]) -> list[Line]:
-    """A job on several hosts (`run`) was begun by the first of their agents, and ended by the last."""
+    """Merge the lines of a job on several hosts (`run`): it starts with the first of its agents and ends with the
+    last."""
     last = {line["run"]: line for line in lines if "run" in line and line["what"] == "end"}
     told: dict[tuple[str, str], Line] = {}
     found = []
     for line in lines:
         if "run" in line and line["what"] != "end":
             first = told.setdefault((line["what"], line["run"]), line)
-            if line["what"] == "start":  # each host has a session of its own
+            if line["what"] == "start":  # every host has its own session
                 first.setdefault("sessions", {})[line.get("host")] = line.get("session")
             if first is not line:
                 continue
@@ -58,7 +59,7 @@ def _one_launch_each(lines: list[Line]) -> list[Line]:
 
 
 def launches(lines: Iterable[Line]) -> list[LaunchTime]:
-    """A start, and the end that belongs to it where it was written: a launcher may be killed."""
+    """Every start with its end, if one was recorded: a launcher may be killed."""
     found: list[LaunchTime] = []
     for line in lines:
         if line["what"] == "start":

@@ -1,7 +1,7 @@
 """Files of JSON lines that grow while they are read, and whose writer may die in the middle of a line.
 
-Every rank holds the latest lines in memory, and they are the same everywhere. One rank writes. When it dies, the next
-one cuts off what the dead one may have left half written, looks how far the file goes, and appends what is missing.
+Every rank keeps the latest lines in memory, the same on all ranks. One rank writes. When it dies, its successor cuts
+off an unfinished last line, finds out how far the file goes, and appends what is missing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _END = 1 << 16  # bytes: a few lines
 
 @dataclass
 class Lines:
-    """What could be read of a file."""
+    """The content of a file."""
 
     whole: list[Any] = field(default_factory=list)
-    unreadable: int = 0  # lines that are no record, an unfinished last one aside
-    torn: bool = False  # the last line is unfinished: its writer is at it, or has died over it
+    unreadable: int = 0  # lines without a record, except for an unfinished last one
+    torn: bool = False  # the last line is unfinished: its writer is writing it, or has died
 
 
 def read(path: Path, key: str = "step") -> Lines:
-    """All that a file holds, whatever became of its writer. A last line without its end may be whole all the same."""
+    """Read a whole file, whatever happened to its writer. A last line without a line break counts if it holds a whole
+    record."""
     found = Lines()
     if not path.exists():
         return found
@@ -52,7 +53,7 @@ def read(path: Path, key: str = "step") -> Lines:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The finished lines of a file that is as it should be. Raises ValueError where it is not."""
+    """The finished lines of an intact file. Raises ValueError if it is damaged."""
     if path.exists():
         for line in FILES.disk.read(path).split(b"\n")[:-1]:
             yield json.loads(line)
@@ -68,25 +69,27 @@ def parse(text: bytes, key: str = "step") -> Line | None:
 
 
 class LineFile(Generic[R]):
-    """A file of JSON lines, each with a higher key than the one before, and the latest of them in memory."""
+    """A file of JSON lines with ascending keys, and the latest of them in memory."""
 
     def __init__(self, path: Path, *key: str) -> None:
         self.kept: deque[R] = deque()
-        self.since: tuple[int, ...] | None = None  # from here on this job writes; what others left there goes
+        # This job writes from this key on; lines that earlier jobs left from there on are removed.
+        self.since: tuple[int, ...] | None = None
         self._path, self._key = path, key
-        self._written: tuple[int, ...] | None = None  # None: this rank cannot vouch for the file
-        self._forgot = False  # some of this job's lines are not in memory any more
-        self.lost = 0  # lines that were given up in memory before they could be written
+        # Key of the last line in the file; None: this rank does not know it.
+        self._written: tuple[int, ...] | None = None
+        self._forgot = False  # some lines of this job are no longer in memory
+        self.lost = 0  # lines that were dropped from memory before they could be written
 
     @property
     def path(self) -> Path:
         return self._path
 
     def write(self) -> None:
-        """Append what is missing. Done twice, it changes nothing. Raises OSError if the disk does not take it."""
+        """Append the missing lines; idempotent. Raises OSError if the disk does not take them."""
         try:
             if self._written is None:
-                self._written = self._mend()
+                self._written = self._cut_unfinished()
             missing = self.missing()
             for first in range(0, len(missing), BATCH):
                 batch = missing[first : first + BATCH]
@@ -103,12 +106,12 @@ class LineFile(Generic[R]):
                 self._forget(more)
 
     def missing(self) -> list[R]:
-        """The lines that are not in the file, as far as this rank can tell."""
+        """The lines that are not in the file, as far as this rank knows."""
         written = self._written or tuple(0 for _ in self._key)
         return list(takewhile(lambda line: self._key_of(line) > written, reversed(self.kept)))[::-1]
 
     def all(self) -> list[Line]:
-        """What the file holds, and what it lacks."""
+        """The lines in the file, and those that it lacks."""
         try:
             there = list(read_lines(self._path))
         except (OSError, ValueError):
@@ -117,15 +120,15 @@ class LineFile(Generic[R]):
         return there + [dict(line) for line in self.kept if self._key_of(line) > reached]
 
     def leave_to_another(self) -> None:
-        """Another one writes; should it fall to this one again, it looks how far the file goes."""
+        """Another rank writes. If this rank becomes the writer again, it checks how far the file goes."""
         self._written = None
-        if len(self.kept) >= 2 * KEPT:  # seldom: the writer may have found no room for longer than that
+        if len(self.kept) >= 2 * KEPT:  # rare: the disk of the writer may have been full for longer than that
             reached = self._reached()
             on_disk = sum(1 for _ in takewhile(lambda line: self._key_of(line) <= reached, self.kept))
             self._forget(max(min(on_disk, len(self.kept) - KEPT), len(self.kept) - MOST))
 
     def take_over(self, lines: Iterable[R]) -> None:
-        """What the others remember, for one that joins; it may be given a second time."""
+        """Take the lines that other ranks hold, on a joining rank; may be called again."""
         self.kept.clear()
         self.kept.extend(lines)
         self._forgot = len(self.kept) >= KEPT
@@ -136,7 +139,7 @@ class LineFile(Generic[R]):
             self.kept.popleft()
 
     def _reached(self) -> tuple[int, ...]:
-        """The key of the last whole line of the file; nothing is forgotten where nobody can tell."""
+        """Key of the last whole line of the file. If it cannot be read: zeros, so that no line is dropped."""
         try:
             *_, last = FILES.disk.read_end(self._path, _END).splitlines(keepends=True)
             return self._key_of(json.loads(last))
@@ -144,13 +147,13 @@ class LineFile(Generic[R]):
             return tuple(0 for _ in self._key)
 
     def cut_after(self, step: int) -> None:
-        """Drop the lines of later steps: a run that goes on from a checkpoint does them again."""
+        """Remove the lines of later steps: a run that is resumed from a checkpoint takes them again."""
         lines = [line for line in read_lines(self._path) if line["step"] <= step]
         self._written = None
         FILES.disk.replace(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
-    def _mend(self) -> tuple[int, ...]:
-        """Cut off a torn tail and say how far the file goes."""
+    def _cut_unfinished(self) -> tuple[int, ...]:
+        """Cut off an unfinished last line; returns the key that the file reaches."""
         if not self._path.exists():
             return tuple(0 for _ in self._key)
         data = FILES.disk.read(self._path)
@@ -160,14 +163,14 @@ class LineFile(Generic[R]):
         lines = data[:whole].splitlines(keepends=True)
         kept = {self._key_of(line): line for line in self.kept}
         mine = min(kept, default=None)
-        if self.since is not None and not self._forgot:  # none of mine is forgotten yet
+        if self.since is not None and not self._forgot:  # all lines of this job are still in memory
             mine = self.since
         at, reached = 0, tuple(0 for _ in self._key)
         for text in lines:
             line = json.loads(text)
             key = self._key_of(line)
             if mine is not None and key >= mine and not _same(line, kept.get(key)):
-                # Only the dead have seen this commit: an agreement's result can die with all who held it.
+                # Only dead ranks saw this commit: the result of an agreement is lost if all ranks that know it die.
                 FILES.disk.truncate(self._path, at)
                 break
             at, reached = at + len(text), key
@@ -178,7 +181,7 @@ class LineFile(Generic[R]):
 
 
 def _same(line: Mapping[str, Any], mine: Mapping[str, Any] | None) -> bool:
-    """Whether two ranks tell of the same step or incident; each noticed it by its own clock, in its own place."""
+    """Whether lines of two ranks record the same step or incident. Times and places differ between ranks."""
     if mine is None:
         return False
     own = ("seconds", "at", "location")

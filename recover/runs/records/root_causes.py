@@ -1,7 +1,7 @@
-"""Who died first, and why: from what the dead left and what was seen beside them (`job.jsonl`).
+"""Which rank died first, and why: from what dead ranks left behind and what the launcher saw (`job.jsonl`).
 
-A rank that left because another rank of its replica had died is never a cause. Of each lost replica the first of its
-other ranks is.
+A rank that exited because another rank of its replica had died is never a root cause. In each lost replica, the first
+of the other ranks is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recover.runs.records.kinds import Line
 
 @dataclass(frozen=True)
 class Death:
-    """One rank's end. `because_of`: the rank that it followed, or None if it is a first cause."""
+    """The end of one rank. `because_of`: the rank that it followed, or None if it is a root cause."""
 
     rank: int
     replica: int
@@ -28,7 +28,7 @@ class Death:
     slots: tuple[int, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """For whoever reads JSON."""
+        """The same as JSON."""
         return {
             "rank": self.rank,
             "replica": self.replica,
@@ -45,25 +45,25 @@ class Death:
 
 @dataclass(frozen=True)
 class Story:
-    """What is known of one incident, the first cause first."""
+    """All facts about one incident, root causes first."""
 
-    number: int  # from 1 on; the order of `incidents.jsonl`, then what no line tells of
-    incident: Line | None  # None: the step was never committed, or was no step
+    number: int  # from 1 on, in the order of `incidents.jsonl`; then losses without a line
+    incident: Line | None  # None: the step was never committed, or the loss was in no step
     deaths: list[Death] = field(default_factory=list)
 
     @property
     def first(self) -> list[Death]:
-        """The causes, in the order of time: of each lost replica one, at the most."""
+        """The root causes, ordered by time: at most one per lost replica."""
         return [death for death in self.deaths if death.because_of is None]
 
     @property
     def seen(self) -> bool:
-        """Whether anybody stood beside it."""
+        """Whether the launcher saw any of these deaths."""
         return any(death.at is not None for death in self.deaths)
 
     @property
     def short(self) -> str:
-        """`rank 1 killed by SIGKILL`; where several were first, all of them; "" if nobody was lost."""
+        """`rank 1 killed by SIGKILL`; all of them if several were first; "" if no rank was lost."""
         by_cause: dict[str, list[int]] = {}
         for death in self.first:
             by_cause.setdefault(death.cause.short, []).append(death.rank)
@@ -71,7 +71,7 @@ class Story:
 
 
 def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
-    """One for each incident in which ranks were lost, and one for losses of the last launch that none tells of."""
+    """One for every incident with losses, and one for losses of the last launch that have no incident."""
     told, found = set[tuple[int, int]](), list[Story]()
     launched = _launched(job)
     for number, incident in enumerate(incidents, 1):
@@ -111,7 +111,7 @@ def _launched(job: Sequence[Line]) -> list[Launched]:
 
 
 def _launch_of(incident: Line, launched: Sequence[Launched]) -> Launched:
-    """The last one that began before it; the last one of all, where the incident does not say when."""
+    """The last launch that began before the incident; the last one of all if the incident has no time."""
     at = incident.get("at", float("inf"))
     return max(
         (launch for launch in launched if launch.start.get("at", 0.0) <= at), key=lambda one: one.number
@@ -123,7 +123,7 @@ def _went_well(line: Line) -> bool:
 
 
 def _said_at(line: Line) -> float:
-    """When it said why it ends; one with a GPU may take seconds to be gone after that."""
+    """When a rank announced its end. With a GPU it may take seconds to exit afterwards."""
     return float(line.get("words", {}).get("at", line["at"]))
 
 
@@ -131,7 +131,7 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
     size = launch.replica_size
     seen = {rank: _known(rank, exits, launch) for rank in dead}
     order = sorted(dead, key=lambda rank: (seen[rank].get("at", float("inf")), rank))
-    culprits: dict[int | str, int] = {}  # by replica, or by the host that was lost
+    culprits: dict[int | str, int] = {}  # by replica, or by the lost host
 
     def lost_with(rank: int) -> int | str:
         return lost_host(seen[rank]) or rank // size
@@ -148,7 +148,7 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
         if line.get("words", {}).get("kind") in AGREED and noted and noted[0] != rank:
             because = noted[0]
         if is_orphan(line) and because is None:
-            because = -1  # of a mate of which nothing is known
+            because = -1  # of a replica peer of which nothing is known
         cause = cause_of(line, launch, [seen[other] for other in order])
         at, slots = line.get("at"), tuple(line.get("slots", ()))
         deaths.append(
@@ -158,7 +158,7 @@ def _deaths(dead: Sequence[int], exits: dict[int, Line], launch: Launched) -> li
 
 
 def _known(rank: int, exits: dict[int, Line], launch: Launched) -> Line:
-    """What was seen of its end, and what was heard of it."""
+    """What was seen of its end, and what other agents reported."""
     heard = launch.heard.get(rank)
     known: Line = {"rank": rank} if heard is None else {"rank": rank, "at": heard["at"], "heard": heard}
     known |= exits.get(rank, {})

@@ -1,4 +1,4 @@
-"""A repair in one sentence, for the person at the terminal."""
+"""A repair in one sentence, for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BROKEN_OFF = (
 
 
 def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: int, cause: str = "") -> str:
-    """Who, where in the step, why, how long the repair took, what was redone, and what the step was committed on."""
+    """What was lost, where in the step, why, how long the repair took, what was redone, and the committed batch."""
     dead = incident["dead_replicas"]
     if came := incident.get("joined_replicas"):
         also = f", lost {_those(dead)}{f' ({cause})' if cause else ''}" if dead else ""
@@ -26,7 +26,7 @@ def sentence(incident: IncidentRecord, step: StepRecord | None, global_batch: in
         told = "; ".join(f"{_those([int(replica)])} was evicted: {why}" for replica, why in evicted.items())
         where = incident["location"] if cause and "was evicted: " in cause else where
         where = f"{where}: {told}"
-    what = f"lost {_those(dead)} ({where})" if dead else f"nobody is lost, but {_BROKEN_OFF}"
+    what = f"lost {_those(dead)} ({where})" if dead else f"no replica is lost, but {_BROKEN_OFF}"
     text = f"step {incident['step']}: {what}; repaired in {incident['repair_ms']:.0f} ms"
     extra = incident["extra_microbatches"]
     if extra:

@@ -1,4 +1,4 @@
-"""Pages and pictures: what a run did, or would do, in a form that people and programs can read."""
+"""Reports about runs, and the narration of `recover plan`, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def build(run_dirs: list[Path], output: Path) -> Path:
-    """One self-contained HTML page about these runs, its pictures beside it; the path of the page."""
-    from recover.runs.report.page import build as build_page  # `recover plan` needs none of it
+    """Write one self-contained HTML page about these runs, and its pictures. Returns the path of the page."""
+    from recover.runs.report.page import build as build_page  # not needed by `recover plan`
 
     return build_page(run_dirs, output)
 
 
 def compare(run_dirs: list[Path]) -> list[str]:
-    """For every run but the first, one line: does it equal the first, if not, where do they part; and their goodput."""
+    """One line for every run but the first: whether it equals the first, where they differ, and their goodput."""
     from recover.runs.report.comparison import compare as compare_two
     from recover.runs.report.comparison import compare_goodput
     from recover.runs.report.recorded_runs import read_runs

@@ -1,4 +1,4 @@
-"""Did two runs do the same? Samples step by step, losses and parameters bit by bit, and where they part."""
+"""Comparison of two runs: samples step by step, losses and parameters bit by bit, and where they first differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recover.runs.records.kinds import Line
 from recover.runs.report.recorded_runs import Run
 from recover.runs.report.wording import many
 
-# What came out of a run, and what only says where things go or when they end: none of it is a reason to differ.
+# Results of a run, and keys that only set paths or the end of the run: none of them explains a difference.
 _RESULTS = {
     *("steps", "tokens", "seconds", "tokens_per_second", "effective_throughput", "final_loss", "failures"),
     *(
@@ -24,7 +24,7 @@ _RESULTS = {
 }
 _HARMLESS = {"run_dir", "faults", "min_replicas", "eval.every", "eval.batches"}
 _HARMLESS_GROUPS = ("log.", "checkpoint.")
-_SHARING = {"replicas", "accum"}  # who computes what: named last, since equal runs may differ in it
+_SHARING = {"replicas", "accum"}  # how work is distributed: named last, since equal runs may differ in it
 
 
 def compare(one: Run, two: Run) -> str:
@@ -73,7 +73,7 @@ def _parting(pairs: list[tuple[Line, Line]], key: str, noun: str, equal: str) ->
     for mine, theirs in pairs:
         if key not in mine or key not in theirs:
             return f"{noun} not recorded in step {mine['step']}"
-        # Shortest decimal forms name a float exactly, and unlike the floats themselves, NaN equals NaN in them.
+        # The shortest decimal form identifies a float exactly, and unlike the float itself, NaN equals NaN in it.
         if repr(mine[key]) != repr(theirs[key]):
             values = f" ({mine[key]!r} against {theirs[key]!r})" if key == "loss" else ""
             return f"{noun} part at step {mine['step']}{values}"
@@ -92,7 +92,8 @@ def _parameters(one: Run, two: Run) -> str:
 
 
 def _differences(one: Run, two: Run) -> Iterator[tuple[str, Any, Any]]:
-    """Keys of the configuration and of the recorded environment that differ, in the order they were written."""
+    """Keys of the configuration and of the recorded environment that differ, in the order in which they were
+    written."""
     mine, theirs = (_flat(run.config) | _flat(_environment(run.summary)) for run in (one, two))
     for key in [*mine, *(key for key in theirs if key not in mine)]:
         if key in _HARMLESS or key.startswith(_HARMLESS_GROUPS):

@@ -1,4 +1,4 @@
-"""`recover why`: who was first, why, who followed and because of whom, and what to do."""
+"""`recover why`: which ranks were lost first, why, which followed because of them, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recover.runs.report.wording import PHASES, milliseconds, victims
 
 
 def tell(run: Run, number: int | None = None) -> list[str]:
-    """All incidents of a run, or the one of this number, as lines."""
+    """All incidents of a run, or the one with this number, as lines."""
     found = stories(run.incidents, run.job)
     if number is not None:
         known = ", ".join(str(story.number) for story in found) or "none"
@@ -24,7 +24,7 @@ def tell(run: Run, number: int | None = None) -> list[str]:
             )
     held = [_held(line) for line in run.job if line["what"] == "held"] if number is None else []
     if not found:
-        return [f"{run.name}: nobody was lost", *held]
+        return [f"{run.name}: no rank was lost", *held]
     lines: list[str] = []
     for story in found:
         lines += ["", *_of(story)] if lines else _of(story)
@@ -32,7 +32,7 @@ def tell(run: Run, number: int | None = None) -> list[str]:
 
 
 def as_json(run: Run, number: int | None = None) -> list[dict[str, Any]]:
-    tell(run, number)  # refuses what is not there
+    tell(run, number)  # raises ValueError if it does not exist
     return [
         {
             "incident": story.number,
@@ -82,9 +82,9 @@ def _held(line: Line) -> str:
 
 
 def moment(at: float | None) -> str:
-    """To the millisecond, by the clock of the host."""
+    """A time of day to the millisecond, by the clock of the host."""
     if at is None:
-        return "a time that nobody noted"
+        return "an unknown time"
     return datetime.fromtimestamp(at).isoformat(sep=" ", timespec="milliseconds")
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a report: loss, the steps, and what every incident took. One look, readable without colour vision."""
+"""The pictures of a report: loss, steps, and the time that every incident took. Readable without colour vision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recover.job.optional_packages import need
 from recover.runs.report.recorded_runs import Run
 from recover.runs.report.wording import PHASES, victims
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # the palette of Okabe and Ito
 _PHASE_COLOURS = dict(zip(PHASES, ("#E69F00", "#0072B2", "#009E73", "#56B4E9", "#CC79A7"), strict=True))
 _PHASE_NAMES = dict(zip(PHASES, ("detect", "repair", "restore", "redo", "state"), strict=True))
 STYLE: Any = {
@@ -28,12 +28,12 @@ STYLE: Any = {
 }
 WIDTH = 11.0
 _MOST_BARS = 40
-_CROWDED = 10  # marks; with more of them, a replica is called by its number alone
+_CROWDED = 10  # marks; with more of them, only the numbers of replicas are shown
 _SMOOTH_FROM, _REACH = 150, 7  # steps
 
 
 def draw(runs: list[Run], output: Path) -> list[Path]:
-    """Write the pictures that these runs have something for; returned in the order of the page."""
+    """Write the pictures for which these runs have data. Returns their paths, in the order of the page."""
     need("matplotlib", "a picture")
     from matplotlib import rc_context
 
@@ -63,7 +63,8 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def _line(index: int, runs: list[Run]) -> dict[str, Any]:
-    """The last run is a thin line, those below it ever broader bands: where curves coincide, all can be seen."""
+    """The last run is a thin line, the ones below it wider and wider bands, so that curves that coincide are all
+    visible."""
     below = (len(runs) - 1 - index) / max(len(runs) - 1, 1)
     return {
         "color": COLOURS[index % len(COLOURS)],
@@ -96,7 +97,7 @@ def _loss(runs: list[Run]) -> Any:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """The mean over the neighbours on both sides, as many on either: it lags behind nothing."""
+    """The mean over as many neighbours on both sides, which does not lag."""
     means = []
     for place in range(len(values)):
         reach = min(place, len(values) - 1 - place, _REACH)
@@ -105,14 +106,14 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def _mark_failures(axes: Any, runs: list[Run]) -> None:
-    """A mark at every step that somebody died in, and above it who: in rows, so that no two names overlap."""
+    """A mark at every step with a death, and above it the replica: in rows, so that no two names overlap."""
     marks = sorted(
         (step, index) for index, run in enumerate(runs) for step in {i["step"] for i in run.incidents}
     )
     crowded = len(marks) > _CROWDED
     first, last = axes.get_xlim()
     letter = (last - first) / 115
-    rows = [float("-inf")] * 3  # where the last name of each row ends
+    rows = [float("-inf")] * 3  # right end of the last name in each row
     for step, index in marks:
         colour = COLOURS[index % len(COLOURS)]
         axes.axvline(step, color=colour, linestyle=(0, (4, 3)), linewidth=0.6 if crowded else 1.1)
@@ -121,7 +122,7 @@ def _mark_failures(axes: Any, runs: list[Run]) -> None:
             name = name.removeprefix("replica").removeprefix("s").strip()
         half = (len(name) + 1.5) / 2 * letter
         row = next((row for row, end in enumerate(rows) if step - half > end), None)
-        if row is not None:  # where even three rows are full, the table of incidents has the rest
+        if row is not None:  # if all three rows are full, only the table of incidents has it
             rows[row] = step + half
             place, shift = (step, 1), (0, 4 + 14 * row)
             words = {"ha": "center", "fontsize": 10.5, "color": colour}
@@ -133,7 +134,7 @@ def _mark_failures(axes: Any, runs: list[Run]) -> None:
 def _steps(runs: list[Run]) -> Any:
     figure = new_figure(8.0)
     batches, alive, speed = figure.subplots(3, 1, sharex=True)
-    # A script of one's own tells nothing of tokens.
+    # Users' scripts record no tokens.
     unit = "tokens" if any("tokens" in line for run in runs for line in run.steps) else "microbatches"
     for index, run in enumerate(runs):
         line = _line(index, runs)
@@ -159,7 +160,7 @@ def _steps(runs: list[Run]) -> Any:
 
 
 def _incidents(runs: list[Run]) -> Any:
-    """One bar per incident, its phases one after the other."""
+    """One bar per incident, with its phases one after the other."""
     incidents = [(run, incident) for run in runs for incident in run.incidents]
     heading = "What every incident took"
     if len(incidents) > _MOST_BARS:
@@ -183,7 +184,7 @@ def _incidents(runs: list[Run]) -> Any:
     of = [f"{run.name}, " if len(runs) > 1 else "" for run, _ in incidents]
     labels = [f"{name}step {i['step']}: {victims(i)}" for name, (_, i) in zip(of, incidents, strict=True)]
     axes.set_yticks(places, labels)
-    axes.set_ylim(len(incidents) - 0.5, -0.5)  # the first one on top
+    axes.set_ylim(len(incidents) - 0.5, -0.5)  # the first incident on top
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.1)
     axes.set_xlabel("milliseconds")

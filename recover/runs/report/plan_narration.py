@@ -29,7 +29,7 @@ def tell(
     as_json: bool,
     png: Path | None,
 ) -> None:
-    """What the command does: rehearse, print, and draw where a whole range or a picture was asked for."""
+    """Rehearse, print, and draw if a range or a picture was asked for."""
     story = rehearse(
         get_policy(policy, replicas),
         replicas,
@@ -170,7 +170,7 @@ def _many(number: int, one: str, many: str | None = None) -> str:
 
 
 def save_picture(rehearsal: Rehearsal, path: Path) -> None:
-    """Committed microbatches, rounds per step and the spares' part of all work, against survivors."""
+    """Committed microbatches, rounds per step and the spares' part of all work, by number of survivors."""
     need("matplotlib", "a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -203,7 +203,7 @@ def save_picture(rehearsal: Rehearsal, path: Path) -> None:
     spare.set_ylim(bottom=0)
     spare.set_ylabel("spare work, % of all")
     spare.set_xlabel("surviving replicas")
-    spare.invert_xaxis()  # time runs to the right, as in a log of losses
+    spare.invert_xaxis()  # time runs to the right
     figure.savefig(path, format="png", dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""Reading what a run left, whether it is finished, still going, or was killed in the middle of a line."""
+"""Reads the records of runs: finished, running, or killed in the middle of a line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import account
 from recover.runs.records.job_log import job_lines, launches
-from recover.runs.records.json_lines import read
 from recover.runs.records.kinds import Line
 
 
@@ -24,30 +24,30 @@ class Run:
     incidents: list[Line]
     summary: Line  # empty while the run is not finished
     config: Line
-    unreadable: int  # lines that could not be read, a torn last one aside
-    job: list[Line] = field(default_factory=list)  # what the launcher has seen
+    unreadable: int  # lines without a record, except for an unfinished last one
+    job: list[Line] = field(default_factory=list)  # lines of the launcher
 
     @property
     def global_batch(self) -> int | None:
-        """B as configured; the first committed step has it, too."""
+        """B as configured, or that of the first committed step."""
         first = self.steps[0].get("microbatches") if self.steps else None
         return self.config.get("global_batch", first)
 
     @cached_property
     def goodput(self) -> dict[str, Any]:
-        """Up to when the summary was written; without one, up to the last step."""
+        """The account up to the time of the summary, or else up to the last step."""
         until = (self.summary.get("goodput") or {}).get("until")
         replicas = self.summary.get("replicas_start") or self.config.get("replicas") or 0
         return account(self.steps, self.incidents, launches(self.job), until, replicas)
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps, and this key in them, where it was recorded."""
+        """Step numbers and values of this key, for the steps in which it was recorded."""
         rows = [line for line in self.steps if isinstance(line.get(key), int | float)]
         return [line["step"] for line in rows], [line[key] for line in rows]
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Runs of the same name are called by their paths."""
+    """Read these run directories. Runs of the same name are called by their paths."""
     names = [path.resolve().name for path in paths]
     return [
         _read(path, name if names.count(name) == 1 else str(path))
@@ -65,22 +65,22 @@ def _read(path: Path, name: str) -> Run:
             f"{path} is not a run directory: it holds neither steps.jsonl nor config.yaml nor job.jsonl; "
             "name one that `recover train` or `recover run` made"
         )
-    steps, incidents = read(path / "steps.jsonl"), read(path / "incidents.jsonl")
-    once = {line["step"]: line for line in steps.whole}
+    feed = RunFeed(path)
+    update = feed.read(unfinished=True)
     return Run(
         path,
         name,
-        [once[step] for step in sorted(once)],
-        sorted(incidents.whole, key=lambda line: (line["step"], line.get("epoch", 0))),
+        [line for line, _ in update.steps],
+        update.incidents,
         _mapping(path / "summary.json"),
         _mapping(path / "config.yaml"),
-        steps.unreadable + incidents.unreadable,
+        feed.unreadable,
         job_lines(path),
     )
 
 
 def _mapping(path: Path) -> Line:
-    """JSON is YAML's subset only almost, so each is read by its own reader; anything unreadable counts as missing."""
+    """The content of a YAML or JSON file; empty if it cannot be read."""
     if not path.exists():
         return {}
     text = path.read_bytes()

@@ -19,7 +19,7 @@ PHASES = {
 
 
 def title(run: Run) -> str:
-    """What there is to know about a run, in one line."""
+    """A run in one line."""
     if not run.steps:
         return f"{run.name}: no step committed yet"
     batches = sorted({line["microbatches"] for line in run.steps if "microbatches" in line})
@@ -45,7 +45,7 @@ def losses(run: Run) -> str:
 
 
 def sentences(run: Run, incident: Line) -> str:
-    """Who died, where, what it took, and what the step was committed with; or who joined, and what that took."""
+    """What was lost, where, what it cost, and the committed batch; or which replicas joined, and what that cost."""
     if incident.get("joined_replicas"):
         return _of_joined(incident)
     who = victims(incident)
@@ -61,23 +61,29 @@ def sentences(run: Run, incident: Line) -> str:
     if told := [f"{milliseconds(spans[key])} {what}" for key, what in PHASES.items() if spans[key] >= 0.05]:
         text.append(f"It took {enumeration(told)}.")
 
+    text += [_work(incident), _committed(run, incident)]
+    return " ".join(filter(None, text))
+
+
+def _work(incident: Line) -> str:
     redone = incident.get("redone_microbatches", 0)
-    fresh = incident.get("extra_microbatches", 0) - redone  # in place of lost ones, but on other samples
+    # Microbatches in place of lost ones, but with other samples.
+    fresh = incident.get("extra_microbatches", 0) - redone
     work = []
     if redone:
         work.append(f"survivors redid {many(redone, 'microbatch', 'microbatches')}")
     if fresh > 0:
         work.append(f"survivors ran {many(fresh, 'extra microbatch', 'extra microbatches')}")
-    text.append(_capital(" and ".join(work) or "no microbatch had to be run again") + ".")
+    return _capital(" and ".join(work) or "no microbatch had to be run again") + "."
 
+
+def _committed(run: Run, incident: Line) -> str:
     committed = next((line for line in run.steps if line["step"] == incident["step"]), None)
     if committed is None:
-        text.append("The step was not committed.")
-    elif "microbatches" in committed:
-        text.append(
-            f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
-        )
-    return " ".join(text)
+        return "The step was not committed."
+    if "microbatches" not in committed:
+        return ""
+    return f"The step was committed with {committed['microbatches']} of {run.global_batch} microbatches."
 
 
 def _of_joined(incident: Line) -> str:
@@ -98,7 +104,7 @@ def _of_joined(incident: Line) -> str:
 
 
 def stragglers(run: Run) -> list[str]:
-    """Who held the others up, by how much at the most, and when."""
+    """Which replicas were slow, by how much at most, and when."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in run.steps:
         for replica, factor in (line.get("stragglers") or {}).items():
@@ -111,7 +117,7 @@ def stragglers(run: Run) -> list[str]:
 
 
 def victims(incident: Line) -> str:
-    """Replica 1, or the ranks where no replica was recorded; +replica 4 for one that has come."""
+    """`replica 1`, or the ranks if no replica was recorded; `+replica 4` for one that joined."""
     if came := incident.get("joined_replicas"):
         lost = incident.get("dead_replicas")
         return f"+{_numbered('replica', came)}" + (f", {_numbered('replica', lost)}" if lost else "")

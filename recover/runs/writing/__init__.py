@@ -1,1 +1,1 @@
-"""What a run writes down of its steps and of its losses: one survivor writes, and all of them remember."""
+"""Writing of records: one surviving rank writes, and all of them keep the latest lines."""

@@ -1,7 +1,7 @@
-"""`steps.jsonl` and `incidents.jsonl`: one survivor writes, all of them remember.
+"""`steps.jsonl` and `incidents.jsonl`: one surviving rank writes, and all of them keep the latest lines.
 
-The lowest living rank writes; where hosts have run directories of their own, the lowest of those that see the same one,
-so that the records are on every host. A repair does not end before the dead are gone, so there are never two writers.
+The lowest living rank writes. If hosts have run directories of their own, the lowest rank of each directory writes
+there. There are never two writers of a file: a repair ends only when the dead ranks are known to be gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recover.world.writers import writers
 
 
 class Journal:
-    """What a run writes down about its steps and its losses."""
+    """The two files, and which rank writes them."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Journal:
         world: World,
         also: Callable[[Collection[StepRecord]], object] = lambda kept: None,
     ) -> None:
-        """`also` is shown the latest steps by the rank that writes, whenever it has written."""
+        """`also` is called with the latest steps by the rank that writes, whenever it has written."""
         self.steps: LineFile[StepRecord] = LineFile(run_dir / "steps.jsonl", "step")
         self.incidents: LineFile[IncidentRecord] = LineFile(run_dir / "incidents.jsonl", "step", "epoch")
         self._world, self._also = world, also
@@ -35,11 +35,11 @@ class Journal:
 
     @property
     def writing(self) -> bool:
-        """Whether it is this rank that writes: the same answer about the same rank on all survivors."""
+        """Whether this rank writes. All survivors agree on which rank does."""
         return self._world.rank in writers(self._world)
 
     def commit(self, line: StepRecord, incidents: Sequence[IncidentRecord]) -> None:
-        """A step is committed. A full disk does not end the run: the lines stay in memory until there is room."""
+        """Add the lines of a committed step. On a full disk they stay in memory until there is room."""
         self.steps.kept.append(line)
         self.incidents.kept.extend(incidents)
         try:
@@ -52,7 +52,7 @@ class Journal:
                 )
 
     def finish(self) -> None:
-        """The run has come to its end: wait for the disk while there is patience, and say what was lost. Never raises
+        """At the end of the run: wait for the disk for a limited time, and report what was lost. Never raises
         OSError."""
         self._complained = True
         if FILES.retry(self._write, "the last steps"):
@@ -62,7 +62,7 @@ class Journal:
                 rank_exit.report(f"lost: {lost} lines of {lines.path}, for the disk did not take them")
 
     def state_dict(self) -> dict[str, Any]:
-        """For a replica that joins: it may be the one that writes next."""
+        """For a joining replica, which may be the next one that writes."""
         return {"steps": list(self.steps.kept), "incidents": list(self.incidents.kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -70,8 +70,8 @@ class Journal:
             lines.take_over(known)
 
     def _write(self) -> None:
-        """Write what is not written yet, if it is this rank that writes."""
-        if not self.writing:  # one with a lower number may have joined since, and die again
+        """Write the missing lines, if this rank is the writer."""
+        if not self.writing:  # a rank with a lower number may have joined, and may die again
             self.incidents.leave_to_another()
             self.steps.leave_to_another()
             return

@@ -1,4 +1,4 @@
-"""What a line of `steps.jsonl`, a line of `incidents.jsonl` and `summary.json` say."""
+"""The content of a line of `steps.jsonl`, of a line of `incidents.jsonl`, and of `summary.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from recover.world.world import World
 
 
 class StepOutcome(Protocol):
-    """What became of it."""
+    """The outcome of a step."""
 
     @property
     def skipped(self) -> bool: ...
 
 
 class CommittedStep(Protocol):
-    """What a step tells of itself once it is committed."""
+    """The attributes of a committed step that are recorded."""
 
     loss: float
     grad_norm: float
@@ -47,8 +47,8 @@ class CommittedStep(Protocol):
     def layout(self) -> Layout: ...
 
 
-class Repaired(Protocol):
-    """What a repair meant for the step that it struck."""
+class RecordedIncident(Protocol):
+    """The attributes of an incident that are recorded."""
 
     step: int
     epoch: int
@@ -79,9 +79,9 @@ class Repaired(Protocol):
 def step_line(
     step: CommittedStep, world: World, lr: float, seconds: float, tokens_each: int | None = None
 ) -> StepRecord:
-    """The step that was just committed. The same on all survivors, but for the time it took.
+    """The line of the step that was just committed: the same on all survivors, except for times.
 
-    `tokens_each`: in a microbatch. A loop of one's own counts by weights instead, which may be tokens or not.
+    `tokens_each`: tokens in a microbatch. Users' scripts are recorded with the sum of their weights instead.
     """
     microbatches = len(step.all_samples)
     stragglers = {str(replica): factor for replica, factor in step.stragglers.items()}
@@ -114,17 +114,17 @@ def step_line(
     return record
 
 
-def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
+def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: bool) -> IncidentRecord:
     record: IncidentRecord = {
         "step": incident.step,
-        # Of a death that nobody scheduled: where the survivors were when they noticed.
-        "location": _struck(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
+        # For a death that no schedule caused: where the survivors were when they noticed it.
+        "location": _scheduled_locations(kills, incident.dead_replicas, incident.step) or incident.noticed_in,
         "dead_ranks": list(incident.dead_ranks),
         "dead_replicas": list(incident.dead_replicas),
         "boundary": incident.boundary,
         "restore": str(incident.restore),
         "extra_microbatches": incident.extra_microbatches,
-        # If not exact they draw other samples.
+        # Without exact samples the survivors draw other ones.
         "redone_microbatches": incident.extra_microbatches if exact else 0,
         "epoch": incident.epoch,
         "detect_ms": round(incident.detect_ms, 3),
@@ -152,12 +152,12 @@ def incident_line(incident: Repaired, kills: Iterable[Fault], exact: bool) -> In
 def loss_line(
     world: World, step: int, ranks: Sequence[int], seconds: float, kills: Iterable[Fault]
 ) -> IncidentRecord:
-    """Ranks that died before the first step or after the last one, and how long the repair took."""
+    """The line of ranks that were lost outside of any step; `seconds`: how long the repair took."""
     replicas = world.grid.replicas_of(ranks)
     evicted = {str(replica): world.evicted[replica] for replica in replicas if replica in world.evicted}
     record: IncidentRecord = {
         "step": step,
-        "location": _struck(kills, replicas, step) or "advance",
+        "location": _scheduled_locations(kills, replicas, step) or "advance",
         "dead_ranks": list(ranks),
         "dead_replicas": list(replicas),
         "boundary": False,
@@ -174,8 +174,8 @@ def loss_line(
     return record | {"evicted": evicted} if evicted else record
 
 
-def _struck(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
-    """Where the schedule has struck these replicas; "" if nobody had scheduled their deaths."""
+def _scheduled_locations(kills: Iterable[Fault], replicas: Collection[int], step: int) -> str:
+    """The locations at which the schedule killed these replicas; "" if it did not."""
     latest: dict[int, Fault] = {}
     for kill in sorted(kills, key=lambda kill: kill.step):
         if kill.lethal and kill.replica in replicas and kill.step <= step:
@@ -191,34 +191,55 @@ def summary(
     steps: Sequence[Line],
     incidents: Sequence[Line],
 ) -> dict[str, Any]:
-    """Over all steps of the run, those before it was resumed included. What is not known is left out."""
-    before = [line for line in incidents if line["step"] <= resumed_at]
-    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
-    counted = bool(tokens) or not steps  # a script of one's own has weights, which may be anything
-    alive = sum(line["seconds"] * line["replicas"] * world.grid.replica_size for line in steps)
-    joined = sum(len(line.get("joined_replicas", ())) for line in incidents if line["step"] > resumed_at)
-    facts: dict[str, Any] = {
-        "steps": steps[-1]["step"] if steps else 0,
-        "microbatches_min": min((line["microbatches"] for line in steps), default=0),
-        "microbatches_max": max((line["microbatches"] for line in steps), default=0),
+    """Facts about all steps of the run, including those before it was resumed. Unknown ones are left out."""
+    microbatches = [line["microbatches"] for line in steps] or [0]
+    last = steps[-1] if steps else {"step": 0, "loss": None}
+    return {
+        "steps": last["step"],
+        "microbatches_min": min(microbatches),
+        "microbatches_max": max(microbatches),
         "replicas_start": world.grid.replicas,
         "replicas_end": len(world.replicas),
-        "failures": world.grid.replicas
-        + joined
-        - len(world.replicas)
-        + sum(len(line["dead_replicas"]) for line in before),
-        "tokens": tokens if counted else None,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": (round(tokens / seconds, 1) if seconds else 0.0) if counted else None,
-        # Per living rank.
-        "effective_throughput": (round(tokens / alive, 1) if alive else 0.0) if counted else None,
-        "final_loss": steps[-1]["loss"] if steps else None,
-        "parameters_digest": digest,
+        "failures": _failures(world, resumed_at, incidents),
+        **_throughput(steps, world.grid.replica_size),
+        "final_loss": last["loss"],
+        **({"parameters_digest": digest} if digest is not None else {}),
         "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
+        **({"joined": joined} if (joined := _joined(incidents)) else {}),
+        **_gpu(steps),
     }
-    facts = {name: fact for name, fact in facts.items() if fact is not None or name == "final_loss"}
-    if returned := sum(len(line.get("joined_replicas", ())) for line in incidents):
-        facts["joined"] = returned
+
+
+def _failures(world: World, resumed_at: int, incidents: Sequence[Line]) -> int:
+    """Replicas lost in the whole run. In this job, all that began or joined and are not there at the end count, also
+    those whose loss no incident records."""
+    earlier = [line for line in incidents if line["step"] <= resumed_at]
+    joined = _joined(incidents) - _joined(earlier)
+    lost_earlier = sum(len(line["dead_replicas"]) for line in earlier)
+    return lost_earlier + world.grid.replicas + joined - len(world.replicas)
+
+
+def _joined(incidents: Iterable[Line]) -> int:
+    return sum(len(line.get("joined_replicas", ())) for line in incidents)
+
+
+def _throughput(steps: Sequence[Line], replica_size: int) -> dict[str, float]:
+    """Steps of users' scripts have weights instead of tokens, which may be anything: they give seconds alone."""
+    tokens, seconds = sum(line.get("tokens", 0) for line in steps), sum(line["seconds"] for line in steps)
+    if steps and not tokens:
+        return {"seconds": round(seconds, 3)}
+    rank_seconds = sum(line["seconds"] * line["replicas"] * replica_size for line in steps)
+    return {
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        # Per living rank.
+        "effective_throughput": round(tokens / rank_seconds, 1) if rank_seconds else 0.0,
+    }
+
+
+def _gpu(steps: Sequence[Line]) -> dict[str, float]:
+    facts: dict[str, float] = {}
     if peaks := [line["gpu_peak_mib"] for line in steps if "gpu_peak_mib" in line]:
         facts["gpu_peak_mib"] = max(peaks)
     if used := [(line["mfu"], line["seconds"]) for line in steps if "mfu" in line]:
@@ -227,13 +248,13 @@ def summary(
 
 
 def write_json(path: Path, content: Any) -> bool:
-    """Whole or not at all. At the end of a run: waits for the disk, and returns whether it has taken it."""
+    """Write the file atomically, and wait for the disk for a limited time. Returns whether it was written."""
     text = (json.dumps(content, indent=2) + "\n").encode()
     return FILES.retry(lambda: FILES.disk.replace(path, text), path.name)
 
 
 def data_digest(samples: Sequence[int]) -> str:
-    """Over the sample indices of a step, in order, as text."""
+    """Digest of the sample numbers of a step, sorted."""
     return hashlib.sha256(" ".join(map(str, sorted(samples))).encode()).hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""`extra=`: what the user adds to the state of a run, by name. One list for saving, resuming and joining."""
+"""`extra=`: entries that the user adds to the state of a run, by name, for saving, resuming and
+joining."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ Extra = Stateful | dict[str, Any]  # a plain dict is its own state
 
 
 def is_extra(value: Any) -> bool:
-    """Whether its state can be replaced by that of another replica."""
+    """Whether its state can be replaced by the state of another replica."""
     return type(value) is dict or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
 
 
 def refuse_other_extras(extra: Mapping[str, Any]) -> None:
-    """Raises TypeError for an entry that a joining replica could not be given."""
+    """Raises TypeError for an entry that cannot be sent to a joining replica."""
     for name, value in extra.items():
         if not is_extra(value):
             raise TypeError(
@@ -41,12 +42,12 @@ def refuse_other_extras(extra: Mapping[str, Any]) -> None:
 
 
 def state_of(value: Any) -> Any:
-    """Its state: what state_dict() returns, or the value itself."""
+    """The result of state_dict(), or the value itself."""
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def restore(value: Any, state: Any) -> None:
-    """Make this its state; a dict is changed in place."""
+    """Replace its state; a dict is changed in place."""
     if isinstance(value, dict):
         value.clear()
         value.update(state)
@@ -55,7 +56,7 @@ def restore(value: Any, state: Any) -> None:
 
 
 def digest_of(value: Any) -> int:
-    """64 bits over the whole state of an entry; of a sharded tensor over the part that is here."""
+    """64 bits over the whole state of an entry; of a sharded tensor, over the local part."""
     tensors = NamedTensors()
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps(pack(state_of(value), "", tensors), sort_keys=True).encode())

@@ -1,7 +1,8 @@
-"""State that a joining replica would not receive, because only the user's code knows of it.
+"""Obstacles to joining: state that a joining replica would not receive, because only the user's
+code knows of it.
 
-Found before anybody joins, and named with the remedy: the numbers of a replica without it would be wrong, and no vote
-could tell which replica is right.
+Found before a replica joins, and reported with the remedy: a replica without that state would
+compute wrong numbers, and no vote could tell which replica is right.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class Joinable:
         state: tuple[torch.nn.Module, Any, Any, Mapping[str, Extra]],
         extra: Mapping[str, Extra],
     ) -> None:
-        """`state`: what a joining replica is given; `extra`: what of it is the user's own."""
+        """`state`: what a joining replica receives; `extra`: the entries of the user in it."""
         self._world, self._state, self._extra = world, state, extra
         self._saved_alone: set[str] = set()  # extras that recover.save was given and Step was not
         self._reported = ""
 
     def obstacle(self) -> str | None:
-        """What a joining replica would not receive, with the remedy; None if it receives all that is known."""
+        """State that a joining replica would not receive, with the remedy; None if there is
+        none."""
         _, optimizer, scheduler, _ = self._state
         if self._saved_alone:
             names = ", ".join(map(repr, sorted(self._saved_alone)))
@@ -53,7 +55,7 @@ class Joinable:
         return Parcel(*self._state).obstacle()
 
     def saved(self, extra: Mapping[str, Any]) -> None:
-        """recover.save was given these entries, on all replicas alike."""
+        """`recover.save` was given these entries, on all replicas alike."""
         known = list(self._extra.values())
         alone = {name for name, value in extra.items() if not any(value is each for each in known)}
         self._saved_alone = self._saved_alone - self._extra.keys() | alone
@@ -61,7 +63,7 @@ class Joinable:
             self.report()
 
     def report(self) -> None:
-        """Say once why no replica can join, in a job that lost replicas may come back to."""
+        """Report once why no replica can join, in a job whose lost replicas may be restarted."""
         if not self._world.job.room or (why := self.obstacle()) is None or why == self._reported:
             return
         self._reported = why
@@ -72,7 +74,8 @@ class Joinable:
 
 
 def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
-    """The living schedulers of this optimizer that are neither among these objects nor inside of them."""
+    """Living schedulers of this optimizer that are neither among these objects nor inside of
+    them."""
     known = {id(each) for each in _inside(declared)}
     if not (found := [each for each in _schedulers_of(optimizer) if id(each) not in known]):
         return []
@@ -82,10 +85,11 @@ def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
 
 
 def _schedulers_of(optimizer: Any) -> list[Any]:
-    """ReduceLROnPlateau leaves no trace on the optimizer, so this asks who refers to it."""
+    """All schedulers that refer to the optimizer: ReduceLROnPlateau leaves no other trace."""
     holders = gc.get_referrers(optimizer)
     attributes = [each for each in holders if type(each) is dict and each.get("optimizer") is optimizer]
-    # The attributes of an object may be a dict of its own, which refers to the optimizer in its stead.
+    # The attributes of an object may be a dict of its own, which refers to the optimizer in its
+    # stead.
     owners = [each for each in gc.get_referrers(*attributes) if type(each) is not dict] if attributes else []
     return [
         each
@@ -95,7 +99,8 @@ def _schedulers_of(optimizer: Any) -> list[Any]:
 
 
 def _sets_rate(value: Any, optimizer: Any) -> bool:
-    """Torch's schedulers, and others that look like them; a wrapper of an optimizer has parameter groups."""
+    """Torch's schedulers, and others that look like them; a wrapper of an optimizer has
+    parameter groups."""
     kind = type(value)
     if issubclass(kind, LRScheduler):
         return value.optimizer is optimizer

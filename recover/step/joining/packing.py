@@ -1,8 +1,10 @@
-"""Values as JSON and tensors, for checkpoints and for the state that is handed to a joining replica.
+"""Values as JSON and tensors, for checkpoints and for the state that is handed to a joining
+replica.
 
-Nothing is pickled, so nothing that is read from a file or received from another rank can run code. Tensors are taken
-out: the caller stores them and puts a reference into the JSON. Dicts keep their keys, and tuples, sets, bytes, numpy
-values and the usual subclasses of dict keep their type. A value of any other type is refused by its name.
+Nothing is pickled, so nothing that is read from a file or received from another rank can run
+code. Tensors are taken out: the caller stores them and puts a reference into the JSON. Dicts
+keep their keys, and tuples, sets, bytes, numpy values and the usual subclasses of dict keep
+their type. A value of any other type is refused by its name.
 """
 
 from __future__ import annotations

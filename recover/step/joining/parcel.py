@@ -1,9 +1,10 @@
-"""The state of one rank, taken apart: tensors, which travel as they are, and a head of JSON that describes the rest.
+"""The state of one rank for a hand-over: the bytes of its tensors, and a head of JSON that
+describes everything else.
 
-A rank gives its own part to the rank of the same place in a replica that joins, so nothing is gathered: of a tensor
-that is sharded over the replica, its local part travels. Everything else (numbers, settings, what a user has added) is
-JSON, with a reference for each tensor: an optimizer that has not run yet has none, and gets those of the others.
-Nothing that was received is unpickled.
+A rank sends its own part to the rank with the same shard in a joining replica, so nothing is
+gathered: of a sharded tensor, the local part is sent. Everything else (numbers, settings, extras
+of the user) is JSON, with a reference for each tensor: an optimizer that has not run yet has no
+tensors, and creates those of the sender. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from recover.gradients.parts import in_order_of, local_part
 from recover.step.joining.extra import Extra, restore, state_of
 from recover.step.joining.packing import NotPackableError, pack, unpack
 
-Place = dict[str, Any]  # the reference of a tensor: its number among the parts, and how it is laid out
+Place = dict[str, Any]  # reference of a tensor: its number among the parts, and its layout
 
 
 class OtherStateError(ValueError):
-    """This process was started to join others that hold another kind of state, or that admit nobody."""
+    """This process was started to join members whose state has another form, or that admit no
+    replica."""
 
 
 def refusal(why: str) -> bytes:
-    """The head that is sent to a replica which must not join."""
+    """The head that is sent to a replica that must not join."""
     return json.dumps({"refused": why}).encode()
 
 
 class Parcel:
-    """The state of a rank that gives it, or of one that takes it. `parts`: the bytes of its tensors."""
+    """The state of a rank that sends or receives it. `parts`: the bytes of its tensors."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Extra]):
         self._model, self._optimizer, self._scheduler, self._extra = model, optimizer, scheduler, extra
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._device = local_part(self._named[0][1]).device
         self._tensors = [local_part(tensor.detach()) for _, tensor in self._named]
-        self._late: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # what has no bytes in a row, and a copy that has
+        # Tensors that are not contiguous, with a contiguous copy.
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rest: dict[str, Any] = {}
 
     def pack(self, position: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-        """The head, which says what the parts are, and the parts. `position`: where the run stands.
+        """The head, which describes the parts, and the parts. `position`: the position of the run.
 
         Raises NotPackableError with the name of an entry that cannot be sent.
         """
@@ -60,7 +61,7 @@ class Parcel:
         return json.dumps(head).encode(), parts
 
     def obstacle(self) -> str | None:
-        """The entry that could not be sent to a joining replica, and why; None if all can be."""
+        """The entry that cannot be sent to a joining replica, and why; None if there is none."""
         try:
             self._packed({}, [])
         except NotPackableError as error:
@@ -68,7 +69,8 @@ class Parcel:
         return None
 
     def open(self, head: bytes) -> list[torch.Tensor]:
-        """The parts of the same shape here, to be filled. Raises OtherStateError where the others hold another one."""
+        """Local parts of the same shapes, to be filled. Raises OtherStateError if the state of
+        the members has another form."""
         found = json.loads(head)
         if "refused" in found:
             raise OtherStateError(f"this replica cannot join: {found['refused']}")
@@ -94,12 +96,12 @@ class Parcel:
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the run stands, as soon as it is open; what of it are tensors comes with the parts."""
+        """The position of the run, after `open`; tensors in it are filled with the parts."""
         position: dict[str, Any] = unpack(self._rest["position"], self._put_back)
         return position
 
     def install(self) -> dict[str, Any]:
-        """All parts are filled: make it this rank's state. Returns the position."""
+        """Install the state after all parts are filled. Returns the position."""
         for mine, row in self._late:
             mine.copy_(row)
         rest = unpack(self._rest, self._put_back)
@@ -114,7 +116,7 @@ class Parcel:
         return position
 
     def _packed(self, more: Mapping[str, Any], found: list[torch.Tensor]) -> dict[str, Any]:
-        """All that is no parameter and no buffer, each under the name that a refusal shows to the user."""
+        """All state but parameters and buffers, under names that an error shows to the user."""
 
         def keep(name: str, tensor: torch.Tensor) -> Place:
             return self._take_out(name, tensor, found)
@@ -134,7 +136,7 @@ class Parcel:
         return packed | {name: pack(value, name, keep) for name, value in more.items()}
 
     def _with_extra_state(self) -> dict[str, torch.nn.Module]:
-        """The modules that have state beside their parameters and buffers."""
+        """Modules with state other than parameters and buffers."""
         plain = torch.nn.Module.get_extra_state
         return {
             name: module
@@ -144,7 +146,7 @@ class Parcel:
 
     @property
     def _kinds(self) -> dict[str, Any]:
-        """What must be alike, and how it is called to whoever has to mend it."""
+        """What must be equal on both sides, under names for the error message."""
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         return {
             "parameters and buffers (name, type, shape here)": [
@@ -221,7 +223,7 @@ class Parcel:
         )
 
     def _fill_optimizer(self, state: Mapping[str, Any]) -> None:
-        """As `load_state_dict` does, but to the bit: that one casts to the type of the parameter."""
+        """Like `load_state_dict`, but without its cast to the type of the parameter."""
         held: dict[Any, Any] = {}
         for group, theirs in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
             held |= dict(zip(theirs["params"], group["params"], strict=True))
@@ -236,7 +238,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mesh_key(mesh: Any) -> list[Any]:
-    """Tells the meshes of one model apart."""
+    """Distinguishes the meshes of one model."""
     return [list(mesh.mesh_dim_names or ()), list(mesh.shape)]
 
 
@@ -273,7 +275,7 @@ def _short(value: object) -> str:
 
 
 def buffers_like(tensors: Sequence[torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    """Makes buffers of 8-byte words where these tensors are."""
+    """Creates buffers of 8-byte words on the device of these tensors."""
     device = tensors[0].device
 
     def make(words: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""A replica joins, as `Step` has it: the members give their state, the newcomer takes it, and all go on from there."""
+"""State hand-over: members send their state to a joining replica, which installs it and
+continues from there."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from recover.job.authentication import Authenticator
 from recover.step.incident import Incident
-from recover.step.joining.admission import enter, take_in
+from recover.step.joining.admission import admit_replicas, join_members
 from recover.step.joining.extra import Extra
 from recover.step.joining.joinable import Joinable
 from recover.step.joining.packing import NotPackableError
@@ -26,11 +27,12 @@ from recover.world.liveness.board import age
 from recover.world.world import World
 
 
-class Newcomers:
-    """Both sides of it. `state`: model, optimizer, scheduler if any, and what the user has added.
+class StateHandover:
+    """Both sides of a hand-over.
 
-    `take_over`: does what one that is gone had to do once (`recover.step.on_first`). `joinable`: whether all that a
-    replica needs is known here.
+    state:      model, optimizer, scheduler if any, and the extras of the user
+    take_over:  runs `step.on_first` calls of dead ranks
+    joinable:   whether all state that a joining replica needs is known
     """
 
     def __init__(
@@ -46,19 +48,24 @@ class Newcomers:
         self._position, self._state, self._joinable = position, state, joinable
         self._device = next(state[0].parameters()).device
 
-    def take_in(self) -> list[Incident]:
-        """For members, when somebody has asked. What has happened over it."""
-        return take_in(self._transaction, self._give)
+    def admit(self) -> list[Incident]:
+        """Called by members after a replica has asked to join. Returns the incidents."""
+        return admit_replicas(self._transaction, self._give)
 
-    def enter(self) -> list[Incident]:
-        """For the newcomer: ask, be admitted, take the state. Raises OtherStateError, before it asks, if it would lack
-        something: it runs the script of the others, so they lack it as well."""
+    def join(self) -> list[Incident]:
+        """Called by the joining replica: ask, be admitted, receive the state. Returns the
+        incidents.
+
+        Raises OtherStateError, before it asks, if state would be missing: it runs the script of
+        the members, so they cannot send that state either.
+        """
         if (why := self._joinable.obstacle()) is not None:
             raise OtherStateError(f"this replica cannot join: {why}")
-        return enter(self._transaction, Arrival(socket.gethostname(), age()), self._take)
+        return join_members(self._transaction, Arrival(socket.gethostname(), age()), self._take)
 
     def _give(self, givers: tuple[int, ...], takers: tuple[int, ...]) -> int | None:
-        # A newcomer does not know what was asked for before it came: so none of that is left to do when it has.
+        # A joining replica does not know of earlier `on_first` calls, so none may be left when it
+        # is a member.
         self._take_over()
         head, parts = self._packed()
         head = self._authenticator.sign(self._place(givers), head)
@@ -66,7 +73,8 @@ class Newcomers:
         return _size(parts) if stripes.send_head(head) and stripes.give(parts) else None
 
     def _packed(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The state, or the reason why nobody can be given it: the newcomer ends by that, and the others go on."""
+        """Head and parts of the state; or a refusal, which ends the joining replica while the
+        members go on."""
         if (why := self._joinable.obstacle()) is not None:
             return refusal(why), []
         board, rank = self._world.board, self._world.rank
@@ -82,11 +90,12 @@ class Newcomers:
         if signed is None:
             return None
         head = self._authenticator.opened(self._place(givers), signed)
-        if head is None:  # before anything of it is looked at
+        if head is None:  # checked before anything of it is parsed
             rank_exit.log("the state that was offered was not signed with this job's token, and is not taken")
             return None
         parts = parcel.open(head)
-        # From here on it is where the others are: if it does nothing for too long, it is fenced as any of them.
+        # From now on it takes part in the votes of the others: if it hangs, the watchdog must treat
+        # it as a member.
         self._world.board.catch_up(
             self._world.rank, parcel.position["votes"], parcel.position["step"]["index"] + 1
         )
@@ -95,7 +104,7 @@ class Newcomers:
         position = parcel.install()
         self._position.take(position)
         set_generators(position["generators"], self._device)
-        self._transaction.index = self._position.index + 1
+        self._transaction.adopt_step(self._position.index + 1)
         return _size(parts)
 
     @cached_property
@@ -103,7 +112,8 @@ class Newcomers:
         return Authenticator(self._world.token, "state")
 
     def _place(self, givers: tuple[int, ...]) -> str:
-        """Where the head of the state comes from: it is of no use from another rank, or in another epoch."""
+        """Context of the signature: a head that was sent by another rank or in another epoch is
+        not accepted."""
         giver = next(rank for rank in givers if rank in self._world.cross.peers)
         return f"epoch {self._world.epoch} from rank {giver}"
 

@@ -1,8 +1,10 @@
-"""From those who hold the state to those who have none: each of the former sends a stripe of it, all at once.
+"""Transfer of the state to joining replicas in stripes: each rank that holds the state sends one
+stripe, at the same time.
 
-The state of a rank is a list of parts, each a flat row of bytes. As if they lay one behind the other they are cut into
-one stripe for each giver. A stripe travels in pieces, through two buffers that take turns, so that one is filled, or
-emptied, while the other is on the wire. Rows and buffers are NumPy arrays or tensors: nothing here knows torch.
+The state of a rank is a list of parts, each a flat row of bytes. Their concatenation is cut into
+one stripe for each giver. A stripe is sent in pieces through two buffers in turns: one is filled
+or emptied while the other is on the wire. Rows and buffers are NumPy arrays or tensors: this
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import numpy as np
 from recover.world.carriers.worker import Work
 from recover.world.cross_group import CrossGroup
 
-WORD = 8  # bytes; what travels are whole ones
-PIECE, SMALL_PIECE = 1 << 20, 1 << 17  # words: at the most, and at the least
-TURNS = 8  # pieces of a stripe, at the least: while one is on the wire, another one is filled
-Span = tuple[int, int]  # from which word to which
+WORD = 8  # bytes; whole words are sent
+PIECE, SMALL_PIECE = 1 << 20, 1 << 17  # words: largest and smallest piece
+TURNS = 8  # pieces of a stripe, at least: one is filled while another one is on the wire
+Span = tuple[int, int]  # first word, and the word behind the last
 
 
 class Stripes:
-    """One passing on of state over a cross group. `givers`, `takers`: ranks of this group.
+    """One transfer over a cross group. `givers`, `takers`: ranks of this group.
 
-    `buffer(words)` makes one of int64, `as_bytes` is the same memory byte by byte. `under_way` is told of each piece.
+    buffer:     creates a buffer of so many int64 words
+    as_bytes:   the same memory as bytes
+    under_way:  called with the work of each piece
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class Stripes:
         self._takers = [cross.peers.index(rank) for rank in takers if rank in cross.peers]
 
     def send_head(self, head: bytes) -> bool:
-        """What is to be known before the parts can be received: from the first giver to all takers."""
+        """The first giver sends the head, which describes the parts, to all takers."""
         if self._cross.index != self._givers[0]:
             return True
         words = np.zeros(-(-len(head) // WORD), np.int64)
@@ -61,12 +65,13 @@ class Stripes:
         return bytes(words.view(np.uint8)[: int(length[0])])
 
     def give(self, parts: Sequence[Any]) -> bool:
-        """This rank's stripe of them, to all takers. Whether it went well here."""
+        """Send this rank's stripe to all takers. Returns whether that succeeded here."""
         mine = self._pieces(parts, self._givers.index(self._cross.index))
         buffers: list[Any] = [None, None]
         works: list[Work | None] = [None, None]
         for turn, (start, stop) in enumerate(mine):
             before = works[turn % 2]
+            # The buffer is filled again only after the piece in it has been sent.
             if before is not None and not before.wait():
                 return False
             if buffers[turn % 2] is None:
@@ -76,11 +81,12 @@ class Stripes:
                 self._as_bytes(room)[there] = parts[here[0]][here[1]]
             works[turn % 2] = work = self._cross.exchange(dict.fromkeys(self._takers, room), {})
             self._under_way(work)
-        ended = [work.wait() for work in works if work is not None]  # each one: no buffer is in use any more
+        # Wait for all of them, also after a failure: afterwards no buffer is in use.
+        ended = [work.wait() for work in works if work is not None]
         return all(ended)
 
     def take(self, parts: Sequence[Any]) -> bool:
-        """All stripes, into these parts. Whether they are whole."""
+        """Receive all stripes into these parts. Returns whether they are complete."""
         pieces = {giver: self._pieces(parts, n) for n, giver in enumerate(self._givers)}
         turns = max(map(len, pieces.values()))
         buffers: list[dict[int, Any]] = [{}, {}]
@@ -114,7 +120,8 @@ class Stripes:
 
 
 def _overlaps(parts: Sequence[Any], start: int, stop: int) -> Iterator[tuple[tuple[int, slice], slice]]:
-    """Where the words from `start` to `stop` lie: number of the part and its bytes, and which bytes of the words."""
+    """Maps the words from `start` to `stop`: number of the part and slice of its bytes, slice of
+    the bytes of the words."""
     first, last, at = start * WORD, stop * WORD, 0
     for number, part in enumerate(parts):
         low, high = max(first, at), min(last, at + len(part))

@@ -1,1 +1,1 @@
-"""What a step sees of the user's loop: its losses, its habits, and how long it takes."""
+"""Checks of the user's loop: losses and weights, left-overs of a plain loop, times."""

@@ -1,4 +1,4 @@
-"""How long a microbatch takes, by the clock of what computes it."""
+"""Seconds of a microbatch, measured by the host or by the device that computes it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Protocol
 
 import torch
 
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 
 
 class Clock(Protocol):
     def start(self) -> None: ...
 
-    def took(self) -> float | Later[float]:
-        """Seconds from the start to here."""
+    def took(self) -> float | DeviceValue[float]:
+        """Seconds since `start`."""
 
     def forget(self) -> None:
-        """All that it has told later is known by now, or of no account."""
+        """All values of `took` are read, or not needed: events may be used again."""
 
 
 class HostClock:
@@ -35,25 +35,26 @@ class HostClock:
 
 
 class DeviceClock:
-    """The host is through with a microbatch when it has told the device of it: only the device knows when it is."""
+    """By events on the stream: the host only queues a microbatch, and does not know when it was
+    computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []  # to make one takes longer than to use it
+        self._events: list[torch.cuda.Event] = []  # used again: creating one takes longer than recording it
         self._used = 0
         self._since = self._next()
 
     def start(self) -> None:
         self._since = self._mark()
 
-    def took(self) -> Later[float]:
+    def took(self) -> DeviceValue[float]:
         since, until = self._since, self._mark()
 
         def seconds() -> float:
             until.synchronize()
             return float(since.elapsed_time(until)) / 1e3
 
-        return Later(seconds)
+        return DeviceValue(seconds)
 
     def forget(self) -> None:
         self._used = 0

@@ -1,7 +1,8 @@
-"""Left-overs of a plain loop: what Step does itself, done by hand as well. Said once where it is seen, with the mend.
+"""Left-overs of a plain loop: calls that Step makes itself. Each kind is reported once, with the
+remedy.
 
-Torch stays as it is but for thin wrappers that look at a call and pass it on: around its two clipping functions and
-around GradScaler's methods.
+Torch is unchanged except for thin wrappers that look at a call and pass it on: around its two
+clipping functions and around the methods of GradScaler.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ NO_SCALER = (
 
 
 class Habits:
-    """What a user does beside one Step."""
+    """Calls of the user's loop that concern one Step."""
 
     _all: ClassVar[weakref.WeakSet[Habits]] = weakref.WeakSet()
     _updating = False  # some Step is calling its optimizer
     _backward = False  # some Step is running its backward
-    _scaled = 0  # backward passes of scaled losses that ran outside of any Step's
+    _scaled = 0  # backward passes of scaled losses outside of `Step.backward`
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self._model, self.optimizer = model, optimizer
@@ -42,7 +43,7 @@ class Habits:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The optimizer is called by the one who should."""
+        """A context in which Step calls the optimizer."""
         Habits._updating = True
         try:
             yield
@@ -54,7 +55,8 @@ class Habits:
 
     @contextmanager
     def backward(self, loss: torch.Tensor, counts: Iterable[int]) -> Iterator[None]:
-        """Step's own backward of `loss`; a division of it by one of `counts` is what Step does."""
+        """A context of Step's own backward. Warns if `loss` was divided by one of `counts`: Step
+        does that itself."""
         if not loss.requires_grad and Habits._scaled != self._scaled_before:
             raise RuntimeError(f"the loss of a round was scaled: {NO_SCALER}")
         count = _divisor(loss)
@@ -85,7 +87,7 @@ class Habits:
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
         present = [g for g in gradients if g is not None]
         if present and not any(g.count_nonzero() for g in present):
-            return  # this is how torch's checkpoints make an optimizer's state
+            return  # torch's checkpoints create optimizer state in this way
         self._say(
             "optimizer.step() was called outside of a step: Step calls it when a step commits, and what moves "
             "parameters beside it makes replicas differ; leave the call out"
@@ -106,7 +108,8 @@ class Habits:
 
 
 def _divisor(loss: torch.Tensor) -> float:
-    """What a loss was divided by last; 1 if by nothing, or if it was a sum, of which that makes the mean."""
+    """The number by which a loss was divided last; 1 if there is none, or if the loss was a sum,
+    whose mean that is."""
     node: Any = loss.grad_fn
     kind = type(node).__name__
     if kind not in ("DivBackward0", "MulBackward0"):
@@ -128,7 +131,8 @@ def _divisor(loss: torch.Tensor) -> float:
 @functools.cache
 def _watch_torch() -> None:
     for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        # Scripts have imported the functions by name already: so the one inside torch's no_grad wrapper is replaced.
+        # Scripts have already imported the functions by name, so the function inside torch's
+        # no_grad wrapper is replaced.
         inner: Any = getattr(clip, "__wrapped__", None)
         for cell in clip.__closure__ or ():
             if cell.cell_contents is inner:

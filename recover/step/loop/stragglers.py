@@ -1,7 +1,7 @@
-"""Who holds the others up: replicas whose own microbatches take far longer than those of the others.
+"""Stragglers: replicas whose microbatches take far longer than those of the others.
 
-Every replica adds its seconds per microbatch to a sum that is reduced anyway, in a place of its own, so all survivors
-know all of them, and say the same.
+Every replica reports its seconds per microbatch in the totals, so all survivors know all of them
+and find the same stragglers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from recover.policy import Layout
 
 WINDOW = 8  # steps: a single slow one is noise
 FAR = 2.0  # times the median of the others
-NOISE = 0.005  # seconds per microbatch: less than that is the machine's own unrest
+NOISE = 0.005  # seconds per microbatch: a smaller difference is noise
 
 
 class Stragglers:
-    """Fed with each committed step; remembers the last few."""
+    """Keeps the paces of the last committed steps."""
 
     def __init__(self, report: Callable[[str], None] = lambda text: None) -> None:
         self._paces: dict[int, deque[float]] = {}
@@ -32,10 +32,10 @@ class Stragglers:
         self._paces = {replica: deque(seen, maxlen=WINDOW) for replica, seen in state.items()}
 
     def committed(self, paces: Mapping[int, float], step: int = 0) -> dict[int, float]:
-        """`paces`: seconds per microbatch of every replica that has run some. Who straggles, and by which factor."""
-        self._paces = {
-            replica: self._paces.get(replica, deque(maxlen=WINDOW)) for replica in paces
-        }  # the dead are forgotten
+        """`paces`: seconds per microbatch of each replica that ran any. Returns stragglers with
+        their factors."""
+        # Dead replicas are dropped.
+        self._paces = {replica: self._paces.get(replica, deque(maxlen=WINDOW)) for replica in paces}
         for replica, seconds in paces.items():
             self._paces[replica].append(seconds)
         typical = {r: statistics.median(seen) for r, seen in self._paces.items() if len(seen) == WINDOW}
@@ -53,7 +53,7 @@ class Stragglers:
 
 
 def busy(layout: Layout, paces: Mapping[int, float], living: Collection[int]) -> dict[int, float]:
-    """Seconds that each living replica has computed what it was dealt when the step began; 0 if that was nothing."""
+    """Seconds that each living replica computed its share of the layout; 0 for an empty share."""
     return {
         share.replica: paces.get(share.replica, 0.0) * len(share.run)
         for share in layout.shares

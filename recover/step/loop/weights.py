@@ -1,4 +1,4 @@
-"""How often the microbatches handed out count in the mean over the step."""
+"""Weights: how often each microbatch counts in the mean over the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recover.gradients.deferred import Later
+from recover.gradients.deferred import DeviceValue
 from recover.gradients.parts import on_device
 
 LARGEST_EXACT = 2**32  # the sum over two million microbatches is still a whole number of float64
@@ -21,9 +21,10 @@ def weights_of(
     count: int,
     exact: bool,
 ) -> list[float]:
-    """One for each of `count` microbatches, from what `step.backward` was `given`.
+    """The weight of each of `count` microbatches, from the argument of `step.backward` (`given`).
 
-    `ran_with` are those that a pipeline has used for its backward passes already; `exact` sums take whole ones only.
+    ran_with:  weights with which a pipeline has already run its backward passes
+    exact:     exact sums accept whole weights only
     """
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
@@ -68,7 +69,7 @@ def weights_of(
 
 
 def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
-    """What backward starts from."""
+    """The scalar from which backward starts."""
     if len(set(weights)) > 1:
         loss = loss * on_device(torch.tensor(weights, dtype=loss.dtype), loss.device).view_as(loss)
     elif weights[0] != 1.0:
@@ -76,19 +77,24 @@ def weighted(loss: torch.Tensor, weights: list[float]) -> torch.Tensor:
     return loss if loss.numel() == 1 else loss.sum()
 
 
-def losses_of(loss: torch.Tensor, count: int) -> list[Later[float]]:
-    """That of each of `count` microbatches, from their sum or from one value for each; they are read later."""
+def losses_of(loss: torch.Tensor, count: int) -> list[DeviceValue[float]]:
+    """The loss of each of `count` microbatches, from their sum or from one value for each; read
+    at the vote."""
     values = loss.detach().clone()  # whoever computed them may use their memory again
     if values.numel() == 1:
-        return [Later(lambda total: float(total[0]) / count, values)] * count
-    return [Later(lambda one: float(one[0]), value) for value in values.flatten().split(1)]
+        return [DeviceValue(lambda total: float(total[0]) / count, values)] * count
+    return [DeviceValue(lambda one: float(one[0]), value) for value in values.flatten().split(1)]
 
 
-def refuse_other_backwards(loss: torch.Tensor, came: bool, by_rounds: bool) -> None:
-    """`came`: gradients have, since the microbatch was handed out. Those of a round may: its pipeline runs backward."""
+def refuse_other_backwards(loss: torch.Tensor, have_arrived: bool, by_rounds: bool) -> None:
+    """Raise if a backward of this microbatch has run before. In a round it has: its pipeline runs
+    backward.
+
+    have_arrived:  whether gradients have arrived since the microbatch was handed out
+    """
     if by_rounds:
         return
-    if came:
+    if have_arrived:
         raise RuntimeError(
             "the microbatch has gradients before step.backward: somebody has called backward() on a loss of it, which "
             "would count beside this one; leave loss.backward() out, or give the sum of all losses to step.backward"

@@ -1,4 +1,4 @@
-"""The reference models, on torch's own parts."""
+"""The reference models, built from parts of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SIZES", "Llama", "LlamaConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """The model is fetched when first used: whoever only wants its shape must not pay for torch."""
+    """Import the model when it is first used, so that its shape can be read without torch."""
     if name == "Llama":
         from recover.train.models.llama import Llama
 

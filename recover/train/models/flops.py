@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs for a token."""
+"""Floating-point operations that a model needs per token."""
 
 from __future__ import annotations
 

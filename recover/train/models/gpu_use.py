@@ -1,4 +1,4 @@
-"""What a run makes of its GPUs: how many ranks share one, the memory it takes, the part of their speed that it uses."""
+"""Use of the GPUs: how many ranks share one, memory, and model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recover.train.models.llama_config import LlamaConfig
 
 
 class GpuUse:
-    """Notes the use of the card in every step's line; on a CPU it notes nothing."""
+    """Adds the use of the GPU to the line of every step; on a CPU it adds nothing."""
 
     def __init__(self, device: torch.device, shape: LlamaConfig, seq_len: int) -> None:
         self._flops = flops_per_token(shape, seq_len)
@@ -30,8 +30,8 @@ class GpuUse:
             used = cards_in_use(members, self._cards, ranks_on_host())
             line["mfu"] = round(mfu(line["tokens"], line["seconds"], self._flops, used * self._peak), 4)
 
-    def told(self, members: tuple[int, ...]) -> str:
-        """For the start of a run, in one line."""
+    def describe(self, members: tuple[int, ...]) -> str:
+        """One line for the start of a run."""
         ranks = ranks_on_host() or len(members)
         share = -(-ranks // self._cards)
         where = "on a host" if len(members) > ranks else "here"
@@ -46,11 +46,12 @@ class GpuUse:
 
 
 def mfu(tokens: float, seconds: float, flops: float, peak: float) -> float:
-    """Model FLOPs utilisation: what the tokens needed, as a part of what the cards could have done meanwhile."""
+    """Model FLOPs utilisation: operations that the tokens needed, as a fraction of what the GPUs could have done."""
     return tokens * flops / (seconds * peak)
 
 
 def cards_in_use(members: tuple[int, ...], cards: int, on_host: int) -> int:
-    """GPUs that living ranks compute on; ranks take turns over those of their host, and hosts are filled in order."""
+    """Number of GPUs that living ranks use. The ranks of a host are distributed round-robin over its GPUs, and hosts
+    are filled in order."""
     size = on_host or len(members)
     return len({(rank // size, rank % size % cards) for rank in members})

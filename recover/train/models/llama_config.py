@@ -1,4 +1,4 @@
-"""The shape of the reference LLaMA, and its sizes. Imports nothing: a job is checked before torch is needed."""
+"""The shape of the reference LLaMA, and its sizes. Imports nothing, so that a job is checked without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LlamaConfig:
     dropout: float = 0.0
     tied: bool = False
     experts: int = 0  # feed-forward networks per layer that tokens are routed to; 0: one for all
-    top_k: int = 2  # how many of them a token visits
+    top_k: int = 2  # experts per token
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:

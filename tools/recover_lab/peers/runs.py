@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from recover.faults.locations import IN_FLIGHT
+from recover.job.config_keys import read_words
 from recover.job.host_options import HostOptions
 from recover.launch import preflight
 from recover.launch.hosts.agent import launch_alone
 from recover.launch.launcher import launch
 from recover.runs.records.kinds import Event
-from recover.train.config import Config, parse, read_words
+from recover.train.config import Config, parse
 from recover.train.learning_rate import lr_factor
 from recover.train.model_shape import shape_of
 from recover_lab.peers.ended import BenchmarkError, check

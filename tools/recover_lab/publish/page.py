@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from html import escape
 from pathlib import Path
+from typing import Any
 
-from recover.runs.report.page import document, inline
+from recover.runs.report.html import render
 from recover_lab.publish.headlines import headlines, to_markdown
 from recover_lab.publish.measured_sources import measured
 from recover_lab.publish.pictures import draw
-from recover_lab.publish.tables import Rows, rows_of
+from recover_lab.publish.tables import rows_of
 
 PACED = (
     "The comparisons are paced: every microbatch takes at least a set time, most of it waiting, as if each rank had "
@@ -87,29 +87,36 @@ def build(output: Path) -> Path:
     contents = {path.stem: json.loads(path.read_text()) for path in found if measured(path)}
     lines = headlines(contents)
     (output / "figures.md").write_text(to_markdown(lines), encoding="utf-8")
-    body = ["<h1>What failures cost</h1>", f'<p class="lead">{PACED}</p>', f'<p class="lead">{BASELINE}</p>']
-    body.append(_table([["what", "measured", "in the paper"], *map(list, lines)]))
-    for name, content in contents.items():
-        part = next((part for part in TEXTS if part in content or f"{part}_ms" in content), None)
-        if part is None:
-            continue
-        results = content.get(part, content)
-        before, paper = TEXTS[part]
-        body += [f"<h2>{escape(_heading(name))}</h2>", f"<p>{escape(before)}</p>"]
-        if picture := draw(part, results, output / f"{name}.png"):
-            body.append(inline(picture, name))
-        body.append(_table(rows_of(part, results)))
-        if paper:
-            body.append(f"<p><i>The paper:</i> {escape(paper)}</p>")
-        machine = content["machine"]
-        body.append(
-            f'<p class="lead">{machine["cores"]} cores ({escape(machine["processor"])}), torch {machine["torch"]}, '
-            f"Open MPI {machine['openmpi']}, commit {content.get('commit', 'not known')}, "
-            f"{content.get('measured_at', '')}</p>"
-        )
     page = output / "index.html"
-    page.write_text(document("What failures cost", body), encoding="utf-8")
+    text = render(
+        Path(__file__).with_name("page.html"),
+        title="What failures cost",
+        leads=(PACED, BASELINE),
+        headlines=[["what", "measured", "in the paper"], *map(list, lines)],
+        parts=[part for name, content in contents.items() if (part := _part(name, content, output))],
+    )
+    page.write_text(text, encoding="utf-8")
     return page
+
+
+def _part(name: str, content: dict[str, Any], output: Path) -> dict[str, Any] | None:
+    """The section about one file of figures; None if it holds no part that the page knows."""
+    part = next((part for part in TEXTS if part in content or f"{part}_ms" in content), None)
+    if part is None:
+        return None
+    results = content.get(part, content)
+    before, paper = TEXTS[part]
+    return {
+        "name": name,
+        "heading": _heading(name),
+        "before": before,
+        "paper": paper,
+        "picture": draw(part, results, output / f"{name}.png"),
+        "rows": rows_of(part, results),
+        "machine": content["machine"],
+        "commit": content.get("commit", "not known"),
+        "measured_at": content.get("measured_at", ""),
+    }
 
 
 def _rank(path: Path) -> int:
@@ -119,13 +126,3 @@ def _rank(path: Path) -> int:
 def _heading(stem: str) -> str:
     part, _, kind = stem.partition("-")
     return part.capitalize() + (f", {kind.upper()}" if kind else "")
-
-
-def _table(rows: Rows) -> str:
-    head, *others = rows
-    cells = "".join(f'<th class="number">{escape(str(cell))}</th>' for cell in head)
-    lines = [
-        "<tr>" + "".join(f'<td class="number">{escape(str(cell))}</td>' for cell in row) + "</tr>"
-        for row in others
-    ]
-    return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"

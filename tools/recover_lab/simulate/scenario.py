@@ -1,18 +1,15 @@
-"""What `recover simulate` is told, and what follows from it. What cannot be is refused, with value and mend."""
+"""The scenario of `recover simulate`: its keys, the checks between them, and the quantities that follow from them."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import ValidationError
 from pydantic import model_validator as validator
-from pydantic_core import ErrorDetails
 
+from recover.job.config_keys import Keys, describe, flatten, nearest, parse_keys
 from recover.job.gpus import peak_of
-from recover.train.config import NOTHING, ConfigError, Keys, describe
 from recover_lab.simulate.scenario_keys import (
     DAY,
     SYSTEMS,
@@ -46,9 +43,9 @@ class Scenario(Keys):
     run: Playing = Playing()
 
     @validator(mode="after")
-    def _can_be(self) -> Self:
-        cluster, job, failures = self.cluster, self.job, self.failures
-        gpus, per_node, size = cluster.nodes * cluster.gpus_per_node, cluster.gpus_per_node, job.replica_gpus
+    def _check_nodes(self) -> Self:
+        cluster, size = self.cluster, self.job.replica_gpus
+        gpus, per_node = cluster.nodes * cluster.gpus_per_node, cluster.gpus_per_node
         if size > gpus:
             raise ValueError(
                 f"job.replica_gpus={size} is more than the {gpus} GPUs of cluster.nodes={cluster.nodes}; use more nodes"
@@ -64,6 +61,15 @@ class Scenario(Keys):
                 f"cluster.nodes={cluster.nodes} are no whole number of replicas of {self.unit_nodes} nodes; "
                 f"use {fitting}, and cluster.spares={cluster.spares + cluster.nodes - fitting}"
             )
+        return self
+
+    @validator(mode="after")
+    def _check_failures(self) -> Self:
+        cluster, failures = self.cluster, self.failures
+        if not failures.per_node_day:
+            raise ValueError(
+                "failures.per_node_day=0: without failures there is nothing to compare; give a rate above 0"
+            )
         if failures.process == "weibull" and not 0.3 <= failures.shape <= 10:
             raise ValueError(
                 f"failures.shape={failures.shape:g} is no shape that failures were seen to have; use 0.3 to 10, or "
@@ -78,14 +84,19 @@ class Scenario(Keys):
                 raise ValueError(
                     f"cluster.nodes_per_{kind} is more than cluster.nodes={cluster.nodes}; use fewer"
                 )
+        return self
+
+    @validator(mode="after")
+    def _check_job(self) -> Self:
+        job = self.job
         if job.microbatch_s is None and self.peak is None:
             raise ValueError(
                 f"the peak of job.gpu={job.gpu!r} is not known here; give job.peak_tflops, or job.microbatch_s"
             )
         if self.replicas < 2:
             raise ValueError(
-                f"one replica of job.replica_gpus={size} has nobody who could go on without it; use smaller replicas, "
-                "or more nodes"
+                f"one replica of job.replica_gpus={job.replica_gpus} has no other that could continue without it; use "
+                "smaller replicas, or more nodes"
             )
         if self.spare_replicas >= self.replicas:
             raise ValueError(
@@ -97,7 +108,7 @@ class Scenario(Keys):
                 raise ValueError(
                     f"replication.{key}={value} is more than {self.replicas} replicas; use fewer"
                 )
-        self.systems  # noqa: B018  refuses an unknown one
+        self.systems  # noqa: B018  raises for an unknown system
         return self
 
     @property
@@ -107,7 +118,8 @@ class Scenario(Keys):
         names = [name.strip() for name in self.run.systems.split(",")]
         for name in names:
             if name not in SYSTEMS:
-                raise ValueError(f"run.systems: there is no system {name!r}; {_near(name, SYSTEMS)}")
+                hint = nearest(name, SYSTEMS, f"choose one of {', '.join(SYSTEMS)}")
+                raise ValueError(f"run.systems: there is no system {name!r}; {hint}")
         return names
 
     @property
@@ -200,11 +212,7 @@ class Scenario(Keys):
 
 
 def flat_scenario(scenario: Scenario) -> dict[str, Any]:
-    return {
-        f"{group}.{key}": value
-        for group, keys in scenario.model_dump().items()
-        for key, value in keys.items()
-    }
+    return dict(flatten(scenario.model_dump()))
 
 
 def keys_of_scenario() -> list[tuple[str, Any, str]]:
@@ -212,46 +220,5 @@ def keys_of_scenario() -> list[tuple[str, Any, str]]:
 
 
 def parse_scenario(given: Mapping[str, Any]) -> Scenario:
-    """Dotted keys to a checked scenario. Raises ConfigError."""
-    known = {key for key, _, _ in keys_of_scenario()}
-    tree: dict[str, dict[str, Any]] = {}
-    for key, value in given.items():
-        if key not in known:
-            raise ConfigError(f"there is no key {key!r}; {_near(key, known)}")
-        group, _, name = key.partition(".")
-        nothing = isinstance(value, str) and value.strip().lower() in NOTHING
-        tree.setdefault(group, {})[name] = None if nothing else value
-    try:
-        return Scenario.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(detail) for detail in error.errors())) from None
-
-
-def _near(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(sorted(known))}"
-
-
-def _explain(detail: ErrorDetails) -> str:
-    key, value = ".".join(map(str, detail["loc"])), detail["input"]
-    match detail["type"]:
-        case "value_error":
-            return str(detail["ctx"]["error"])
-        case "literal_error":
-            group, _, name = key.partition(".")
-            model: Any = Scenario.model_fields[group].annotation
-            choices = get_args(model.model_fields[name].annotation)
-            return f"{key}={value!r} must be {detail['ctx']['expected']}; {_near(str(value), choices)}"
-        case "greater_than":
-            hint = "; without failures there is nothing to compare" if key.endswith("per_node_day") else ""
-            return f"{key}={value!r} must be above {detail['ctx']['gt']:g}{hint}"
-        case "greater_than_equal":
-            return f"{key}={value!r} must be {detail['ctx']['ge']:g} or more"
-        case "less_than_equal" | "less_than":
-            limit = detail["ctx"].get("le", detail["ctx"].get("lt"))
-            return f"{key}={value!r} must be at most {limit:g}"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return f"{key}={value!r} must be a whole number"
-        case "float_parsing" | "float_type":
-            return f"{key}={value!r} must be a number"
-    return f"{key}={value!r} {detail['msg'].replace('Input should', 'must')}"
+    """Build a checked scenario from dotted keys. Raises ConfigError."""
+    return parse_keys(Scenario, given, "recover simulate")

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from recover.job.config_keys import Keys
 from recover.policy import DEFAULT_POLICY
-from recover.train.config import Keys
 
 DAY, HOUR = 86400.0, 3600.0
 SYSTEMS = {
@@ -39,7 +39,7 @@ class Machinery(Keys):
 
 
 class Failures(Keys):
-    per_node_day: PositiveFloat = Field(default=0.0065, description="failures per node and day")
+    per_node_day: NonNegativeFloat = Field(default=0.0065, description="failures per node and day")
     process: Literal["poisson", "weibull", "regular"] = Field(
         default="poisson",
         description="how they come: poisson; weibull, in bursts (shape below 1) or evenly; regular, like a clock",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from html import escape
 from pathlib import Path
 
-from recover.runs.report.page import document, inline
+from recover.runs.report.html import render
 from recover_lab.simulate.simulation_pictures import draw_simulation
 from recover_lab.simulate.simulation_tables import (
-    Rows,
     crossing_rows,
     lost_rows,
     parameter_rows,
@@ -41,34 +39,20 @@ def build_simulation(study: Study, output: Path) -> Path:
     """The page, its pictures and `simulation.json`, in `output`; the path of the page."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "simulation.json").write_text(json.dumps(study.to_json(), indent=1) + "\n")
-    body = [f"<h1>What failures cost: {escape(study.question.title)}</h1>", f'<p class="lead">{_HONEST}</p>']
-    body += [f'<p class="lead">{escape(note)}</p>' for note in study.question.notes]
-    body.append(_table(system_rows(study)))
-    for name, picture in draw_simulation(study, output).items():
-        heading, caption = _CAPTIONS[name]
-        body += [f"<h2>{heading}</h2><p>{caption}</p>", inline(picture, heading)]
-        if name == "parts":
-            body.append(_table(lost_rows(study)))
-        if name == "rates":
-            body.append(_table(rate_rows(study)))
-    if rows := crossing_rows(study):
-        body += ["<h2>Where they cross</h2>", _table(rows)]
-    if rows := worth_rows(study):
-        body += ["<h2>What a change is worth</h2>", _table(rows)]
-    body += ["<h2>Parameters</h2>", _table(parameter_rows(study.question), numbers=False)]
     page = output / "index.html"
-    page.write_text(document(study.question.title, body), encoding="utf-8")
+    tables = {"parts": lost_rows(study), "rates": rate_rows(study)}
+    text = render(
+        Path(__file__).with_name("simulation_page.html"),
+        title=study.question.title,
+        leads=(_HONEST, *study.question.notes),
+        systems=system_rows(study),
+        pictures=[
+            (*_CAPTIONS[name], picture, tables.get(name, []))
+            for name, picture in draw_simulation(study, output).items()
+        ],
+        crossings=crossing_rows(study),
+        worth=worth_rows(study),
+        parameters=parameter_rows(study.question),
+    )
+    page.write_text(text, encoding="utf-8")
     return page
-
-
-def _table(rows: Rows, numbers: bool = True) -> str:
-    head, *others = rows
-
-    def line(row: list[str], tag: str) -> str:
-        kinds = ["name"] + ["number" if numbers else ""] * (len(row) - 1)
-        cells = (
-            f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for kind, cell in zip(kinds, row, strict=True)
-        )
-        return f"<tr>{''.join(cells)}</tr>"
-
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in others)}</table>"

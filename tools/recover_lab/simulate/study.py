@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recover.train.config import read
+from recover.job.config_keys import read
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, worth
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import preset

@@ -1,0 +1,26 @@
+"""Renders pages that stand alone, with their pictures inside, from Jinja2 templates.
+
+`base.html` and `macros.html` are shared by all pages; the template of a page lies beside the module that fills it.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+def render(template: Path, **values: Any) -> str:
+    """The page as text. All values are escaped; a name that the template uses and `values` lacks raises an error."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["base64"] = lambda picture: base64.b64encode(picture.read_bytes()).decode()
+    return environment.get_template(template.name).render(values)

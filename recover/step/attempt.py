@@ -1,0 +1,82 @@
+"""One attempt at a step on this rank: the share to run, what of it is in the local sums, and
+what its vote has shown."""
+
+from __future__ import annotations
+
+from recover.gradients.deferred import DeviceValue, now
+from recover.policy import Holding, Share
+
+
+class Attempt:
+    """From the layout or the plan of a repair until the vote. A repair replaces it by the attempt
+    that follows.
+
+    share:    slots to run, and slots that an earlier attempt has left in the local sums
+    planned:  number of samples in the sum over all replicas
+    """
+
+    def __init__(self, share: Share, planned: int) -> None:
+        self.share, self.planned = share, planned
+        self.samples: dict[int, int] = {}  # sample of each slot in the local sums
+        # What the vote of this attempt has shown on this rank.
+        self.complete = False  # all buckets hold the sum of exactly the planned samples
+        self.finite = True  # if complete
+        self.in_range = False  # if complete: summed with the exponents that its largest values require
+        self.overflowed = False  # all replicas agree that it was not: they run the step again
+        self.tainted = False  # summed together with a replica whose state differs: must not be committed
+        self._done = share.kept
+        self._losses: list[tuple[float | DeviceValue[float], float]] = []  # with weights
+        self._computed: list[tuple[float | DeviceValue[float], int]] = []  # seconds for so many microbatches
+
+    def following(self, share: Share, planned: int) -> Attempt:
+        """The attempt after a repair. What `share` keeps stays in the local sums, or nothing
+        does: a policy never keeps a part of them. Times are kept, too: microbatches that do not
+        count have cost their time."""
+        attempt = Attempt(share, planned)
+        attempt._computed = self._computed
+        if share.kept:
+            attempt.samples, attempt._losses = self.samples, self._losses
+        return attempt
+
+    def finish_slot(self, slot: int, sample: int, loss: float | DeviceValue[float], weight: float) -> None:
+        """A microbatch is in the local sums, or will be once the device has run it: its loss is
+        read at the vote."""
+        self.samples[slot] = sample
+        self._losses.append((loss, weight))
+        self._done = self._done | self._done.span(slot, slot + 1)
+
+    def computed(self, seconds: float | DeviceValue[float], microbatches: int) -> None:
+        """This rank took so long for so many microbatches."""
+        self._computed.append((seconds, microbatches))
+
+    @property
+    def unread(self) -> list[float | DeviceValue[float]]:
+        """Values that may still be on a device."""
+        return [*(loss for loss, _ in self._losses), *(seconds for seconds, _ in self._computed)]
+
+    @property
+    def weighted_losses(self) -> list[float]:
+        return [now(loss) * weight for loss, weight in self._losses]
+
+    @property
+    def total_weight(self) -> float:
+        total = 0.0
+        for _, weight in self._losses:
+            total += weight
+        return total
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds per microbatch of this rank in this step so far; None if it has run none."""
+        ran = sum(count for _, count in self._computed)
+        return sum(now(seconds) for seconds, _ in self._computed) / ran if ran else None
+
+    @property
+    def contributed(self) -> list[int]:
+        """Samples in this replica's sum; a spare contributes none."""
+        return sorted(self.samples.values()) if self.share.counts else []
+
+    @property
+    def holding(self) -> Holding:
+        """What this replica has in its local sums, for its census record."""
+        return self.share.holding(self._done - self.share.kept)

@@ -1,0 +1,431 @@
+"""What one `recover.Step` consists of, and the order in which its parts act in a step. Internal:
+users see `Step`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Generator, Iterable, Iterator
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import Any
+
+import torch
+
+from recover.gradients.deferred import DeviceValue
+from recover.gradients.module_gradients import Gradients, OwnedGradients
+from recover.gradients.reduction import Reduction, make_sum
+from recover.gradients.replica_interface import replica_of
+from recover.gradients.running_buffers import RunningBuffers
+from recover.policy import SlotSet, get_policy
+from recover.step.compared_state import ComparedState
+from recover.step.errors import StateDivergedError
+from recover.step.extra_comparison import ExtraComparison
+from recover.step.in_flight import MicrobatchesInFlight, Stream, T
+from recover.step.incident import Incident
+from recover.step.initial_state import copy_state_from_first_replica
+from recover.step.joining.extra import Extra
+from recover.step.joining.joinable import Joinable
+from recover.step.joining.state_handover import StateHandover
+from recover.step.loop.clock import clock_of
+from recover.step.loop.habits import Habits
+from recover.step.loop.stragglers import Stragglers
+from recover.step.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
+from recover.step.model_checks import ModelAndOptimizer
+from recover.step.on_first import OnFirst
+from recover.step.position import Position, refuse_other_size
+from recover.step.randomness import Randomness
+from recover.step.result import StepResult, result_of
+from recover.step.samples import SampleMode, sample_mode
+from recover.step.transaction import Transaction
+from recover.world import rank_exit
+from recover.world.calls import Call
+from recover.world.world import World
+
+Run = Generator[list[Any], None, None]
+
+
+class StepEngine:
+    """The parts of a step, and `run`: one step from its beginning to its commit.
+
+    records:      creates the records of this step (`recover.runs.writing.script_records.records_of`)
+    save_states:  called when replicas hold different states and no majority can tell which is right
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        global_batch: int,
+        *,
+        policy: str,
+        samples: SampleMode,
+        clip: float | None,
+        scheduler: Any,
+        seed: int,
+        reduction: Reduction,
+        bucket_mb: float | None,
+        gradients: Gradients | None,
+        buffers: Iterable[str],
+        extra: dict[str, Extra],
+        records: Callable[[], Any],
+        save_states: Callable[[StateDivergedError], None],
+    ) -> None:
+        replica = replica_of(model)
+        self.world, self.model, self.scheduler, self.replica = world, model, scheduler, replica
+        self.exact_sum = reduction == "reproducible"
+        self._optimizer, self._clip = optimizer, clip
+        self.result = StepResult()  # of the last committed step
+        self._save_states = save_states
+        self._checks = ModelAndOptimizer(model, optimizer, gradients)
+        refuse_other_size(world, model)
+        world.steps_made += 1
+        self._randomness = Randomness(seed, world.shard)
+        replica.seed_with(self.seed_microbatch)
+        self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
+        self.gradients = gradients or OwnedGradients(
+            model.parameters(), bucket_mb, make_sum(reduction, global_batch), replica, self._checks.name
+        )
+        exponents = self.gradients.sum.exponents
+        self._habits = Habits(model, optimizer)
+        self.buffers = RunningBuffers(model, buffers, self.gradients.sum, replica, not gradients)
+        self.on_first = OnFirst(world, self._randomness)
+        self.compared = ComparedState(
+            self._checks, optimizer, self.buffers, scheduler, lambda: extra, exponents
+        )
+        self.transaction = Transaction(
+            world,
+            self.gradients,
+            get_policy(policy, world.grid.replicas),
+            global_batch,
+            replica,
+            self.buffers,
+            self.on_first.is_quiet,
+            self.compared.digests,
+        )
+        self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
+        self._in_flight = MicrobatchesInFlight(
+            world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
+        )
+        self.extra_comparison, self.records = ExtraComparison(world), records()
+        ours: dict[str, Extra] = {
+            "recover.runs.records": self.records,
+            "recover.compared": self.extra_comparison,
+        }
+        state = model, optimizer, scheduler, ChainMap[str, Extra](extra, ours)
+        self.joinable = Joinable(world, state, extra)
+        self.handover = StateHandover(
+            world, self.transaction, self.position, state, self.on_first.take_over, self.joinable
+        )
+        self._run: Run | None = None  # the step in progress, or the last one
+        self._by_rounds = False
+        self._compares_all = False  # the next vote compares all state, not only parameters and settings
+        self._joinable_checks = 2
+        self._logged_no_weight = False
+        if not world.outside:
+            copy_state_from_first_replica(world, model)
+        world.hooks.watch(model, self.gradients)
+        rank_exit.on_raise(self._in_flight.blame)
+        rank_exit.on_success(self._end)
+
+    @property
+    def is_inside_step(self) -> bool:
+        return self._run is not None and getgeneratorstate(self._run) != GEN_CLOSED
+
+    def is_current(self, run: Run) -> bool:
+        return self._run is run
+
+    def start(self, stream: Stream[T], by_rounds: bool) -> Generator[list[T], None, None]:
+        """Begin a step. A step that is still in progress is left: only the newest iterator
+        continues."""
+        self.on_first.take_over()
+        if self._run is not None:
+            self._run.close()
+        run = self._run = self.run(stream, by_rounds)
+        return run
+
+    def run(self, stream: Stream[T], by_rounds: bool) -> Generator[list[T], None, None]:
+        """One step: yields microbatches to compute, and has committed when it is exhausted.
+
+        Closing it leaves the step: nothing is committed, and this replica begins the same step
+        again next time.
+        """
+        joins: list[Incident] = []
+        if self.world.outside:
+            yield from self._rehearse(stream, by_rounds)
+            joins = self.handover.join()
+        number = self.position.index + 1
+        self.position.refuse_torn()
+        self._prepare(number, by_rounds, joined=bool(joins))
+        with self.records, self.world.step(number), self._randomness.apart():
+            try:
+                self._begin(number, joins)
+                cut = self._cut_and_announce(stream, by_rounds)
+                for slots, place, post in self.transaction.attempts(
+                    cut, not by_rounds, self._samples.put_back
+                ):
+                    yield self._hand_out(stream, slots, place, post)
+                    if self._in_flight.pending:
+                        raise RuntimeError(
+                            "the microbatch was not followed by step.backward(loss); call it for each one"
+                        )
+                    self.buffers.refuse_later_changes()
+            except GeneratorExit:
+                # Left by a `break`, or by an exception outside of a microbatch: this rank may leave
+                # the job without being blamed. With a microbatch pending, the microbatch may be the
+                # cause.
+                if not self._in_flight.pending:
+                    rank_exit.in_step(False)
+                self._leave()
+                # Level 4: `MicrobatchLoop.close` and `__del__` are between this frame and the
+                # user's.
+                warnings.warn(
+                    f"step {number} was left before it was complete: nothing was committed", stacklevel=4
+                )
+                raise
+            except StateDivergedError as error:
+                self._leave()
+                self._save_states(error)
+                raise
+            except BaseException:
+                self._leave()
+                raise
+            with self.position.applying():
+                self._commit(number)
+
+    def backward(self, loss: torch.Tensor, weight: Weight) -> None:
+        """Backward of the microbatch (or round) that was handed out last; see `Step.backward`."""
+        pending = self._in_flight.pending
+        if not pending:
+            raise RuntimeError(
+                "step.backward was called without a microbatch; call it once for each one handed out"
+            )
+        transaction = self.transaction
+        ran_with = self.replica.weights_of_round()
+        weights = weights_of(weight, ran_with, loss, len(pending), self.exact_sum)
+        refuse_other_backwards(loss, self.gradients.have_arrived, self._by_rounds)
+        self.world.hooks("backward")
+        self.buffers.take()
+        self.gradients.ready()
+        with self._habits.backward(loss, (transaction.global_batch, len(transaction.share.run))):
+            if loss.requires_grad:
+                weighted(loss, weights).backward()
+        self.gradients.collect()
+        for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
+            transaction.attempt.finish_slot(slot, sample, value, each)
+        self.world.hooks.computed(self._in_flight.seconds)
+        transaction.attempt.computed(self._in_flight.computed(), len(pending))
+
+    def seed_microbatch(self, number: int, stage: int = 0) -> None:
+        """Seed the generators for microbatch `number` of the round in flight; see
+        `Step.seed_microbatch`."""
+        self._in_flight.seed(number, stage)
+
+    def compare_all_state(self) -> None:
+        """Let the next vote compare all state, because it is being saved."""
+        self._compares_all = True
+        self.transaction.compare_all_state()
+
+    def confirm(self) -> tuple[tuple[int, ...], float]:
+        """Compare all state over the replicas after the last step; see `Step.confirm`."""
+        met: list[tuple[tuple[int, ...], float]] = []
+        with self.world.call(Call.CONFIRM, lambda *lost: met.append(lost)):
+            self.compare_all_state()
+            number = self.position.index + 1
+            self.replica.reshard()
+            rank_exit.in_step(True)  # all replicas raise what this may raise: it is no fault of this rank
+            try:
+                met.append(self.transaction.confirm(number, self._fingerprint(number, full=True)))
+            except StateDivergedError as error:
+                self._save_states(error)
+                raise
+            rank_exit.in_step(False)
+        return tuple(rank for ranks, _ in met for rank in ranks), sum(seconds for _, seconds in met)
+
+    def _cut_and_announce(self, stream: Stream[T], by_rounds: bool) -> Callable[[list[int]], list[list[int]]]:
+        """Cuts a share into microbatches, or makes one round of it, after announcing it to the
+        stream."""
+
+        def cut(slots: list[int]) -> list[list[int]]:
+            self._in_flight.announce(stream, slots)
+            if by_rounds:
+                return [slots] if slots else []
+            return [[slot] for slot in slots]
+
+        return cut
+
+    def _prepare(self, number: int, by_rounds: bool, joined: bool) -> None:
+        """Before this rank owes the others anything: checks that may raise without costing a
+        replica."""
+        self._by_rounds = by_rounds
+        self.world.hooks.step = number
+        if self._joinable_checks:  # before the first step, and once the optimizer has created its state
+            self._joinable_checks -= 1
+            self.joinable.report()
+        self._look_at_parameters(number, joined)
+
+    def _look_at_parameters(self, number: int, joined: bool) -> None:
+        """Follow parameters that were frozen, unfrozen, added or replaced since the last step,
+        and refuse left-over gradients. `joined`: the state was just received from members that
+        may train other parameters by now."""
+        self.replica.reshard()
+        self._checks.refuse_left_over_gradients(number)
+        if self._checks.changed():
+            rank_exit.log(f"step {number}: other parameters are trained than before")
+            self.gradients.lay_out(self.model.parameters())
+            self._checks.settle()
+            if not joined:
+                # Other replicas may not have changed theirs. Buckets of different sizes must not be
+                # reduced together: the first attempt fails on all replicas, and the census shows
+                # which one differs.
+                self.world.cross.break_off()
+
+    def _begin(self, number: int, joins: list[Incident]) -> None:
+        """Begin the step; before that, admit replicas that have asked to join."""
+        transaction = self.transaction
+        if self.world.steps_made == 1 and transaction.take_join_request():
+            transaction.begin(number, self._fingerprint(number, self._compares_all))
+            joins = self.handover.admit()
+        self.world.hooks.came = {replica for incident in joins for replica in incident.joined_replicas}
+        if self.world.hooks.came:
+            self._samples.seat(self.world.replicas)
+            self._compares_all = True  # the first vote of a newcomer shows all that it was given
+        transaction.begin(number, self._fingerprint(number, self._compares_all), joins)
+        self.world.hooks.dealt({share.replica: share.run for share in transaction.layout.shares})
+
+    def _rehearse(self, stream: Stream[T], by_rounds: bool) -> Generator[list[T], None, None]:
+        """Run one microbatch before asking to join, so that the members do not wait for what the
+        first microbatch creates, compiles or loads."""
+        self._by_rounds = by_rounds
+        self.replica.reshard()
+        self._checks.refuse_left_over_gradients(0)
+        with self._randomness.apart():
+            self.transaction.begin(0, 0)
+            yield self._hand_out(stream, [0], "warm-up", post=False)
+        self._put_back()
+
+    def _hand_out(self, stream: Stream[T], slots: list[int], place: str, post: bool) -> list[T]:
+        self.world.hooks(place)
+        batches = self._in_flight.read(stream, self.transaction.index, slots)
+        self.buffers.hand_out()
+        expected = SlotSet((slot, slot + 1) for slot in slots)
+        self.gradients.expect(self.transaction.post if post else None, expected, self._by_rounds)
+        self._habits.handed_out()
+        self.seed_microbatch(0)
+        return batches
+
+    def _leave(self) -> None:
+        """Give the step up on this rank, after a `break` or an exception, and wake ranks that wait
+        for its sums.
+
+        The other replicas come to the vote without a sum. When this replica comes to the vote,
+        too, in its next step, all repair without a loss, and reduce what they hold in the new
+        epoch.
+        """
+        if not rank_exit.is_rank():
+            return  # a forked child has a copy of the iterator
+        self.world.cross.break_off("a replica has left its step early")
+        # Before anything is put back: the communication thread must not read or write sums that are
+        # being cleared.
+        self.world.cross.drain()
+        self._put_back()
+        self.transaction.leave()
+
+    def _put_back(self) -> None:
+        """Undo what was run: it does not count."""
+        self._in_flight.leave()
+        self.gradients.clear()  # what comes into `p.grad` from here on is the user's
+        self.gradients.release()
+        self.buffers.restore()
+        self._samples.put_back()
+
+    def _fingerprint(self, number: int, full: bool) -> DeviceValue[int]:
+        return self.compared.fingerprint(number, full, self.extra_comparison.fingerprint)
+
+    def _commit(self, number: int) -> None:
+        """Apply the step that all replicas have agreed on."""
+        transaction, world = self.transaction, self.world
+        result = self.result = result_of(transaction, self.position.stragglers, number)
+        self._samples.committed(result.all_samples, contributed=bool(result.samples))
+        world.hooks("update")
+        if result.skipped:
+            self.buffers.restore()
+            self.position.skipped += 1
+            if not result.weight:
+                self._log_no_weight(number)
+        else:
+            self._update(number, result.grad_norm)
+            transaction.maxima.commit()
+            if warning := transaction.maxima.take_warning():
+                rank_exit.log(f"step {number}: {warning}")
+        self.gradients.release()
+        world.hooks("after-update")
+        if self.scheduler is not None:
+            self._habits.step_scheduler(self.scheduler)
+        self.position.index = number
+        self._compares_all = False
+        transaction.finish()
+        self._in_flight.committed()
+        self.on_first.committed(transaction.all_quiet)
+        world.board.accomplish(world.rank)
+        world.hooks("advance")
+
+    def _update(self, number: int, norm: float) -> None:
+        """Gradients, clipping, optimizer and running buffers: the same on all replicas."""
+        totals, shrink = self.transaction.totals, 1.0
+        if self._clip is not None and norm > self._clip:
+            shrink = self._clip / (norm + 1e-6)
+        self.gradients.install(totals.weight, shrink, totals.used.tolist())
+        self._randomness.update(number)
+        with self._habits.updating():
+            self._optimizer.step()
+        self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
+
+    def _log_no_weight(self, number: int) -> None:
+        if not self._logged_no_weight:
+            self._logged_no_weight = True
+            rank_exit.log(
+                f"step {number} was skipped: the weights of all its microbatches are 0, so there is nothing to take "
+                "the mean over, and its loss is NaN; later ones are not mentioned here"
+            )
+
+    def _end(self) -> None:
+        """The script has ended, perhaps with an unfinished iterator in a variable."""
+        if self._run is not None:
+            self._run.close()
+
+
+class MicrobatchLoop(Iterator[Any]):
+    """The iterator that `Step.microbatches` and `Step.rounds` return: one step, begun by the first
+    microbatch.
+
+    The step is left when the iterator is closed or dropped before it is exhausted (a `break`, an
+    exception in the loop), or when a newer iterator begins. Nothing of the engine may refer to
+    it: dropping the last reference must leave the step at once, because the other replicas wait.
+    """
+
+    def __init__(self, engine: StepEngine, stream: Stream[Any], by_rounds: bool) -> None:
+        self._engine, self._stream, self._by_rounds = engine, stream, by_rounds
+        self._run: Run | None = None
+        self._is_unfinished = False
+
+    def __next__(self) -> Any:
+        if self._run is None:
+            self._run = self._engine.start(self._stream, self._by_rounds)
+        elif self._is_unfinished and not self._engine.is_current(self._run):
+            self._is_unfinished = False
+            raise RuntimeError(
+                f"step {self._engine.position.index + 1} was begun anew since this microbatch was handed out; go on "
+                "with the iterator that step.microbatches (or step.rounds) returned last"
+            )
+        self._is_unfinished = False
+        batches = next(self._run)
+        self._is_unfinished = True
+        return batches if self._by_rounds else batches[0]
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,49 @@
+"""The vote word: what each rank contributes to the agreement that commits a step.
+
+The agreement is a bitwise AND over all living ranks, so a bit that is left was set by every
+rank. A bit must therefore be a statement that all ranks have to confirm: "nobody asked for a
+stop", not "somebody asked for a stop".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntFlag
+
+# Bits for replicas that ask to join. Replicas whose numbers are equal modulo this share a bit: at
+# worst a repair is entered for a replica that not all ranks have seen, and admits nobody.
+ASKED_BITS = 16
+
+
+class VoteWord(IntFlag):
+    """Bits of the vote word. The bits from `ASKED` upwards stand for replicas that ask to join."""
+
+    COMPLETE = 1  # all buckets were reduced under the current epoch, and hold the planned samples
+    FINITE = 2  # complete, and the sum is finite
+    SAME_STATE = 4  # complete, and the hashes in the sum show that all replicas began with the same state
+    GO_ON = 8  # this rank was not asked to stop after the step
+    IN_RANGE = 16  # complete, and summed with the exponents that its largest values require
+    QUIET = 32  # nothing is left to do of what `step.on_first` was asked for
+    ASKED = 64  # the first of ASKED_BITS bits
+
+    @property
+    def join_asked(self) -> bool:
+        """Whether a bit of a joining replica is left: all ranks have seen a replica ask."""
+        return self >= VoteWord.ASKED
+
+
+def word_of(statements: Mapping[VoteWord, bool], asking: int = 0) -> VoteWord:
+    """The word with the bits whose statement is true; `asking`: from `asking_bits`."""
+    word = VoteWord(VoteWord.ASKED * asking)
+    for bit, is_true in statements.items():
+        if is_true:
+            word |= bit
+    return word
+
+
+def asking_bits(replicas: Iterable[int]) -> int:
+    """The replicas that ask to join as bits, as a census record holds them."""
+    bits = 0
+    for replica in replicas:
+        bits |= 1 << replica % ASKED_BITS
+    return bits
