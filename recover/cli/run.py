@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -67,7 +67,8 @@ def run(
     hostfile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Several hosts by Open MPI, as NAME slots=K; the loss of one ends the job."
+            metavar="FILE",
+            help="Deprecated, use --nnodes: hosts for Open MPI, as NAME slots=K; the loss of one ends the job.",
         ),
     ] = None,
     otel: Otel = False,
@@ -86,27 +87,31 @@ def run(
         several.check_use()
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
         monitors = make_monitors(page, page_bind, on_incident, say, otel, tell)
-    told: dict[str, Any] = {
-        "replica_size": replica_size,
-        "run_dir": run_dir,
-        "timeout": timeout,
-        "hang_limit": hang_limit,
-        "link_timeout": link_timeout,
-        "carrier": carrier,
-        "faults": kill,
-        "module": module,
-        "own": True,
-        "monitors": monitors,
-    }
+    from recover.launch.request import LaunchRequest
+
+    request = LaunchRequest(
+        script,
+        args or (),
+        replica_size,
+        run_dir,
+        timeout,
+        hang_limit,
+        link_timeout,
+        carrier,
+        kill,
+        module,
+        is_user_script=True,
+        monitors=monitors,
+    )
     if ranks is None or several.restarts:
         from recover.launch.hosts.agent import launch_alone, launch_host
 
         if ranks is not None:
-            raise typer.Exit(launch_alone(ranks, several, script, args or [], **told))
-        raise typer.Exit(launch_host(several, script, args or [], **told))
+            raise typer.Exit(launch_alone(ranks, several, request))
+        raise typer.Exit(launch_host(several, request))
     from recover.launch.launcher import launch
 
-    raise typer.Exit(launch(ranks, script, args or [], mpirun=mpirun, hosts=hostfile, **told))
+    raise typer.Exit(launch(ranks, request, mpirun=mpirun, hostfile=hostfile))
 
 
 def _check_options(

@@ -1,4 +1,4 @@
-"""Faults on purpose: named places, actions, schedules, and the one probe that makes them happen."""
+"""Injected faults: named locations, actions, schedules, and the probe that executes them."""
 
 from recover.faults.fault import ACTIONS, Fault, parse_fault, parse_faults
 from recover.faults.locations import LOCATIONS

@@ -1,4 +1,4 @@
-"""`recover faults make` and `recover faults check`, as far as they need no terminal."""
+"""`recover faults make` and `recover faults check`, without their terminal output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(
     locations: str | None,
     actions: str | None,
 ) -> str:
-    """A schedule as YAML. Raises ScheduleError."""
+    """Draw a schedule; return it as YAML. Raises ScheduleError."""
     what = read_weights(actions, "action") if actions else KILLS
     for action in what:
         parse_fault(f"1:0:bucket={action}")
@@ -57,9 +57,13 @@ def make(
 def check(
     path: Path, replicas: int | None, replica_size: int | None, steps: int | None
 ) -> tuple[tuple[Fault, ...], list[str]]:
-    """The faults of a file, and everything that is wrong with them. Raises ScheduleError if it cannot be read."""
+    """The faults of a file, and all problems with them.
+
+    Raises ScheduleError if it cannot be read.
+    """
     faults = read_schedule(path)
-    # One that names a replica that joins is for a job whose replicas come back, with as many as it takes.
+    # A fault that names a joining replica is for a job with --return: assume as many joining
+    # replicas as it needs.
     named = [(fault.newcomer, fault.replica) for fault in faults if fault.newcomer is not None]
     later = max((max(pair) + 1 for pair in named), default=0)
     problems = list(impossible(faults, replicas, replica_size, steps, later=later))

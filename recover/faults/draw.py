@@ -1,4 +1,4 @@
-"""Schedules drawn from a seed: a pure function of its arguments, the same on every machine, without communication."""
+"""Random schedules: a pure function of the seed and the other arguments, the same on every machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from recover.faults.schedule import ScheduleError
 EVERYWHERE: Mapping[str, float] = {location: 1.0 for location in LOCATIONS if location not in OUTSIDE}
 EVEN: Mapping[str, float] = {name: weight for name, weight in EVERYWHERE.items() if name != "checkpoint"}
 KILLS: Mapping[str, float] = {"kill": 1.0}
-BETWEEN_STEPS = ("hold",)  # inside a step, one that takes longer than the hang limit is rightly fenced
-MOMENT = 0.01  # seconds: what the times of a schedule are written in
+BETWEEN_STEPS = ("hold",)  # inside a step, a rank that exceeds the hang limit is rightly fenced
+MOMENT = 0.01  # seconds: the resolution of times in a schedule
 
 
 def draw_schedule(
@@ -28,9 +28,11 @@ def draw_schedule(
     locations: Mapping[str, float] = EVEN,
     actions: Mapping[str, float] = KILLS,
 ) -> tuple[Fault, ...]:
-    """`count` faults in these steps, or as many as a mean of `mtbf` steps between failures makes there.
+    """Draw `count` faults in these steps, or as many as a mean of `mtbf` steps between failures
+    gives.
 
-    At least one replica is spared. What only happens in a recovery (`repair`, `extra`) joins the fault before it.
+    At least one replica survives. Faults at locations that only a recovery reaches (`repair`,
+    `extra`) are put into the step of the fault before.
     """
     low, high = steps
     if not 1 <= low <= high:
@@ -56,7 +58,8 @@ def draw_by_clock(
     count: int | None = None,
     actions: Mapping[str, float] = KILLS,
 ) -> tuple[Fault, ...]:
-    """Faults with a mean of `mtbf` seconds between them, until `count` have struck or one replica is left."""
+    """Draw faults with a mean of `mtbf` seconds between them, until `count` are drawn or one
+    replica is left."""
     _check_grid(replicas, replica_size)
     for action in actions:
         if action.partition(":")[0] not in BY_CLOCK:
@@ -92,7 +95,7 @@ def _faults(
     for number, step in enumerate(times, start=1):
         action = _pick(rng, actions)
         if action == "corrupt:weights":
-            # Once, and only where those who differ from it stay a majority, whoever else dies.
+            # Once, and only where the other replicas stay a majority, whichever of them die.
             if drifted or len(mortal) - 1 - (len(times) - number) < 2:
                 action = "kill"
             drifted = True
@@ -103,7 +106,7 @@ def _faults(
                 raise ScheduleError(
                     f"{len(times)} faults would leave none of {replicas} replicas; lower --count, or add replicas"
                 )
-            return  # a rate has no promise to keep: the last replica lives on
+            return  # a rate promises no number of faults: the last replica survives
         if action in IN_GRADIENT:
             fault = replace(fault, location="bucket")
         elif fault.kind in BETWEEN_STEPS or action == "corrupt:weights":
@@ -113,9 +116,9 @@ def _faults(
                 phase = rng.choice(REPAIR_PHASES) if fault.location == "repair" else None
                 fault = replace(fault, step=last.step, detail=phase)
             else:
-                fault = replace(fault, location="in-reduce")  # which makes a recovery for the next one
+                fault = replace(fault, location="in-reduce")  # which causes a recovery for the next fault
         mortal.remove(victim)
-        if not fault.lethal:  # it lives on, and the next fault may be another's
+        if not fault.lethal:  # it survives, and the next fault may strike another replica
             mortal.insert(rng.randint(0, len(mortal)), victim)
         struck.add((fault.step, victim))
         last = fault
@@ -123,7 +126,7 @@ def _faults(
 
 
 def _calls_for_work(fault: Fault) -> bool:
-    """Whether it is repaired in its own step, with microbatches to run again."""
+    """Whether its step is repaired, with microbatches to run again."""
     return fault.lethal and fault.location in ("forward", "backward", "bucket", "in-reduce")
 
 

@@ -1,8 +1,9 @@
-"""One scheduled fault: when, whom, where, and what happens to it.
+"""One scheduled fault: when it strikes, which rank, at which location, and with which action.
 
-As text: `STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]`; or, for one that strikes by the clock,
-`SECONDSs:REPLICA[.LOCAL][=ACTION]`. Where replicas come back nobody knows in which step; so in place of STEP `4asks`
-stands for the time in which replica 4 asks and is let in, `4joined` for the first step that it is in.
+As text: `STEP:REPLICA[.LOCAL]:LOCATION[:DETAIL][=ACTION]`; or, for a fault by the clock,
+`SECONDSs:REPLICA[.LOCAL][=ACTION]`. The step in which a replica joins is not known in advance. So
+in place of STEP `4asks` stands for the time in which replica 4 asks and is admitted, `4joined` for
+its first step.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ ACTIONS: dict[str, str] = {
     "lab:leader-stop": "the member of etcd that leads is stopped, for longer than a lease",
     "lab:etcd-stop": "all members of etcd are stopped, for some seconds",
 }
-LAB = "lab"  # what a lab does to the hosts of a job, when a rank of the host has come there
+LAB = "lab"  # actions of the lab on a host, when a rank of the host reaches the location
 CUT = ("lab:cut", "lab:deaf", "lab:mute")
-# All replicas with a rank on the host are lost.
+# These cost all replicas with a rank on the host.
 OF_HOST = ("lab:power", *CUT, "lab:agent-kill", "lab:agent-stop")
-# The replica is lost; by eviction, where it is corrupt.
+# These cost the replica; a corrupt one by eviction.
 LETHAL = ("kill", "exit", "stop", "corrupt:weights", *OF_HOST)
-BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; the others need a place
+BY_CLOCK = ("kill", "stop", "pause", LAB)  # signals strike anywhere; other actions need a location
 IN_GRADIENT = ("corrupt:gradient", "nan")
-WITH_AMOUNT = {  # what the number of an action is
+WITH_AMOUNT = {  # the meaning of an action's number
     "pause": "seconds, as pause:1.5",
     "slow": "a factor above 1, as slow:3",
     "stall": "seconds, as stall:5",
@@ -66,8 +67,9 @@ _SHAPE = re.compile(
 class Fault:
     """`local` is the rank's position inside its replica, `detail` narrows the location.
 
-    `after` is set instead of `step` (then 0) if it strikes by the clock: seconds from the rank's first step. `asks` or
-    `joined` if it strikes while the replica of this number asks and is let in, or in the first step with it.
+    `after` is set instead of `step` (then 0) for a fault by the clock: seconds from the rank's
+    first step. `asks` or `joined` for a fault while the replica of this number asks and is
+    admitted, or in its first step.
     """
 
     step: int
@@ -82,12 +84,12 @@ class Fault:
 
     @property
     def moment(self) -> tuple[int, int | None, int | None]:
-        """When it strikes, if not by the clock."""
+        """When it strikes, for a fault that is not by the clock."""
         return self.step, self.asks, self.joined
 
     @property
     def newcomer(self) -> int | None:
-        """The replica over whose coming it strikes, if so."""
+        """The joining replica that determines the moment, if any."""
         return self.asks if self.asks is not None else self.joined
 
     @property
@@ -102,7 +104,7 @@ class Fault:
 
     @property
     def amount(self) -> float:
-        """The number of an action that has one: seconds, or the factor of a slowness."""
+        """The number of the action: seconds, or a factor."""
         return float(self.action.partition(":")[2])
 
     @property
@@ -111,7 +113,7 @@ class Fault:
 
     @property
     def needs_lab(self) -> bool:
-        """Whether it takes a lab."""
+        """Whether a lab has to execute it."""
         return self.action.startswith(f"{LAB}:")
 
     def __str__(self) -> str:
@@ -126,7 +128,8 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or `30s:1=stop`."""
+    """Read one fault, for example `3:1:in-reduce`, `6:2.1:bucket:0`, `8:0:backward=pause:2` or
+    `30s:1=stop`."""
     match = _SHAPE.fullmatch(text.strip())
     by_clock = match is not None and re.fullmatch(r"[\d.]+s", match["when"]) is not None
     if match is None or (match["location"] is None) != by_clock:

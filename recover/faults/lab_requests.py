@@ -1,6 +1,8 @@
-"""Faults that no process can do to itself, as the loss of its host's power: the lab that the job runs on does them.
+"""Faults that a process cannot execute itself, such as the loss of its host's power: the lab
+executes them.
 
-The rank that reaches the place asks, by a file in a directory that all hosts see, and waits there until it is done.
+The rank that reaches the location requests it by a file in a directory that all hosts see, and
+waits until it is done.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from recover.faults.fault import Fault, parse_fault
 
 VARIABLE = "RECOVER_LAB"  # names the directory
 PATIENCE = 60.0  # seconds
-_AGAIN = 0.002  # seconds between two looks
+_AGAIN = 0.002  # seconds between two polls
 _DONE = ".done"
 
 
 def have_done(fault: Fault) -> None:
-    """Ask for it; returns when it is done, if this process outlives it."""
+    """Request a fault and wait until it is done, if this process survives it."""
     asked = Path(os.environ[VARIABLE], str(fault))
     asked.touch()
     deadline = time.monotonic() + PATIENCE
@@ -29,7 +31,7 @@ def have_done(fault: Fault) -> None:
 
 
 def asked_for(place: Path) -> list[Fault]:
-    """What ranks wait for."""
+    """The faults that ranks wait for."""
     names = set(os.listdir(place))
     return [
         parse_fault(name) for name in sorted(names) if not name.endswith(_DONE) and name + _DONE not in names
@@ -37,5 +39,5 @@ def asked_for(place: Path) -> list[Fault]:
 
 
 def is_done(place: Path, fault: Fault) -> None:
-    """Whoever waits for it may go on."""
+    """Let the rank that waits for this fault continue."""
     (place / (str(fault) + _DONE)).touch()

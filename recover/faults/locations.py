@@ -1,8 +1,11 @@
-"""The places of a step at which a fault can strike a rank, one name each: the same in code, logs and docs."""
+"""The locations at which a fault can strike a rank.
+
+The names are the same in code, logs and docs.
+"""
 
 from __future__ import annotations
 
-IN_FLIGHT = 0.002  # seconds after its start at which something that is under way is struck
+IN_FLIGHT = 0.002  # seconds between the start of an operation and a fault that strikes it in flight
 
 LOCATIONS: dict[str, str] = {
     "forward": "before the forward pass of a microbatch",
@@ -21,11 +24,11 @@ LOCATIONS: dict[str, str] = {
     "warm-up": "one that is to join, before the microbatch that it runs to get ready",
     "ask": "one that is to join, while it asks for it",
 }
-ANYTIME = "anytime"  # not a place: so many seconds after the first step began, wherever the rank is then
+ANYTIME = "anytime"  # in place of a location, for faults by the clock
 REPAIR_PHASES = ("members", "census", "carrier", "closing")
 JOIN_PHASES = ("state", "in-state", "arrived")  # of a repair in which a replica joins
-OUTSIDE = ("warm-up", "ask")  # reached only by one that is to join
+OUTSIDE = ("warm-up", "ask")  # reached only by a joining rank
 NUMBERED = ("bucket", "in-reduce")
-OF_MICROBATCHES = ("forward", "backward", "extra")  # reached only by a replica that computes some
-IN_RECOVERY = ("repair", "extra")  # reached only in a step in which somebody else is lost
-AFTER_VERDICT = ("update", "after-update", "advance", "checkpoint")  # missed in the next step
+OF_MICROBATCHES = ("forward", "backward", "extra")  # reached only by a replica with microbatches
+IN_RECOVERY = ("repair", "extra")  # reached only in a step that loses another replica
+AFTER_VERDICT = ("update", "after-update", "advance", "checkpoint")  # a loss here is found in the next step

@@ -1,4 +1,4 @@
-"""The hooks that strike: code calls them at every named location, and they fire where the schedule says."""
+"""The probe: code calls it at every named location, and it executes the faults of the schedule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from recover.faults import lab_requests
 from recover.faults.fault import IN_GRADIENT, Fault
 from recover.faults.locations import IN_FLIGHT, LOCATIONS
 
-Handler = Callable[[object], None]  # gets the detail of the place that was reached
+Handler = Callable[[object], None]  # takes the detail of the location
 
 
 class ScheduledFault(RuntimeError):
-    """The exception of the action `exit`: it stands for a lost machine, wherever it strikes."""
+    """The exception of the action `exit`. It stands for a lost machine, wherever it is raised."""
 
     is_scheduled = True
 
 
 class Probe:
-    """What one rank is scheduled to suffer. `step` is set by whoever counts steps (from 1)."""
+    """The scheduled faults of one rank. `step` is set by the step loop, from 1."""
 
     def __init__(
         self,
@@ -35,9 +35,8 @@ class Probe:
         fire: Callable[[Fault], None] | None = None,
     ) -> None:
         faults = tuple(faults)
-        self._samples = [
-            fault for fault in faults if fault.kind == "sample"
-        ]  # they strike whoever is given them
+        # A slow sample strikes every rank that computes it.
+        self._samples = [fault for fault in faults if fault.kind == "sample"]
         self._mine = [
             fault
             for fault in faults
@@ -48,10 +47,9 @@ class Probe:
         self.coming: Callable[[], Collection[int]] = lambda: ()
         self.came: Collection[int] = ()
         self._step = 0
-        self._slowness = 1.0  # how many times longer than it took should a microbatch take
-        self._slow: dict[
-            int, float
-        ] = {}  # slots of this step whose samples are slow, and by how many seconds
+        self._slowness = 1.0  # factor on the duration of every microbatch
+        # Slots of this step whose samples are slow, with their seconds.
+        self._slow: dict[int, float] = {}
 
     @property
     def step(self) -> int:
@@ -64,14 +62,17 @@ class Probe:
         self._step = number
 
     def watch(self, model: Any, gradients: Any) -> None:
-        """These are the tensors that there are to be damaged."""
+        """Pass the tensors that faults may damage."""
         if any(fault.action in (*IN_GRADIENT, "corrupt:weights") for fault in self._mine):
-            from recover.faults.damage import damages  # needs torch, which most jobs under faults do not
+            from recover.faults.damage import damages  # needs torch, which other faults do not
 
             self._handlers = damages(model, gradients)
 
     def __call__(self, location: str, detail: object = None) -> None:
-        """Suffer what is scheduled here. A fault without detail fires at the first arrival at its location."""
+        """Execute the faults of this location.
+
+        A fault without detail fires at the first arrival.
+        """
         if not self._mine:
             return
         for fault in [fault for fault in self._mine if self._matches(fault, location, detail)]:
@@ -79,7 +80,8 @@ class Probe:
             self._suffer(fault, detail)
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
-        """Strike a moment after something has begun: after `work` has, if there is one."""
+        """Execute the faults a moment after an operation has begun: after `work` has, if it is
+        given."""
         if any(self._matches(fault, location, detail) for fault in self._mine):
             if work is not None:
                 work.started.wait()
@@ -87,14 +89,18 @@ class Probe:
             self(location, detail)
 
     def beside(self, location: str) -> None:
-        """Strike a moment later, from beside: this rank is about to wait here for as long as it takes."""
+        """Execute the faults a moment later, on another thread: this rank is about to wait here
+        without a limit."""
         if any(self._matches(fault, location, None) for fault in self._mine):
             clock = threading.Timer(IN_FLIGHT, self, (location,))
             clock.daemon = True
             clock.start()
 
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
-        """A step begins, with these slots for each replica: a slow sample is the first one of its replica."""
+        """A step begins, with these slots for each replica.
+
+        A slow sample is the first one of its replica.
+        """
         self._slow = {
             slot: fault.amount
             for fault in self._samples
@@ -103,7 +109,7 @@ class Probe:
         }
 
     def reading(self, slot: int) -> None:
-        """A slow sample is slow for whoever reads it."""
+        """Delay the reader of a slow sample."""
         if slot in self._slow:
             time.sleep(self._slow[slot])
 
@@ -159,18 +165,18 @@ class Probe:
 def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
     if number == signal.SIGKILL:
-        time.sleep(60)  # the signal is on its way; nothing after this line may happen
+        time.sleep(60)  # the signal is under way, and nothing after this line may run
 
 
 def _hold(seconds: float) -> None:
-    """As a long call of an extension that does not give the lock back."""
+    """Hold Python's lock, as a long call of an extension does."""
     until, library = time.monotonic() + seconds, ctypes.PyDLL(None)  # unlike CDLL it keeps the lock
     while (left := until - time.monotonic()) > 0:
         library.usleep(int(left * 1e6))  # a signal may end it early
 
 
 def _pause(seconds: float) -> None:
-    """A stopped process cannot wake itself: a child of it does."""
+    """Stop this process; a child of it sends SIGCONT later."""
     me = os.getpid()
     asleep = f"until grep -q '^State:.T' /proc/{me}/status; do sleep 0.01; done"
     waker = subprocess.Popen(["sh", "-c", f"{asleep}; sleep {seconds}; kill -CONT {me}"])

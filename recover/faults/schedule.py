@@ -1,4 +1,4 @@
-"""Schedules of faults: read from YAML, written to it, and checked before anything is started.
+"""Schedules of faults: read from YAML, written to it, and checked before any process is started.
 
 - {step: 3, replica: 1, location: in-reduce}
 - {step: 6, replica: 2, local: 1, location: repair:census, action: exit}
@@ -27,9 +27,13 @@ class ScheduleError(ValueError):
 
 
 def read_schedule(path: str | Path) -> tuple[Fault, ...]:
-    """The faults of a YAML file, in its order. Raises ScheduleError with the entry that is wrong."""
+    """The faults of a YAML file, in its order.
+
+    Raises ScheduleError with the entry that is wrong.
+    """
     try:
-        # As text: YAML's own reading would make numbers of what is none, and strings of what is one.
+        # All values as text: YAML would turn some names into numbers, and some numbers into
+        # strings.
         entries = yaml.load(Path(path).read_text(), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ScheduleError(
@@ -65,7 +69,7 @@ def _read(entry: object, where: str) -> Fault:
 
 
 def write_schedule(faults: Sequence[Fault]) -> str:
-    """The same as YAML, one line each."""
+    """The faults as YAML, one line each."""
     return "".join(f"- {_flow(_entry(fault))}\n" for fault in faults) or "[]\n"
 
 
@@ -106,7 +110,10 @@ def impossible(
     checkpoint_every: int | None = None,
     later: int = 0,
 ) -> Iterator[str]:
-    """Every fault that can never strike, in a sentence with its mend. `later`: so many replicas more may join."""
+    """An error with its remedy for every fault that can never strike.
+
+    `later`: how many more replicas may join.
+    """
     for fault in faults:
         if replicas is not None and (came := fault.newcomer) is not None and not later:
             yield f"fault {fault}: replica {came} can join only a job whose replicas come back; give --return"
@@ -147,7 +154,7 @@ def impossible(
 
 
 def survivors(faults: Sequence[Fault], replicas: int) -> int:
-    """How many replicas are left if every fault strikes."""
+    """The number of replicas that survive all faults."""
     return replicas - len({fault.replica for fault in faults if fault.lethal})
 
 
@@ -156,12 +163,16 @@ def _divides(every: int, fault: Fault) -> bool:
 
 
 def _needs_a_repair(fault: Fault) -> bool:
-    """A replica is let in by a repair, and there is none of its own in the step after that."""
+    """A fault while a replica asks needs no other loss: the repair that admits the replica reaches
+    these locations."""
     return fault.location in IN_RECOVERY and fault.asks is None
 
 
 def _causes_repair(other: Fault, fault: Fault) -> bool:
-    """Whether the loss of `other` is repaired in the step of `fault`. One by the clock may be."""
+    """Whether the loss of `other` is repaired in the step of `fault`.
+
+    A loss by the clock may be.
+    """
     if other.replica == fault.replica or not other.lethal or other.location in IN_RECOVERY:
         return False
     late = other.location in AFTER_VERDICT or other.action == "corrupt:weights"
@@ -170,11 +181,11 @@ def _causes_repair(other: Fault, fault: Fault) -> bool:
 
 
 def _comes_too_late(fault: Fault, other: Fault) -> bool:
-    """Whether the rank, or the replica in an earlier step, is gone by the time of `fault`."""
+    """Whether `other` has ended the rank, or in an earlier step its replica, before `fault`."""
     if other is fault or other.replica != fault.replica or not other.lethal:
         return False
     if (fault.over_a_join or other.over_a_join) and fault.moment != other.moment:
-        return False  # nobody knows which comes first
+        return False  # their order is unknown
     if fault.after is not None or other.after is not None:
         return fault.after is not None and other.after is not None and other.after <= fault.after
     if other.step == fault.step:

@@ -1,1 +1,1 @@
-"""What a job is told and where it runs, as plain data: the lowest room but the policy."""
+"""A job as plain data: its specification, its environment, its files and its output."""

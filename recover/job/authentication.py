@@ -1,11 +1,13 @@
-"""Message authentication with the job's token: HMAC-SHA256 over a purpose, the place of a message and its bytes.
+"""Message authentication with the job's token: HMAC-SHA256 over a purpose, the place of a message
+and its bytes.
 
-A process without the token can write nothing that a member accepts: neither bytes of its own, nor a copy of a member's
-bytes in another place. The place names job, run, kind, rank and, where there is one, the epoch. Whatever else must not
-be exchanged is part of the bytes.
+A process without the token can write nothing that a member accepts: neither bytes of its own, nor a
+copy of a member's bytes in another place. The place names job, run, kind, rank and, where there is
+one, the epoch. All else that must not be exchanged is part of the bytes.
 
-What lies in etcd is hidden, too: addresses of groups are there, and whoever knows that of a group of NCCL can take part
-in it. The same data in the same place give the same bytes, so that etcd can compare them.
+Values in etcd are encrypted, too: they hold addresses of groups, and a process that knows the
+address of an NCCL group can join it. The same data in the same place give the same bytes, so that
+etcd can compare them.
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ MAC_BYTES = 32
 
 
 class Authenticator:
-    """Signs and checks messages of one purpose. Keys of different purposes are independent of each other."""
+    """Signs and checks messages of one purpose. Keys of different purposes are independent of each
+    other."""
 
     def __init__(self, token: str, purpose: str) -> None:
-        self._key, self._hiding = (
+        key, hiding = (
             hmac.digest(token.encode(), f"recover {purpose} {use}".encode(), "sha256")
             for use in ("authentication", "encryption")
         )
+        # Hashes that have taken in their keys, and are copied for each message: a new one costs half as much again.
+        self._mac, self._stream = hmac.new(key, digestmod="sha256"), hashlib.shake_256(hiding)
 
     def mac(self, place: str, data: bytes) -> bytes:
         # The length keeps place and data apart: no two pairs of them are the same message.
-        where = place.encode()
-        return hmac.digest(self._key, len(where).to_bytes(8, "little") + where + data, "sha256")
+        where, mac = place.encode(), self._mac.copy()
+        mac.update(len(where).to_bytes(8, "little") + where + data)
+        return mac.digest()
 
     def sign(self, place: str, data: bytes) -> bytes:
         return self.mac(place, data) + data
@@ -52,13 +58,17 @@ class Authenticator:
         return self.opened(place, mac + self._hidden(mac, sealed[MAC_BYTES:]))
 
     def _hidden(self, mac: bytes, data: bytes) -> bytes:
-        """Or shown again. The MAC is the nonce, as in SIV (RFC 5297): no two messages share a key stream."""
-        stream = hashlib.shake_256(self._hiding + mac).digest(len(data))
-        return (int.from_bytes(data) ^ int.from_bytes(stream)).to_bytes(len(data))
+        """Encrypt or decrypt. The MAC is the nonce, as in SIV (RFC 5297): no two messages share a
+        key stream."""
+        stream = self._stream.copy()
+        stream.update(mac)
+        hidden = int.from_bytes(data) ^ int.from_bytes(stream.digest(len(data)))
+        return hidden.to_bytes(len(data))
 
 
 def make_token_file(path: Path) -> Path:
-    """A file with a new token, for this user's eyes only, for `--token-file`. One that is there already is kept."""
+    """Write a new token to a file that only this user can read, for `--token-file`. An existing
+    file is kept."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -1,8 +1,10 @@
-"""The code that this process runs, as digests: what a replica that joins must have in common with the job.
+"""Digests of the code that this process runs: a replica that joins must run the same code as the
+job.
 
-Files are digested when they are loaded, since they may change on disk while the job runs: the script by `bootstrap`,
-the user's modules (neither the standard library's, nor installed packages, nor recover's own) by a finder in front of
-Python's own, recover's sources and the version of torch when the process starts.
+Files are digested when they are loaded, since they may change on disk while the job runs: the
+script by `bootstrap`, the user's modules (neither the standard library's, nor installed packages,
+nor recover's own) by a finder in front of Python's own, recover's sources and the version of torch
+when the process starts.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class Loaded(NamedTuple):
-    path: str  # "" for what is no single file
-    digest: str  # of a file, otherwise a version
+    path: str  # "" for a package
+    digest: str  # of a file; the version of a package
 
 
 loaded: dict[str, Loaded] = {}  # by the name of a module, or that of the script's file
 
 
 class _Recorder:
-    """Finds what Python's own finder finds, and notes the user's modules among it."""
+    """A finder that finds what Python's own finder finds, and records the user's modules."""
 
     @staticmethod
     def find_spec(
@@ -47,7 +49,7 @@ class _Recorder:
 
 
 def record() -> None:
-    """From here on; versions are noted now."""
+    """Record modules that are loaded from now on, and the versions as they are now."""
     if _Recorder not in sys.meta_path:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _Recorder)
     note_versions()
@@ -61,12 +63,12 @@ def note_versions() -> None:
 
 
 def note_file(name: str, path: Path, content: bytes | None = None) -> None:
-    """The user's file is loaded now."""
+    """Record a file of the user that is loaded now."""
     if name not in loaded and _is_users(path):
         try:
             content = path.read_bytes() if content is None else content
         except OSError:
-            return  # whoever loads it will say so
+            return  # the import reports it
         loaded[name] = Loaded(str(path), file_digest(content))
 
 
@@ -76,7 +78,8 @@ def recover_version() -> str:
 
 
 def differences(job: Mapping[str, str], mine: Mapping[str, Loaded]) -> list[str]:
-    """The differences between two records of loaded code, with the remedy; only modules in both are compared."""
+    """The differences between two records of loaded code, with the remedy; only modules in both are
+    compared."""
     found = []
     for name in sorted(job.keys() & mine.keys()):
         theirs, (path, digest) = job[name], mine[name]

@@ -1,7 +1,7 @@
-"""What a script does to its environment before it knows the world, for those who import torch ahead of it.
+"""Changes that a script makes to its environment before `recover.init()`, for prewarmed processes.
 
-The ranks that begin leave it in the session of their host: torch reads some of it (the number of threads, say) once,
-when it is imported.
+The first ranks write them to the session of their host. Torch reads some variables (the number of
+threads) once, when it is imported, and a prewarmed process imports it before it runs the script.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-CHANGES = "environment.json"  # in the session: by name; null for what was taken away
+CHANGES = "environment.json"  # in the session: by name; null for a variable that was removed
 
 
 def leave_changes(session: Path, given: Mapping[str, str]) -> None:
-    """`given`: the environment in which the script began."""
+    """Write the changes. `given`: the environment in which the script began."""
     changes = {name: os.environ.get(name) for name in given.keys() | os.environ.keys()}
     changes = {name: value for name, value in changes.items() if value != given.get(name)}
     written = session / f"{CHANGES}.{os.getpid()}"
@@ -24,7 +24,7 @@ def leave_changes(session: Path, given: Mapping[str, str]) -> None:
 
 
 def changed(environment: Mapping[str, str], session: Path) -> dict[str, str] | None:
-    """This environment, as the script changes it; None as long as nobody has said how."""
+    """This environment, as the script changes it; None if no rank has written the changes yet."""
     try:
         changes = json.loads((session / CHANGES).read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The GPUs of this host, counted without torch, and what their makers say that they can do."""
+"""The GPUs of this host, counted without torch, and their peak performance by data sheet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"  # from NCCL 2.30.3 on: several ranks on one GPU
 
-# Dense bfloat16 FLOP/s, from the vendor's data sheets; those print twice as much where sparsity is counted.
-# The first name that fits counts.
+# Dense bfloat16 FLOP/s, from the vendor's data sheets; those print twice as much where sparsity is
+# counted. The first name that fits counts.
 PEAKS = {
     r"\bGB200\b": 2500e12,
     r"\bB200\b": 2250e12,
@@ -32,24 +32,26 @@ PEAKS = {
 
 
 def peak_of(card: str) -> float | None:
-    """FLOP/s of a card, by the name that its driver gives it; None for one that is not in the table, or a slice."""
+    """FLOP/s of a card, by the name that its driver gives it; None for an unknown card, or a MIG
+    slice."""
     if re.search(r"\bMIG\b", card):
         return None
     return next((peak for name, peak in PEAKS.items() if re.search(name, card)), None)
 
 
 def gpus_on_host(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """How many GPUs the processes that are started from here will see."""
+    """How many GPUs a process that is started from here sees."""
     return visible(environment.get(VISIBLE), _present(root))
 
 
 def own_gpu_each(ranks_on_host: int) -> bool:
-    """Whether so many ranks of this host have a GPU each."""
+    """Whether each of this number of ranks on this host has a GPU of its own."""
     return 0 < ranks_on_host <= gpus_on_host()
 
 
 def visible(asked: str | None, present: int) -> int:
-    """Of the GPUs that are present, those that CUDA_VISIBLE_DEVICES leaves. It ends at the first that is not there."""
+    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves. As in CUDA, the list ends at the first
+    unknown one."""
     if asked is None:
         return present
     found: list[str] = []
@@ -62,14 +64,14 @@ def visible(asked: str | None, present: int) -> int:
 
 
 def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Why NCCL cannot connect these ranks, with the mend; "" if nothing speaks against it."""
+    """Why NCCL cannot connect these ranks, with the remedy; "" if it can."""
     if environment.get(SHARING, "0") not in ("", "0"):
         return ""
     gpus = gpus_on_host(environment)
     if gpus == 0:
         asked = environment.get(VISIBLE)
         hidden = f" ({VISIBLE}={asked})" if asked is not None else ""
-        return f"NCCL needs GPUs, and none is to be seen here{hidden}; use a machine with some"
+        return f"NCCL needs GPUs, and no GPU is visible here{hidden}; use a machine with some"
     if ranks_on_host <= gpus:
         return ""
     return (
@@ -79,7 +81,8 @@ def sharing_refused(ranks_on_host: int, environment: Mapping[str, str] = os.envi
 
 
 def _present(root: Path) -> int:
-    """By the driver's own list and by its devices: a container may see the one of the host, and have the other."""
+    """By the list of the driver and by device files: a container may see all cards of the host, and
+    have some."""
     listed = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     devices = len([path for path in root.glob("dev/nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if listed or devices:

@@ -1,4 +1,4 @@
-"""Who sits where: ranks as a named grid of replicas and shards."""
+"""The grid of ranks: replicas and shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """`replicas` copies of the model, each on `replica_size` consecutive ranks. Never changes in a run."""
+    """`replicas` copies of the model, each on `replica_size` consecutive ranks. Never changes in a
+    run."""
 
     replicas: int
     replica_size: int = 1
@@ -38,7 +39,7 @@ class Grid:
         return frozenset(range(first, first + self.replica_size)) - {rank}
 
     def whole(self, alive: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of those replicas that lost nobody. The rest are orphans."""
+        """The ranks of complete replicas. The other ranks are orphans."""
         alive = frozenset(alive)
         return tuple(sorted(rank for rank in alive if self.mates(rank) <= alive))
 
@@ -46,5 +47,6 @@ class Grid:
         return tuple(sorted({self.replica(rank) for rank in members}))
 
     def peers(self, rank: int, members: Iterable[int]) -> tuple[int, ...]:
-        """The members that hold the same shard as `rank`, in replica order: its cross-replica group."""
+        """The members that hold the same shard as `rank`, in replica order: its cross-replica
+        group."""
         return tuple(sorted(other for other in members if self.shard(other) == self.shard(rank)))

@@ -1,4 +1,4 @@
-"""What may be asked of a job about hosts, and about replicas that come back. Whoever is to do it reads it."""
+"""Options of jobs on several hosts, and of jobs that restart lost replicas."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 PATIENCE = 30.0  # seconds that etcd may be silent
-JOIN_TIMEOUT = 600.0  # seconds that the hosts have to come, as with torchrun
-LEASE = 2.0  # seconds without a sign of a host after which it is lost to all
+JOIN_TIMEOUT = 600.0  # seconds for all hosts to come, as with torchrun
+LEASE = 2.0  # seconds without a renewal after which a host is lost
 PREFIX = "/recover"
-RETURN_DELAY = 1.0  # seconds that a place rests: what a dead process held is free by then
-ROOM = 1000  # replicas that may be started after the first ones, and more of small ones, as long as there are ...
-ROWS = 10_000  # ... so many rows of the board for them
-FORGIVE = 600.0  # seconds of work on a place after which earlier deaths there do not count
-WARM_UP = 1800.0  # seconds that one that is to join has to get ready: it may compile for long
-# Without several hosts, or without returns, these would be taken and have no effect.
+RETURN_DELAY = 1.0  # seconds that a slot rests, so that resources of the dead process are free
+ROOM = 1000  # replicas that may be started after the first ones; more of small ones, while there are
+ROWS = 10_000  # this many rows of the board for them
+FORGIVE = 600.0  # seconds of work on a slot after which earlier deaths there do not count
+WARM_UP = 1800.0  # seconds for a rank to get ready to join: it may compile for long
+# Options that have no effect on one host.
 _OF_HOSTS = (
     *("nproc_per_node", "rdzv_backend", "lease"),
     *("token_file", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
-# A job with returns has an etcd, too.
+# Options of etcd: a job that restarts replicas on one host has one, too.
 _OF_THE_FABRIC = ("rdzv_patience", "join_timeout", "interface", "host_name", "etcd_dir", "etcd_prefix")
 _OF_RETURNS = ("return_delay", "forgive", "ready", "warm_up")
 
 
 def room_for(replica_size: int) -> int:
-    """Ids for the ranks of replicas that are started later. Whoever looks at a board looks at all of its rows."""
+    """The number of ids for ranks of restarted replicas. It is limited: readers of a board read all
+    of its rows."""
     return max(ROOM, ROWS // replica_size) * replica_size
 
 
@@ -54,7 +55,7 @@ class HostOptions:
     returns: bool = False  # lost replicas are started again; see `restarts`
     return_delay: float = RETURN_DELAY
     forgive: float = FORGIVE
-    ready: bool = True  # with `returns`: processes wait that have imported torch
+    ready: bool = True  # with `returns`: keep prewarmed processes
     standby: int = 0
     warm_up: float = WARM_UP
 
@@ -65,7 +66,7 @@ class HostOptions:
 
     @property
     def restarts(self) -> bool:
-        """Whether lost replicas are started again: standbys are of no use without."""
+        """Whether lost replicas are restarted. Standbys need that, too."""
         return self.returns or self.standby > 0
 
     def check_use(self) -> None:

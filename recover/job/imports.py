@@ -1,4 +1,5 @@
-"""Imports of much that stays: torch alone makes some hundred thousand objects, and none of them is ever garbage."""
+"""Large imports without garbage collection: torch alone makes some 100,000 objects, none of them
+garbage."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """The garbage collector does not look through what is imported inside: not while it grows, and never later.
+    """Keep the garbage collector from traversing objects that are imported inside, now and later.
 
-    That is a sixth of the time of the imports, and half of that in which the interpreter ends.
+    That saves a sixth of the time of the imports, and half of the time in which the interpreter
+    ends.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What this machine is, for whoever compares runs and figures."""
+"""A description of this machine, recorded with measurements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def processor(told: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of the processor, or (on aarch64) its numbers; its architecture where the system does not tell."""
+def processor(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the processor, or (on aarch64) its numbers, or else the architecture."""
     try:
-        lines = [line.partition(":") for line in told.read_text().splitlines()]
+        lines = [line.partition(":") for line in path.read_text().splitlines()]
     except OSError:
         lines = []
     facts = {name.strip(): value.strip() for name, _, value in lines}
@@ -22,7 +22,7 @@ def processor(told: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where a figure comes from: without it the figure says nothing."""
+    """Hardware and versions on which a measurement was made."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": processor(),
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """A package may work without its metadata: a source tree that was never installed, a system's own Open MPI."""
+    """The version of a package. It may lack metadata: a source tree, or a system's own Open MPI."""
     try:
         return version(package)
     except PackageNotFoundError:

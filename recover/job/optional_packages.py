@@ -1,4 +1,4 @@
-"""Packages that not everybody needs: what is missing is named where it is needed, with the mend."""
+"""Optional packages: an error where one is needed and missing names it, and how to install it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ BROUGHT_BY = {  # the extra of recover that brings a package
 
 
 class MissingExtra(ValueError):
-    """A package is not installed; the message says which, what for, and how to get it."""
+    """A package is not installed. The message says which, what needs it, and how to install it."""
 
 
 def need(package: str, what: str, otherwise: str = "") -> None:
-    """Raises MissingExtra if `package` is not there. `what` needs it; `otherwise` is a way to do without."""
+    """Raises MissingExtra if `package` is not installed. `what` needs it; `otherwise`: how to do
+    without it."""
     if find_spec(package) is None:
         wanted = f"'recover-train[{BROUGHT_BY[package]}]'" if package in BROUGHT_BY else package
         raise MissingExtra(

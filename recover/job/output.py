@@ -1,7 +1,8 @@
-"""Words for whoever looks at our output, who may have stopped to read it: a pager, a terminal after Ctrl-S.
+"""Output that never blocks: its reader may have stopped to read (a pager, a terminal after Ctrl-S).
 
-They are said by the threads that watch a job. If one of them waited for a reader, nobody would hear of the next death,
-and all ranks would wait for the dead one. So what cannot be written now is kept, and written later.
+Threads that watch a job write messages and pass on the output of ranks. If one of them waited for a
+reader, it would not declare the next death, and all ranks would wait. So output that cannot be
+written now is kept, and written later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TextIO
 
 MOST = 1 << 22  # bytes that are kept for a reader; of more the oldest are left out
 _AGAIN = 0.02  # seconds between two tries at the end
-_AT_ONCE = 4096  # bytes: so many a pipe that takes any takes without waiting
+_AT_ONCE = 4096  # bytes that a pipe with room for any takes without blocking
 _READY = select.POLLOUT | select.POLLERR | select.POLLHUP | select.POLLNVAL  # whose write ends, well or not
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FOR_ROOM = 300.0  # seconds that the end waits for room, where the output goes to a file
@@ -27,7 +28,7 @@ Put = Callable[[bytes], int]
 
 
 class Outlet:
-    """What is written to it comes out in this order."""
+    """Writes in the order of the calls."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, Put, bytes]] = deque()
@@ -39,7 +40,8 @@ class Outlet:
         )
 
     def write(self, descriptor: int, data: bytes, put: Put | None = None) -> None:
-        """`put`: how it is written, if not just so; `descriptor` says when it can be."""
+        """`put`: a function that writes, in place of os.write; `descriptor` tells when it can be
+        called."""
         write = put or (lambda piece: os.write(descriptor, piece))
         with self._lock:
             self._kept.append((descriptor, write, data))
@@ -50,8 +52,8 @@ class Outlet:
                 self._bytes, self._left_out = self._bytes - size, self._left_out + size
 
     def pass_on(self) -> bool:
-        """Write what can be written without waiting, or without room. Whether that was all. Raises OSError if nobody
-        can read it."""
+        """Write as much as possible without blocking. Returns whether that was all. Raises OSError
+        if the reader has gone."""
         with self._lock:
             while self._kept:
                 descriptor, put, data = self._kept[0]
@@ -59,7 +61,7 @@ class Outlet:
                     return False
                 try:
                     if self._left_out:
-                        put(f"[{self._left_out} bytes that nobody has read are left out]\n".encode())
+                        put(f"[{self._left_out} unread bytes were dropped]\n".encode())
                         self._left_out = 0
                         continue
                     size = put(data[:_AT_ONCE])
@@ -79,7 +81,7 @@ class Outlet:
             return True
 
     def finish(self) -> None:
-        """All is over, and nothing is held up any more: whoever reads may take his time, or be gone."""
+        """At the end of the process: wait for the reader, who may take time, or be gone."""
         left, since = self._bytes, time.monotonic()
         while not self._passed_on():
             if self._bytes != left:
@@ -101,18 +103,18 @@ atexit.register(OUTLET.finish)
 
 
 def say(text: str) -> None:
-    """On stderr, for people. Never raises: whoever watches a job has more to do than to talk about it."""
+    """Write a message to stderr. Never raises: a thread that watches a job must go on."""
     stream = sys.stderr
     data = f"recover: {text}\n".encode(errors="replace")
     try:
         OUTLET.write(_descriptor(stream), data, lambda piece: _put(stream, piece))
     except (OSError, ValueError):
-        pass  # nobody reads there any more
+        pass  # the reader has gone
 
 
 def _put(stream: TextIO, data: bytes) -> int:
-    """Past the stream's buffer where there is a file below it: what a full disk refuses would stay in that buffer, and
-    come out twice."""
+    """Past the buffer of the stream, if there is a file below it: data that a full disk refuses
+    would stay in the buffer, and be written twice."""
     stream.flush()
     if (descriptor := _descriptor(stream)) >= 0:
         return os.write(descriptor, data)
@@ -124,7 +126,7 @@ def _put(stream: TextIO, data: bytes) -> int:
 def _descriptor(stream: TextIO) -> int:
     try:
         return stream.fileno()
-    except (OSError, ValueError):  # it is no file, and takes everything
+    except (OSError, ValueError):  # it is no file, and never blocks
         return -1
 
 

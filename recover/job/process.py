@@ -1,31 +1,33 @@
-"""Where this process stands, as the environment that its launcher made tells it: before MPI is, or without any."""
+"""The rank of this process and its host, from the environment that its launcher made, before MPI or
+without it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-# Set by whoever starts ranks itself (a launcher, a host's agent); Open MPI's runtime has variables of its own.
+# Set for ranks that are started without mpirun; Open MPI's runtime has variables of its own.
 RANK, RANK_ON_HOST, RANKS_ON_HOST = "RECOVER_RANK", "RECOVER_LOCAL_RANK", "RECOVER_LOCAL_SIZE"
 LOCAL_RANK = "LOCAL_RANK"  # as torchrun calls it; torch itself reads it
-# Of launchers under which every process would take itself for a world of its own.
+# Variables of launchers under which every process would make a world of its own.
 FOREIGN = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "another MPI's launcher"}
 _RUNTIME = ("OMPI_", "PMIX_")
 _SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "OMPI_ALLOW_")  # read whenever a part of Open MPI is first used
 
-# What a rank calls itself, with its number: what it was started with does not tell, if it was ready before. The
-# kernel keeps 15 characters, and numbers grow as long as lost ones come back.
+# The process name of a rank, with its number: the command line of a prewarmed process does not tell
+# it. The kernel keeps 15 characters, and numbers grow with every restarted rank.
 _NAME = "recover-"
 _PR_SET_NAME = 15
 
 _hidden: dict[str, str] = {}
 given_environment: dict[str, str] | None = None  # when the script began
-waited_until = 0.0  # seconds after boot: until then this process was ready, and did not know which rank it is
+waited_until = 0.0  # seconds after boot: until then this process waited, prewarmed, for its rank
 
 
 def hide_runtime() -> None:
-    """Open MPI is up, and reads these variables no more. Others must not either: libraries that look for a launcher
-    (accelerate, and with it Hugging Face's Trainer) would take each rank for one of a distributed job of theirs."""
+    """Remove the variables of Open MPI's runtime, which has read them. Libraries that look for a
+    launcher (accelerate, and with it Hugging Face's Trainer) would take each rank for a process of
+    a distributed job of theirs."""
     for name in [name for name in os.environ if name.startswith(_RUNTIME) and not name.startswith(_SETTINGS)]:
         _hidden[name] = os.environ.pop(name)
 
@@ -44,12 +46,12 @@ def rank() -> int | None:
 
 
 def call_itself(rank: int) -> None:
-    """Whoever looks at the processes of this host sees which one this is."""
+    """Set the process name, which `ps` and `top` show."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{_NAME}{rank}".encode(), 0, 0, 0)
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that another process is, by the name that it has given itself; None if it is none, or gone."""
+    """The rank of another process, by its process name; None if it is no rank, or has ended."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             name = file.read().strip()
@@ -67,16 +69,16 @@ def rank_on_host() -> int:
 def set_local_rank() -> None:
     """Set LOCAL_RANK for the script, in a rank of a job.
 
-    Device meshes that a script makes take their GPU from it, and so do NCCL groups from torch 2.15 on, even if another
-    device is the current one. A value from the environment of the launcher is replaced: it is the same in all ranks,
-    and can be right in one of them at most.
+    Device meshes that a script makes take their GPU from it, and so do NCCL groups from torch 2.15
+    on, even if another device is the current one. A value from the environment of the launcher is
+    replaced: it is the same in all ranks, and can be right in one of them at most.
     """
     if rank() is not None:
         os.environ[LOCAL_RANK] = str(rank_on_host())
 
 
 def ranks_on_host() -> int:
-    """Of this process's job, as its launcher says; 0 if it does not."""
+    """The number of ranks of this job on this host, as the launcher says; 0 if it does not."""
     return int(_variable(RANKS_ON_HOST, "OMPI_COMM_WORLD_LOCAL_SIZE") or "0")
 
 
@@ -88,5 +90,6 @@ def on_one_host() -> bool:
 
 
 def foreign_launcher() -> str | None:
-    """The variable by which a launcher that is neither ours nor an mpirun tells this process that it is not alone."""
+    """The variable of a launcher, neither ours nor an mpirun, that says that this process is one of
+    several."""
     return next((name for name in FOREIGN if os.environ.get(name, "1") not in ("", "1")), None)

@@ -1,8 +1,9 @@
-"""File operations for what a run leaves behind: records, logs, markers, the placement of ranks.
+"""File operations for the files of a run: records, logs, markers, the placement of ranks.
 
-Agents, launchers and ranks write such files through `FILES` alone. A failure to write costs no rank and raises nothing:
-the content stays in memory, is written as soon as the disk takes it, and the failure is reported once. Whoever reads
-through the same object reads what waits, so a supervisor is never misled by its own full disk.
+Agents, launchers and ranks write these files through `FILES` only. A failure to write raises
+nothing: the content stays in memory, is written as soon as the disk takes it, and the failure is
+reported once. A read through the same object returns content that waits, so a supervisor is not
+misled by its own full disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PATIENCE = (
 )
 AGAIN = 0.5  # seconds between two tries
 MOST = 16 << 20  # bytes of appended lines that wait for one file; of more the oldest are dropped, and counted
-# Errors that an administrator or another job may remedy while we wait: room, permissions, a file server, a mount.
+# Errors that may pass while we wait: no space, permissions, a file server, a mount.
 PASSING = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
@@ -43,14 +44,14 @@ def is_passing(error: BaseException) -> bool:
 
 
 class TornError(OSError):
-    """The end of a file may hold a part of what was to be added."""
+    """The end of the file may hold a part of the data."""
 
 
 class Disk:
-    """The operations themselves, which raise OSError. Tests put one in its place that fails."""
+    """The operations themselves, which raise OSError. Tests replace it by one that fails."""
 
     def append(self, path: Path, data: bytes) -> None:
-        """At the end of the file, whole or not at all. Makes the directory again if it is gone."""
+        """Append all of the data, or nothing. Makes the directory again if it is gone."""
         file = self._opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             before = os.fstat(file).st_size
@@ -67,7 +68,7 @@ class Disk:
             os.close(file)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """The content of the file: it appears whole or not at all."""
+        """Replace the content of the file, by all of the data or not at all."""
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             file = self._opened(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -79,7 +80,7 @@ class Disk:
             os.replace(draft, path)
         except OSError:
             try:
-                os.unlink(draft)  # half a draft takes room, too
+                os.unlink(draft)  # half a draft takes space, too
             except OSError:
                 pass
             raise
@@ -103,7 +104,7 @@ class Disk:
         return path.stat().st_mtime_ns
 
     def open_to_append(self, path: Path) -> int:
-        """A descriptor, for output that is copied as it comes."""
+        """A descriptor, for output that is copied as it arrives."""
         return self._opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def _opened(self, path: Path, flags: int) -> int:
@@ -115,12 +116,15 @@ class Disk:
 
 
 class RecordFiles:
-    """Never raises OSError, except through `disk`. `report` is called once, with a sentence for people."""
+    """Never raises OSError, except through `disk`. `report` is called once, with a sentence for
+    people."""
 
     def __init__(self, disk: Disk | None = None, report: Callable[[str], object] | None = None) -> None:
         self.disk = disk or Disk()
         self.report = report or _print
-        self.while_waiting: Callable[[], object] = lambda: None  # tells whoever watches us that we only wait
+        self.while_waiting: Callable[[], object] = lambda: (
+            None
+        )  # called while we wait, so that no watchdog acts
         self._begin()
 
     def _begin(self) -> None:
@@ -132,7 +136,7 @@ class RecordFiles:
         self.patience = PATIENCE  # what is left of it
 
     def append(self, path: Path, data: bytes) -> bool:
-        """Add `data`, one record, to the end of the file. Returns whether all that was to be added is on disk."""
+        """Append `data`, one record. Returns whether all records of the file are on disk."""
         with self._lock:
             waiting = self._lines.setdefault(path, [])
             waiting.append(data)
@@ -149,12 +153,14 @@ class RecordFiles:
             return self._done(self._write(path))
 
     def keep(self, path: Path, data: bytes) -> None:
-        """The same, but nothing is written before the next `flush`: for those who have something urgent to do first."""
+        """As `replace`, but nothing is written before the next `flush`: the caller has something
+        urgent to do first."""
         with self._lock:
             self._whole[path] = data
 
     def read(self, path: Path) -> bytes | None:
-        """The content of the file as it is, or as it will be; None if there is none, or it cannot be read."""
+        """The content of the file, also if it waits to be written; None if there is none, or it
+        cannot be read."""
         with self._lock:
             if path in self._whole:
                 return self._whole[path]
@@ -173,7 +179,7 @@ class RecordFiles:
             pass
 
     def modified(self, path: Path) -> int:
-        """When the file or directory was last changed, in nanoseconds; 0 if nobody can tell."""
+        """When the file or directory was last changed, in nanoseconds; 0 if that cannot be read."""
         try:
             return self.disk.modified(path)
         except OSError:
@@ -189,7 +195,7 @@ class RecordFiles:
 
     @property
     def waiting(self) -> list[Path]:
-        """The files that are not yet on disk as they should be."""
+        """The files with content that is not on disk yet."""
         with self._lock:
             return sorted({*self._whole, *self._lines})
 
@@ -198,7 +204,8 @@ class RecordFiles:
         return self._done(self._flush())
 
     def settle(self) -> bool:
-        """At the end of a process: wait for the disk, while there is patience, and report what was lost."""
+        """At the end of a process: wait for the disk, while there is patience, and report what was
+        lost."""
         self.retry(self._flush_or_raise, "the last records")
         lost = [
             f"{path} ({count} lines)" if (count := len(self._lines.get(path, ()))) else str(path)
@@ -210,7 +217,8 @@ class RecordFiles:
         return not lost
 
     def retry(self, act: Callable[[], object], what: str) -> bool:
-        """Call `act` until it raises no OSError, while there is patience. Returns whether it was done."""
+        """Call `act` until it raises no OSError, while there is patience. Returns whether it was
+        done."""
         while True:
             try:
                 act()
@@ -220,7 +228,8 @@ class RecordFiles:
                     return False
 
     def wait_for(self, error: Exception, what: str) -> bool:
-        """After a failure to write: a moment, if it may succeed later and there is patience. Says so when it begins."""
+        """Wait for a moment after a failure to write, if it may succeed later and there is
+        patience. Returns whether to try again. The first wait is reported."""
         if not is_passing(error) or self.patience <= 0:
             return False
         if not self._waits:
@@ -236,7 +245,7 @@ class RecordFiles:
             raise error
 
     def _flush(self) -> OSError | None:
-        """One file that fails does not keep the others waiting."""
+        """Write all files that wait; one that fails does not keep the others waiting."""
         first = None
         with self._lock:
             for path in [*self._lines, *self._whole]:
@@ -245,7 +254,7 @@ class RecordFiles:
         return first
 
     def _write(self, path: Path) -> OSError | None:
-        """What waits for this file."""
+        """Write the content that waits for this file."""
         try:
             while lines := self._lines.get(path):
                 self.disk.append(path, lines[0])
@@ -255,7 +264,7 @@ class RecordFiles:
                 self.disk.replace(path, self._whole[path])
                 del self._whole[path]
         except OSError as error:
-            if error.filename is None:  # a write knows a descriptor alone
+            if error.filename is None:  # os.write knows only a descriptor
                 error.filename = str(path)
             return error
         return None
@@ -270,7 +279,7 @@ class RecordFiles:
         try:
             self.report(text)
         except OSError:
-            pass  # nobody reads it
+            pass  # the report has no reader
 
 
 def _print(text: str) -> None:
@@ -278,5 +287,5 @@ def _print(text: str) -> None:
 
 
 FILES = RecordFiles()
-# A process that a rank forks does not speak for it, and must not find the lock taken.
+# A process that a rank forks does not write for it, and must not inherit a lock that is taken.
 os.register_at_fork(after_in_child=FILES._begin)

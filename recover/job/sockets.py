@@ -1,4 +1,5 @@
-"""How soon a lost connection is noticed: without this, TCP waits for a quarter of an hour, and a reader for ever."""
+"""Detection of lost connections: by default TCP waits for a quarter of an hour, and a reader for
+ever."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ PROBES = 3  # without an answer, after which an idle connection is lost
 
 
 def notice_loss(opened: socket.socket, seconds: float) -> None:
-    """Have the kernel close `opened` when the other end has not answered it for about so many seconds.
+    """Have the kernel close `opened` when the other end has not answered it for about so many
+    seconds.
 
-    Both options are needed: TCP_USER_TIMEOUT acts on what was sent and not acknowledged, keepalive on a connection on
-    which this end only waits. The kernel of the other end answers, however slow its process is. Sockets of other
-    families than the internet's are left alone.
+    Both options are needed: TCP_USER_TIMEOUT acts on what was sent and not acknowledged, keepalive
+    on a connection on which this end only waits. The kernel of the other end answers, however slow
+    its process is. Sockets of other families than the internet's are left alone.
     """
     if opened.family not in (socket.AF_INET, socket.AF_INET6):
         return

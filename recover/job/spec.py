@@ -1,7 +1,8 @@
-"""What a job is told: made once by whoever launches it, handed to every rank as one file, and read once.
+"""The specification of a job: made once by its launcher, handed to every rank as one file, and read
+once.
 
-Under a launcher that is not ours there is no such file. Then a few variables stand in for it, so that a script under a
-site's own mpirun can be told the same:
+Under a launcher that is not ours there is no such file. Variables replace it, so that a script
+under a site's own mpirun has the same options:
 
     RECOVER_RUN_DIR        where logs, markers and results go
     RECOVER_REPLICA_SIZE   ranks per replica
@@ -24,7 +25,7 @@ from pathlib import Path
 from recover.job import process
 from recover.job.host_options import LEASE
 
-VARIABLE = "RECOVER_JOB"  # names the file; carried by every process of a job
+VARIABLE = "RECOVER_JOB"  # the path of the file, in the environment of every process of a job
 FILE = "job.json"
 CARRIERS = ("auto", "mpi", "gloo", "nccl")
 LEAST_HANG_LIMIT = (
@@ -33,7 +34,7 @@ LEAST_HANG_LIMIT = (
 LINK_TIMEOUT = 60.0  # seconds
 LEAST_LINK_TIMEOUT = 2.0  # seconds; what is known of ranks on other hosts is up to one second old
 
-# What watches a run while its job runs, as a context manager that is given the run directory.
+# Monitors of a run, as a context manager that gets the run directory.
 Monitors = Callable[[Path], AbstractContextManager[object]]
 
 
@@ -43,44 +44,44 @@ class EtcdAccess:
 
     endpoints: tuple[str, ...]
     prefix: str  # of all keys of the job
-    token: str = ""  # the job's: what is written is signed with it, what is read is checked
+    token: str = ""  # of the job: values are sealed with it
     user: str | None = None
     password: str = ""
-    ca: str | None = None  # files, for TLS: who signed etcd's certificate, and what this job shows of itself
+    ca: str | None = None  # files for TLS: the CA of etcd's certificate; certificate and key of this job
     certificate: str | None = None
     key: str | None = None
-    patience: float = 30.0  # seconds that nobody may answer before a process gives up
+    patience: float = 30.0  # seconds without an answer after which a process gives up
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    ranks: int  # 0: MPI will tell
+    ranks: int  # 0: from MPI
     replica_size: int = 1
     carrier: str = "auto"
     hang_limit: float | None = None
     faults: tuple[str, ...] = ()
     run_dir: str | None = None
-    session: str | None = None  # the host's directory in memory, which goes with the job
-    records: bool = False  # whether the steps of the script are written down for it
-    token: str = ""  # known to the processes of this job alone
+    session: str | None = None  # the directory of the job on this host, in memory; removed with the job
+    records: bool = False  # whether the steps of the script are recorded for it
+    token: str = ""  # a secret of the processes of this job
     etcd: EtcdAccess | None = (
         None  # the fabric is etcd, started by an agent on each host; None: it is Open MPI
     )
     host: str | None = None  # the name under which this host's agent holds its lease
-    address: str | None = None  # where the other hosts reach this one, and its interface
+    address: str | None = None  # under which other hosts reach this one, and its interface
     interface: str | None = None
-    lease: float = LEASE  # seconds without a sign of a host after which its ranks are dead
+    lease: float = LEASE  # seconds without a renewal after which a host and its ranks are lost
     across: tuple[int, ...] = ()  # replicas that lie on several hosts
     directories: tuple[tuple[int, ...], ...] = ()  # the ranks that see the same run directory; (): all do
-    joining: bool = False  # this process asks to be let into a world that is there already
-    room: int = 0  # ids beyond the first ones, for those who join
-    limit: int | None = None  # ranks at work at once, at the most; who asks beyond that waits for a loss
-    admits: bool = False  # whether ranks may join after the start; otherwise members hear nobody who asks
+    joining: bool = False  # this process asks to join a running world
+    room: int = 0  # number of ids for ranks that join after the start
+    limit: int | None = None  # most ranks that work at once; further ones stand by for a loss
+    admits: bool = False  # whether ranks may join after the start; if not, members do not look for any
     link_timeout: float = LINK_TIMEOUT  # seconds without progress in a reduction that all members wait in
 
     @property
     def is_alone(self) -> bool:
-        """A world of one, which our launcher has started: it needs no MPI."""
+        """A world of one rank, started by our launcher: it needs no MPI."""
         return self.ranks == 1 and self.session is not None and self.etcd is None
 
     @property
@@ -88,7 +89,7 @@ class JobSpec:
         return self.ranks + self.room
 
     def write(self, name: str = FILE) -> Path:
-        """Into the session, for this user's eyes only."""
+        """Write it to the session, readable by this user only."""
         assert self.session is not None
         path = Path(self.session, name)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -113,9 +114,10 @@ class JobSpec:
         return cls(**found | tuples | {"etcd": etcd, "directories": directories})
 
     def see_the_same(self, members: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """The members by the run directory that they see; one of each group writes there.
+        """The members, grouped by the run directory that they see; one of each group writes there.
 
-        What those see who have joined later nobody knows: they count once nobody else is left.
+        The directories of ranks that joined later are not known: they count once no other member is
+        left.
         """
         members = sorted(members)
         groups = [[rank for rank in group if rank in members] for group in self.directories]
@@ -123,7 +125,8 @@ class JobSpec:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> JobSpec:
-        """For a rank of a launcher that is not ours. Raises ValueError, naming the variable and the mend."""
+        """For a rank of a launcher that is not ours. Raises ValueError, which names the variable
+        and the remedy."""
         size = environment.get("RECOVER_REPLICA_SIZE", "1")
         if not size.isdigit() or int(size) < 1:
             raise ValueError(f"RECOVER_REPLICA_SIZE is {size!r}; give a whole number, 1 or more")
@@ -139,8 +142,8 @@ class JobSpec:
         )
 
 
-def told() -> JobSpec | None:
-    """What the job of this process was told; None in a process that no launcher has started."""
+def current_job() -> JobSpec | None:
+    """The job of this process; None if no launcher has started it."""
     if path := os.environ.get(VARIABLE):
         return _read(path)
     return JobSpec.from_environment(os.environ) if process.rank() is not None else None
@@ -152,7 +155,7 @@ def _read(path: str) -> JobSpec:
 
 
 def read_hang_limit(text: str | None) -> float | None:
-    """The limit that was asked for, in seconds. Raises ValueError if it makes no sense; None: nobody has asked."""
+    """The hang limit in seconds; None if none is given. Raises ValueError if it is not valid."""
     if not text:
         return None
     try:
@@ -168,7 +171,7 @@ def read_hang_limit(text: str | None) -> float | None:
 
 
 def read_link_timeout(text: str | None) -> float:
-    """The link timeout that was asked for, in seconds, or the default. Raises ValueError if it makes no sense."""
+    """The link timeout in seconds, or the default. Raises ValueError if it is not valid."""
     if not text:
         return LINK_TIMEOUT
     try:

@@ -1,4 +1,5 @@
-"""What keeps a loop that watches a job alive: an exception costs one pass of it, and is reported once."""
+"""Keeps a loop that watches a job alive: an exception costs one pass of one part, and is reported
+once."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ _MOST = 20  # different failures that are reported
 
 
 class SupervisorError(Exception):
-    """A part of a supervisor that its host cannot do without has failed for too long."""
+    """An essential part of a supervisor has failed for too long."""
 
 
 class Supervised:
-    """The parts of a loop, each on its own: one that raises does not keep the others from being done.
+    """Runs the parts of a loop: one that raises does not keep the others from running.
 
-    `patience`: seconds that a part which is `essential` may fail in every pass before SupervisorError is raised. Its
-    host must then end in a way that others see.
+    `patience`: seconds that an `essential` part may fail in every pass before SupervisorError is
+    raised. The host must then end in a way that the other hosts see.
     """
 
     def __init__(self, name: str, patience: float = 20.0) -> None:

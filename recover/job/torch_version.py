@@ -11,7 +11,8 @@ TESTED = ("2.13.0",)
 
 
 def untested(installed: str | None = None) -> tuple[str, str] | None:
-    """What was found and the remedy, if no test was run with this minor release of torch; None otherwise.
+    """What was found and the remedy, if no test was run with this minor release of torch; None
+    otherwise.
 
     Patch releases are not told apart. A torch without metadata is not judged.
     """

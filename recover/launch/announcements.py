@@ -1,8 +1,8 @@
-"""Deaths and repairs, told while the job runs: what the launcher sees at once, and what a survivor writes down."""
+"""Messages about losses and repairs while the job runs: what the supervisor sees, and what a
+survivor records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from recover.launch.verdict import Verdict, name_ranks
@@ -10,17 +10,16 @@ from recover.runs.records.feed import RunFeed
 from recover.runs.records.sentences import sentence
 
 
-class Teller:
-    """For jobs that write down their steps. Each death and each repair is told once."""
+class Announcer:
+    """For jobs that record their steps. Each loss and each repair is announced once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._feed = RunFeed(run_dir, new_only=True)
         self._batch = 0  # microbatches of the first step: those of each, unless the policy lets it shrink
         self._alive: set[int] = set()
 
-    def losses(self, verdict: Verdict, pids: Sequence[int]) -> list[str]:
-        """Who lived at the last look and does not now, and how it went. `pids`: 0 for each that does not live."""
-        alive = {rank for rank, pid in enumerate(pids) if pid}
+    def losses(self, verdict: Verdict, alive: set[int]) -> list[str]:
+        """The ranks that were alive at the last look and are not now, and how they ended."""
         gone, self._alive = self._alive - alive, alive
         ways: dict[str, list[int]] = {}
         for rank in sorted(gone & set(verdict.lost)):

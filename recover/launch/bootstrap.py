@@ -1,7 +1,9 @@
-"""What every rank runs: `python -P -m recover.launch.bootstrap SCRIPT ARGS`, or `... -m MODULE ARGS`.
+"""The program of every rank: `python -P -m recover.launch.bootstrap SCRIPT ARGS`, or `... -m MODULE
+ARGS`.
 
-It ties the process to its launcher, tells the board its pid, and runs the script as `python SCRIPT ARGS` (or
-`python -m MODULE ARGS`) would, so that every way out of it ends as `recover.world.rank_exit` says.
+It makes the process end with its launcher, claims its row of the board, and runs the script as
+`python SCRIPT ARGS` (or `python -m MODULE ARGS`) does. However the script ends, the process ends as
+`recover.world.rank_exit` says.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from recover.job import code, process
-from recover.job.spec import told
+from recover.job.spec import current_job
 from recover.launch import rank_outputs
 from recover.world import rank_exit
 
 _PR_SET_PDEATHSIG = 1
-_told_of_debuggers = False
+_explained_debuggers = False
 
 
 def main() -> None:
@@ -28,7 +30,7 @@ def main() -> None:
     _take_output()
     rank_exit.install_hooks()
     _join()
-    for stream in (sys.stdout, sys.stderr):  # a killed rank must not take a block of printed lines with it
+    for stream in (sys.stdout, sys.stderr):  # printed lines of a killed rank must not be lost in a buffer
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = sys.argv[1:]
     script = ""
@@ -48,14 +50,16 @@ def main() -> None:
         rank_exit.close()
     except BaseException as error:
         if not rank_exit.is_rank():
-            raise  # in a process that the script forked: none of our business
+            raise  # a process that the script forked
         sys.stdout.flush()
         rank_exit.die_of(error, _script_frames(error.__traceback__, script))
-    # Returning lets the interpreter join threads and run the script's atexit functions; ours comes last.
+    # Returning lets the interpreter join threads and run the script's atexit functions; ours comes
+    # last.
 
 
 def _find_script() -> tuple[ModuleType, CodeType]:
-    """As the interpreter does it; unlike `runpy`, `__main__` stays the script's for threads and atexit."""
+    """As the interpreter does it. Unlike with `runpy`, `__main__` stays the script's for threads
+    and atexit."""
     script = os.path.abspath(sys.argv[0])
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     content = Path(script).read_bytes()
@@ -67,7 +71,8 @@ def _find_script() -> tuple[ModuleType, CodeType]:
 
 
 def _find_module() -> tuple[ModuleType, CodeType]:
-    """Of a package, its `__main__`; names are looked up from the current directory, as by `python -m`."""
+    """A module, or the `__main__` of a package, looked up from the current directory, as by `python
+    -m`."""
     name = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
@@ -86,15 +91,16 @@ def _find_module() -> tuple[ModuleType, CodeType]:
 
 
 def _record_code() -> None:
-    """Where replicas may join, each rank knows what it runs."""
-    job = told()
+    """Record the code that this rank loads, where replicas may join: theirs must be the same."""
+    job = current_job()
     if job is not None and job.room:
         code.record()
 
 
 def _take_output() -> None:
-    """This rank writes where its launcher knows it by name; a lone one has the launcher's own terminal."""
-    rank, job = process.rank(), told()
+    """Write to the pipes that the launcher made for this rank. A single rank has the launcher's own
+    terminal."""
+    rank, job = process.rank(), current_job()
     if rank is None or job is None or job.session is None:
         return
     if job.is_alone:
@@ -107,11 +113,12 @@ def _take_output() -> None:
 
 
 def _no_debugger(*_: object, **__: object) -> None:
-    """There is no terminal for many, and who waits at a prompt is waited for: say how to debug, once, and go on."""
-    global _told_of_debuggers
-    if _told_of_debuggers:
+    """Several ranks have no terminal, and all would wait for one that waits at a prompt: say how to
+    debug, once."""
+    global _explained_debuggers
+    if _explained_debuggers:
         return
-    _told_of_debuggers = True
+    _explained_debuggers = True
     script = Path(sys.argv[0]).name
     print(
         f"recover: breakpoint() is left out, for {script} runs on several ranks, which have no terminal. With one rank "
@@ -123,7 +130,7 @@ def _no_debugger(*_: object, **__: object) -> None:
 
 def _tell_without_world(script: str) -> None:
     joined = sys.modules.get("recover.launch.init")
-    job = told()
+    job = current_job()
     if job is not None and job.records and not getattr(joined, "_current", None) and process.rank() == 0:
         print(
             f"recover: {Path(script).name} has ended and never called recover.init(): its {job.ranks} rank(s) knew "
@@ -133,26 +140,27 @@ def _tell_without_world(script: str) -> None:
 
 
 def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """The traceback as plain `python SCRIPT` would show it, without our frames above the script's."""
+    """The traceback as `python SCRIPT` shows it, without our frames above the script's."""
     while trace is not None and trace.tb_frame.f_code.co_filename != script:
         trace = trace.tb_next
     return trace
 
 
 def die_with_parent() -> None:
-    """Ranks have a process group of their own: without this they outlive a killed mpirun."""
+    """Be killed when the parent ends. Ranks have a process group of their own, and would outlive a
+    killed mpirun."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked to be told
+    if os.getppid() != parent:  # it ended before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _join() -> None:
-    """Start MPI before the script: its start-up needs every rank, and from then on any of them may die. Etcd needs
-    nothing of the kind."""
+    """Claim the row of the board, and start MPI before the script: MPI needs every rank at its
+    start, and any of them may die afterwards. On etcd a rank may be missing from the start."""
     from recover.world.liveness.board import Board
 
-    rank, job = process.rank(), told()
+    rank, job = process.rank(), current_job()
     if rank is None or job is None:
         return
     process.call_itself(rank)

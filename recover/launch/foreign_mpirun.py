@@ -1,7 +1,9 @@
-"""Where the ranks of a host meet under an mpirun that is not ours: a directory of this job and of nobody else.
+"""The directory that the ranks of a host share under an mpirun that was not started by our
+launcher.
 
-Its name must be the same for all of them, so it can be guessed. What somebody else has put there is refused. A later
-job never finds an earlier one's, because the name holds the launching process with the time of its start.
+Its name must be the same for all of them, so it can be guessed: a directory that another user made
+is refused. The name holds the launching process and the time of its start, so a later job never
+finds the directory of an earlier one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ MEMORY = Path("/dev/shm")
 
 
 def make_meeting_place() -> Path:
-    """Made by whichever rank comes first. Raises PermissionError if what is there is not ours alone."""
+    """The first rank makes it. Raises PermissionError if another user made it, or can enter it."""
     job = re.sub(r"[^\w.-]", "-", os.environ.get("PMIX_NAMESPACE", "job"))
     launcher = _launcher()
     base = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
@@ -26,18 +28,19 @@ def make_meeting_place() -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        pass  # another rank was faster, or somebody who should not have been
+        pass  # another rank was faster, or another user: see below
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
             f"{path} is not a directory that only this user can enter ({stat.filemode(found.st_mode)}, owner "
-            f"{found.st_uid}): somebody else has put it there; remove it, and start again"
+            f"{found.st_uid}): another user made it; remove it, and start again"
         )
     return path
 
 
 def _launcher() -> int:
-    """Who has started the ranks of this host: the nearest ancestor outside of the job. A rank's wrapper is inside."""
+    """The process that has started the ranks of this host: the nearest ancestor that is not part of
+    the job."""
     mark = f"PMIX_NAMESPACE={os.environ.get('PMIX_NAMESPACE', 'job')}".encode()
     pid = os.getppid()
     while pid > 1 and mark in _read(f"/proc/{pid}/environ").split(b"\0"):
@@ -48,5 +51,5 @@ def _launcher() -> int:
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError:  # somebody else's: a scheduler's daemon
+    except OSError:  # another user's: a scheduler's daemon
         return b""

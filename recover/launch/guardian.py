@@ -1,9 +1,9 @@
-"""The guardian: a small process that leaves nothing of a job behind, however its launcher ends.
+"""The guardian: a small process that removes all of a job, however its launcher ends.
 
-The launcher holds the only write end of the guardian's stdin. When that closes, because the launcher is
-done or because it was killed, the guardian kills every process that carries the job's session in its
-environment and removes the job's directories. It is run as a plain file, with the standard library only,
-so that it starts in a few milliseconds.
+The launcher holds the only write end of the guardian's stdin. When that closes, because the
+launcher has finished or was killed, the guardian kills every process with the job's session in its
+environment, and removes the job's directories. It is run as a plain file, with the standard library
+only, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import signal
 import sys
 import time
 
-_PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never go
+_PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never end
 
 
 def main(session: str, *others: str) -> None:
-    """Make the directories, say so, wait for the launcher's end, clean up."""
+    """Make the directories, say "ready", wait for the end of the launcher, clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     made = []
@@ -29,7 +29,7 @@ def main(session: str, *others: str) -> None:
         os.write(1, b"ready\n")
         sys.stdin.buffer.read()
     except BrokenPipeError:
-        pass  # the launcher was gone before we were ready
+        pass  # the launcher had ended before
     finally:
         clean(session, made)
 
@@ -38,7 +38,7 @@ def clean(session: str, directories: list[str]) -> None:
     """Kill every process of the session, then remove the directories."""
     deadline = time.monotonic() + _PATIENCE
     quiet = 0
-    while quiet < 2 and time.monotonic() < deadline:  # twice: one may have been between fork and exec
+    while quiet < 2 and time.monotonic() < deadline:  # twice: a process may have been between fork and exec
         found = members(session)
         for pid in found:
             try:
@@ -57,8 +57,8 @@ def members(session: str) -> list[int]:
 
 
 def mark(session: str) -> str:
-    """How a variable begins that every process of the job has: the name of its file, which lies in the session. Those
-    who join have files of their own."""
+    """The beginning of a variable that every process of the job has: the path of its job file, in
+    the session. Ranks that join have a job file of their own."""
     return f"RECOVER_JOB={session}/"
 
 
@@ -66,7 +66,7 @@ def is_member(pid: int, session: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # it has ended, or is another user's
         return False
     return any(variable.startswith(mark(session).encode()) for variable in variables)
 

@@ -1,8 +1,10 @@
-"""Open MPI over several hosts: what `recover run --hostfile` asks of mpirun beyond one host.
+"""Open MPI over several hosts (`recover run --hostfile`, deprecated): options of mpirun beyond
+those for one host.
 
-PRRTE, Open MPI's runtime, starts a daemon on each host by ssh (or by Slurm or PBS). Our session lies on the host of the
-launcher alone, so ranks are told by variables, as under a site's own mpirun, and meet on each host by themselves.
-The run directory must be one that all hosts share. A rank may die; **a lost host ends the job**: PRRTE ends all of it.
+PRRTE, Open MPI's runtime, starts a daemon on each host by ssh (or by Slurm or PBS). The session
+lies on the host of the launcher only, so ranks read the job from variables, as under a site's own
+mpirun, and share a directory on each host. All hosts must share the run directory. A rank may die;
+**a lost host ends the job**: PRRTE ends all of it.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from pathlib import Path
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch.preflight import Refusal
 
-# Which program reaches the other hosts is the site's own affair.
+# Variables by which a site says how the other hosts are reached.
 KEPT = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_if_include")
-WARNING = (
-    "Open MPI over several hosts: ranks may die, but the loss of a host ends the job; `recover run --nnodes` (etcd) "
-    "survives that, too"
+DEPRECATED = (
+    "--hostfile is deprecated: ranks may die, but the loss of a host ends the job; use --nnodes HOSTS --rdzv-endpoint "
+    "HOST:PORT, the same command on each host, which survives that, too"
 )
 
 
 def check_hostfile(path: Path, ranks: int) -> None:
-    """Raises Refusal, naming the file, the value and the mend."""
+    """Raises Refusal, which names the file, the value and the remedy."""
     try:
         lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
     except OSError as error:
@@ -45,8 +47,8 @@ def check_hostfile(path: Path, ranks: int) -> None:
 
 
 def options(path: Path, spec: JobSpec) -> list[str]:
-    """Of mpirun."""
-    told = {
+    """Options of mpirun."""
+    variables = {
         "RECOVER_RUN_DIR": str(spec.run_dir),
         "RECOVER_REPLICA_SIZE": str(spec.replica_size),
         "RECOVER_CARRIER": "gloo" if spec.carrier == "auto" else spec.carrier,
@@ -56,20 +58,21 @@ def options(path: Path, spec: JobSpec) -> list[str]:
         "ONEDNN_JIT_PROFILE": os.environ.get("ONEDNN_JIT_PROFILE", "1"),  # as `recover.cli` has it
     }
     line = ["--hostfile", str(path.absolute()), "--map-by", "slot"]
-    for name, value in told.items():
+    for name, value in variables.items():
         line += ["-x", f"{name}={value}"]
     return [*line, *(word for name in ("PYTHONPATH", "OMP_NUM_THREADS") for word in ("-x", name))]
 
 
 def parameters(inside_one_host: Mapping[str, str]) -> dict[str, str]:
-    """Of Open MPI: those of one host, with TCP between them."""
+    """MCA parameters: those of one host, with TCP between hosts."""
     kept = {name: value for name, value in inside_one_host.items() if not name.endswith("backing_directory")}
-    # A star: over hosts a chain hangs until all are connected. And who waits leaves its core to the network's thread.
+    # Topology 3 is a star: over hosts a chain hangs until all are connected. A rank that waits
+    # yields its core to the thread of the network.
     return kept | {"btl": "self,sm,tcp", "coll_ftagree_era_topology": "3", "mpi_yield_when_idle": "1"}
 
 
 def environment(session: Mapping[str, str]) -> dict[str, str]:
-    """Of mpirun: what reaches the other hosts is kept, and what is only here is not passed on as if it were there."""
+    """The environment of mpirun, with the variables by which it reaches the other hosts."""
     return {
         **session,
         **{name: os.environ[name] for name in KEPT if name in os.environ},
@@ -78,7 +81,7 @@ def environment(session: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_command(command: list[str]) -> list[str]:
-    """Those on this host, too, must not find the session, which others have not."""
+    """Without the session, also on this host: the other hosts have none."""
     return ["env", "-u", VARIABLE, "-u", "TMPDIR", *command]
 
 

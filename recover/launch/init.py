@@ -1,7 +1,7 @@
-"""`recover.init()`: from a process that a launcher has started to a rank of the world.
+"""`recover.init()`: makes a process that a launcher has started a rank of the world.
 
-The one place where the parts of a world are chosen and put together: what the job was told, the fabric, the board of
-this host, and the faults that are to strike.
+The one place where the parts of a world are chosen and assembled: job, fabric, carriers, the board
+of this host, hooks of fault schedules.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any
 
 from recover.job import process
 from recover.job.environment import leave_changes
 from recover.job.grid import Grid
 from recover.job.record_files import FILES
-from recover.job.spec import EtcdAccess, JobSpec, told
+from recover.job.spec import EtcdAccess, JobSpec, current_job
 from recover.launch.foreign_mpirun import make_meeting_place
 from recover.world import rank_exit
 from recover.world.carriers import choose
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.base import Fabric
 from recover.world.hooks import Hooks, NoHooks
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import WorldParts
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import Notes, RunNotes
@@ -38,23 +38,25 @@ if TYPE_CHECKING:
     from recover.world.fabrics.etcd.client import EtcdClient
 
 _current: World | None = None
-_LOOK = 0.5  # seconds between two looks for a word of the agent's
+_LOOK = 0.5  # seconds between two looks for the file by which the agent says that etcd is lost
 
 
 def init(replica_size: int | None = None, carrier: str | None = None) -> World:
-    """Join the world. Call it once, early, in a script started by `recover run` (or by a fault-tolerant mpirun).
+    """Join the world. Call it once, early, in a script started by `recover run` (or by a
+    fault-tolerant mpirun).
 
-    On several hosts, started by `recover run --nnodes`, the world stands on etcd; otherwise on Open MPI. In a process
-    that nobody has launched, as by `python train.py`, the world is this process alone.
+    On several hosts, started by `recover run --nnodes`, the world stands on etcd; otherwise on Open
+    MPI. Without a launcher, as in `python train.py`, the world is this process alone.
 
     `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
-    `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what `--carrier` says.
+    `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what
+    `--carrier` says.
     """
     global _current
     if _current is not None:
         _refuse_another(_current, replica_size, carrier)
         return _current
-    launched = told()
+    launched = current_job()
     job = launched or _lone_job()
     job = replace(job, replica_size=replica_size or job.replica_size, carrier=carrier or job.carrier)
     if launched is None or job.is_alone:
@@ -78,13 +80,15 @@ def _on_open_mpi(job: JobSpec) -> World:
     notes = RunNotes(job.run_dir, fabric.rank)
     world = World(job, grid, _parts(job, grid, fabric, board, notes))
     if job.session is None:
-        # All ranks have agreed on something, so all of this host have the board, and nobody needs its name any more.
+        # Making the world takes an agreement of all ranks, so those of this host have opened the
+        # board by now.
         shutil.rmtree(place, ignore_errors=True)
     return world
 
 
 def _lone_job() -> JobSpec:
-    """What a process that nobody has launched is told: by the same variables as under a foreign mpirun."""
+    """The job of a process without a launcher: from the same variables as under a foreign
+    mpirun."""
     if name := process.foreign_launcher():
         raise RuntimeError(
             f"{name} is {os.environ[name]}, so this process is one of several that {process.FOREIGN[name]} has "
@@ -102,7 +106,7 @@ def _lone_job() -> JobSpec:
 
 
 def _alone(job: JobSpec) -> World:
-    """No rank can be missed, so there is nobody to tell of this one's end: an exception ends it as in any script."""
+    """A world of one rank. No other rank waits for it, so an exception ends it as in any script."""
     from recover.world.fabrics.lone import LoneFabric
 
     grid = Grid.of(1, job.replica_size)
@@ -136,7 +140,6 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
         job.token,
         job.host,
         grace=parts_of(job.lease)[1],
-        end=_leave_etcd,
         replica_size=job.replica_size,
         address=job.address or "127.0.0.1",
         limit=job.limit,
@@ -145,8 +148,10 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     if job.room and not job.joining and process.given_environment is not None:
         try:
             leave_changes(Path(job.session), process.given_environment)
-        except OSError as error:  # no memory: nobody waits ready to become a rank
-            rank_exit.log(f"the environment could not be left for those who join: {error}")
+        except OSError as error:  # no memory: no process is prewarmed
+            rank_exit.log(
+                f"the changes of the environment could not be written for prewarmed processes: {error}"
+            )
     notes = EtcdNotes(client, me, RunNotes(job.run_dir, me))
     lost = Path(job.session, LOST)
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
@@ -156,7 +161,8 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
 
 
 def _give_up_with(lost: Path, client: EtcdClient) -> None:
-    """When the agent of this host says that etcd is lost: nobody waits any more, for an answer or for data."""
+    """Once the agent of this host says that etcd is lost, stop waiting for answers of etcd and for
+    data."""
     while not lost.exists():
         time.sleep(_LOOK)
     client.give_up()
@@ -164,18 +170,10 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
         _current.let_go("etcd is lost")
 
 
-def _leave_etcd(why: str) -> NoReturn:
-    """The others go on without this rank: it was given up, or a mate of its was."""
-    from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA
-
-    rank_exit.die(rank_exit.End.ORPHAN if why.startswith(WITH_REPLICA) else rank_exit.End.FENCED, why)
-
-
-def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> Parts:
+def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> WorldParts:
     worker = Worker()
-    FILES.while_waiting = partial(
-        board.accomplish, fabric.rank
-    )  # who waits for the disk at its end does not hang
+    # A rank that waits for the disk at its end does not hang.
+    FILES.while_waiting = partial(board.accomplish, fabric.rank)
     hooks: Hooks = NoHooks()
     if job.faults:
         from recover.faults.fault import parse_faults
@@ -187,7 +185,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         hooks = Probe(grid.replica(fabric.rank), grid.shard(fabric.rank), faults)
     if alone := grid.ranks == 1 and job.etcd is None:
         from recover.world.carriers.lone import LoneCarriers
-    return Parts(
+    return WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=hooks,
@@ -197,7 +195,7 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
         else choose(
             job.carrier, fabric, grid, worker, job.etcd is None, job.address, job.link_timeout, job.token
         ),
-        own=cast(Own, rank_exit),  # a module, whose functions are what is asked for
+        own=rank_exit.RANK_EXIT,
         notes=notes,
         watch=lambda watcher: None if alone else watcher.start(),
         drop=_drop_beside,
@@ -205,13 +203,15 @@ def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes)
 
 
 def _drop_beside(held: list[Any]) -> None:
-    """A group of gloo's that goes waits for its threads, for ten milliseconds and more; nobody need wait with it."""
+    """On a thread: freeing a group of gloo's waits for its threads, for ten milliseconds and
+    more."""
     if held:
         threading.Thread(target=held.clear, name="recover-drop", daemon=True).start()
 
 
 def _refuse_another(world: World, replica_size: int | None, carrier: str | None) -> None:
-    """A process has one world: asking again gives the same one, asking for another one is a mistake."""
+    """A process has one world: `init()` again returns it, and raises ValueError if it is asked for
+    another one."""
     for name, asked, there in (
         ("replica_size", replica_size, world.job.replica_size),
         ("carrier", carrier, world.job.carrier),

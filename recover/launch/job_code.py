@@ -1,7 +1,9 @@
-"""The code of a job that replicas may join: kept from its start, and compared before a replica asks to join.
+"""Digests of the code of a job that replicas may join: recorded from its start, compared before a
+replica asks to join.
 
 code               in etcd, under the prefix of the run: digests by name, for ranks of all hosts
-SESSION/code.json  the same with the paths on this host, for its agent: it starts no replica while a file differs
+SESSION/code.json  the same with the paths on this host, for its agent: it starts no replica while a
+file differs
 """
 
 from __future__ import annotations
@@ -18,27 +20,29 @@ KEY, FILE = "code", "code.json"
 
 
 class JobCode:
-    """One rank's end."""
+    """The part of a rank."""
 
     def __init__(self, client: EtcdClient, session: Path) -> None:
         self._client, self._session = client, session
         self._published = 0
 
     def differs(self) -> str:
-        """For a rank that is about to ask: what differs from the code of the job, or "". Raises EtcdError."""
+        """For a rank that is about to ask: the differences from the code of the job, or "". Raises
+        EtcdError."""
         job, _ = self._read()
         self._leave(job)
         return "; ".join(differences(job, loaded))
 
     def publish(self, first: bool) -> None:
-        """By members: what was loaded since the last time. `first`: this rank tells the other hosts, too."""
+        """Called by members: publish what was loaded since the last call. `first`: for the other
+        hosts, too."""
         if len(loaded) == self._published:
             return
         mine = {name: each.digest for name, each in loaded.items()}
         try:
             job, version = self._read()
             if first and not mine.keys() <= job.keys():
-                value = json.dumps(mine | job).encode()  # who was first has said what the job runs
+                value = json.dumps(mine | job).encode()  # what was published first stays
                 self._client.txn([version_is(KEY, version)], [put(KEY, value)])
         except EtcdError:
             return  # after the next step
@@ -60,7 +64,7 @@ class JobCode:
 
 
 class HostCode:
-    """An agent's end: whether the files on this host are still those of the job."""
+    """The part of an agent: whether the files on this host are still those of the job."""
 
     def __init__(self, session: Path) -> None:
         self._session = session

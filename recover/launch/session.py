@@ -1,4 +1,4 @@
-"""A job's session: its two directories and the guardian that removes them, seen from the launcher."""
+"""The session of a job on this host: its two directories, and the guardian that removes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MEMORY = Path("/dev/shm")
 
 
 class Session:
-    """`directory` lies in memory: the board and Open MPI's segments. `scratch` is the job's TMPDIR, on disk:
-    Open MPI's own session and whatever a killed rank leaves in a temporary directory."""
+    """`directory` is in memory: the job file, the board, Open MPI's segments. `scratch` is the
+    TMPDIR of the job, on disk: Open MPI's own session, and files that a killed rank leaves in a
+    temporary directory."""
 
     def __init__(self) -> None:
         name = f"recover-{os.getpid()}-{secrets.token_hex(4)}"
@@ -33,26 +34,28 @@ class Session:
             stdout=subprocess.PIPE,
             cwd="/",
             env={key: value for key, value in os.environ.items() if key != VARIABLE},
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
         )
 
     def __enter__(self) -> Self:
-        """Wait until the directories are there."""
+        """Return when the directories exist."""
         assert self._guardian.stdout is not None
         if not self._guardian.stdout.readline():
             raise Refusal(f"cannot make {self.directory} and {self.scratch}; is there room?")
         return self
 
     def end(self) -> None:
-        """Have everything of this job killed and removed; returns at once, also inside a signal handler."""
+        """Have all processes of the job killed, and its directories removed. Does not wait; for
+        signal handlers, too."""
         assert self._guardian.stdin is not None
         self._guardian.stdin.close()
 
     def __exit__(self, *_: object) -> None:
-        """Return when nothing is left."""
+        """Return when no process and no directory of the job is left."""
         self.end()
         session = str(self.directory)
         if self._guardian.wait() != 0 or guardian.members(session) or self.directory.exists():
-            # Somebody killed it; or a signal came while mpirun was being started, and it was done too early; or an etcd
-            # of this host, which others still needed, wrote to its data while they were removed.
+            # The guardian was killed; or a signal came while mpirun was being started, after the
+            # guardian had looked; or an etcd of this host, which other hosts still needed, wrote
+            # files while its directory was removed.
             guardian.clean(session, [session, str(self.scratch)])

@@ -1,4 +1,4 @@
-"""What became of a job, read from the markers that its ranks left."""
+"""How the ranks of a job ended, read from the markers that they left."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any, NamedTuple
 from recover.job.record_files import FILES
 from recover.world.rank_exit import End, words_file
 
+RAISED = 4  # exit code: a rank raised outside of any step, and no other rank makes good what it left undone
+
 
 class EndOfRank(NamedTuple):
-    """What a rank has left behind. `end`: in words, None as long as it has left no marker."""
+    """What a rank has left in the run directory."""
 
-    end: str | None
-    raised: str  # what, if it was outside of any step: no other rank makes good what it left undone
-    crashed: bool
+    end: str | None  # its marker as text; None without a marker
+    raised: str  # exception and place, if it raised outside of any step; else ""
+    crashed: bool  # in native code
 
 
 class Verdict:
-    """Who is done and who was lost, and how. A rank without a marker crashed in native code or was killed,
-    unless it is one of those that the launcher gave no time to end (`unfinished`). What is `known` is not read again.
+    """The ranks that finished, and those that were lost, and how. A rank without a marker crashed
+    in native code or was killed, unless it is `unfinished`: then the launcher ended it. Ranks in
+    `known` are not read again.
     """
 
     def __init__(
@@ -52,7 +55,8 @@ class Verdict:
         return "; ".join(f"{name_ranks(ranks)} {how}" for how, ranks in groups.items())
 
     def repeated(self, replica_size: int) -> str:
-        """The exception that two replicas raised at the same place outside of any step, as a sentence; or ""."""
+        """A sentence about the exception that two replicas raised at the same place outside of any
+        step; or ""."""
         replicas: dict[str, set[int]] = {}
         for rank, what in self.raised.items():
             replicas.setdefault(what, set()).add(rank // replica_size)
@@ -64,8 +68,9 @@ class Verdict:
                 )
         return ""
 
-    def unmade(self) -> str:
-        """`rank 0 raised outside of any step: OSError at script.py:12, in save`; "" if nobody did."""
+    def raised_outside_step(self) -> str:
+        """`rank 0 raised outside of any step: OSError at script.py:12, in save`; "" if no rank
+        did."""
         groups: dict[str, list[int]] = {}
         for rank, what in self.raised.items():
             groups.setdefault(what, []).append(rank)
@@ -74,18 +79,19 @@ class Verdict:
         )
 
     def has_started(self, rank: int) -> bool:
-        """The first thing that a rank does is to make the file for its stack."""
+        """Whether it has made the file for its stack, which a rank does first."""
         return (self.directory / f"{rank}.stack").exists()
 
     def started_for(self, rank: int) -> float:
-        """Seconds since it has; 0 if it has not."""
+        """Seconds since the rank has started; 0 if it has not."""
         try:
             return max(0.0, time.time() - (self.directory / f"{rank}.stack").stat().st_mtime)
         except OSError:
             return 0.0
 
     def stack(self, rank: int) -> str:
-        """What the rank's threads were doing when it was asked, or when native code crashed under it."""
+        """The stacks of the rank's threads, when the launcher asked for them, or when native code
+        crashed."""
         return (FILES.read(self.directory / f"{rank}.stack") or b"").decode(errors="replace")
 
     def _read(self, rank: int) -> EndOfRank:
@@ -100,7 +106,7 @@ class Verdict:
 
 
 def as_marker(data: bytes | str | None) -> dict[str, Any] | None:
-    """What a marker says; None if there is none, or it is not one."""
+    """The content of a marker; None if there is none, or it is no marker."""
     try:
         marker = json.loads(data) if data else None
     except ValueError:
@@ -113,13 +119,13 @@ def marker_file(run_dir: Path, rank: int) -> Path:
 
 
 def write_marker(run_dir: Path, rank: int, marker: Mapping[str, Any]) -> None:
-    """Of a rank that cannot speak for itself, or has spoken elsewhere. Never raises."""
+    """For a rank that cannot write it, or that has written it on another host. Never raises."""
     FILES.replace(marker_file(run_dir, rank), json.dumps(marker).encode() + b"\n")
 
 
 def find_marker(run_dir: Path, session: Path, rank: int) -> str:
-    """What the rank has left in the run directory, or in memory where the disk did not take it: then it is written down
-    here. "" if it has left nothing."""
+    """The marker of a rank from the run directory, or, if the disk did not take it, from the
+    session: then it is written to the run directory. "" if there is none."""
     path = marker_file(run_dir, rank)
     data = FILES.read(path)
     if as_marker(data) is None:

@@ -1,8 +1,9 @@
-"""The witness: stands beside the ranks and writes down what the dead cannot: when each ended, how, and what was known.
+"""The witness: a thread that records how each rank ended, in `job.jsonl`, for `recover why`.
 
-The dead leave their last words where they can. What only an onlooker has is the exit status (the kernel tells it of any
-process since Linux 6.15), the kernel's log, the counters of the control group and of the GPUs, whether the disk was
-full, and what the rank was doing, by its row of the board. One line of `job.jsonl` holds all that is known of one end.
+A rank leaves a marker if it can. Only an observer has its exit status (the kernel reports it for
+any process since Linux 6.15), the kernel's log, the counters of its control group and of the GPUs,
+whether the disk was full, and what the rank was doing, by its row of the board. One line of
+`job.jsonl` holds all that is known of one end.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ if TYPE_CHECKING:
 
 _LOOK = 0.1  # seconds between looks for ranks that have come up
 _POLL = 2.0  # seconds between looks at the GPUs
-_SOON = 0.005  # and between looks for the status of one that has ended
-_REAPED = 0.5  # seconds: the kernel tells it when its parent, mpirun, has asked for it
+_SOON = 0.005  # and between looks for the status of a rank that has ended
+_REAPED = 0.5  # seconds: the kernel reports the status only after the parent, mpirun, has reaped the process
 _CRASH = "Fatal Python error: "
 _SHOWN = 12  # lines of a crash's stack
 
-# `PIDFD_GET_INFO` of the kernel: what is asked for, and the layout of the answer (include/uapi/linux/pidfd.h).
+# `PIDFD_GET_INFO` of the kernel: request and layout of the answer (include/uapi/linux/pidfd.h).
 _INFO = struct.Struct("=QQ11Ii")
 _PID, _EXIT = 1 << 0, 1 << 3
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Witness:
-    """A thread of the launcher's that sleeps until a rank ends. Nothing that goes wrong here touches the job."""
+    """A thread of the launcher that sleeps until a rank ends. Errors here do not affect the job."""
 
     def __init__(self, run_dir: Path, host: str | None = None) -> None:
-        """`host`: of several, each of which has a witness."""
+        """`host`: its name in a job on several hosts, each of which has a witness."""
         self._run_dir, self._log = run_dir, JobLog(run_dir, host)
         self._began = time.time()
         self._selector = selectors.DefaultSelector()
         self._seen: dict[
             int, tuple[int, str, int]
         ] = {}  # by rank: pid, control group, kills of that group so far
-        self._leaving: dict[int, tuple[int, float]] = {}  # ended, and nobody has told how: pidfd, and when
+        self._leaving: dict[int, tuple[int, float]] = {}  # ended, without a status yet: pidfd, and when
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._session = Path()
@@ -62,7 +63,7 @@ class Witness:
         return self
 
     def watch(self, spec: JobSpec, board: Board) -> None:
-        """The job has begun; its ranks claim their rows of the board."""
+        """Begin, once the job has been started; its ranks claim their rows of the board."""
         assert spec.session is not None
         self._session, self._board = Path(spec.session), board
         self._run = {"run": spec.etcd.prefix} if spec.etcd else {}
@@ -83,7 +84,8 @@ class Witness:
         self._thread.start()
 
     def heard(self, host: str, ranks: Sequence[int], why: str, lease: float | None) -> None:
-        """These ranks of another host are lost; `lease`: with their host, of which there was no sign for so long."""
+        """Record the loss of ranks of another host. `lease`: seconds, if their host was lost with
+        its lease."""
         line = {
             "what": "heard",
             "at": round(time.time(), 3),
@@ -94,11 +96,12 @@ class Witness:
         self._log.write(line | ({} if lease is None else {"lease": lease}))
 
     def held(self, why: str) -> None:
-        """From here on lost replicas are not started again; "": they are."""
+        """Record why lost replicas are not restarted from now on; "": they are."""
         self._log.write({"what": "held", "at": round(time.time(), 3), "why": why})
 
     def ending(self, reason: str) -> None:
-        """From here on the launcher ends what is left: whoever goes now goes with the job."""
+        """Record that the launcher ends the ranks that are left: those that end now end with the
+        job."""
         if self._thread is not None:
             self._log.write({"what": "ending", "at": round(time.time(), 3), "reason": reason, **self._run})
 
@@ -111,7 +114,7 @@ class Witness:
     def _loop(self) -> None:
         last, polled, supervised = False, 0.0, Supervised("the witness")
         while not last or self._leaving:
-            last = self._stop.is_set()  # once more after that: all are dead by then
+            last = self._stop.is_set()  # one more pass after that: all ranks have ended by then
             for key, _ in self._selector.select(_SOON if self._leaving or last else _LOOK):
                 self._selector.unregister(key.fileobj)
                 self._leaving[key.data] = (key.fd, time.time())
@@ -135,14 +138,14 @@ class Witness:
             if rank in self._seen:
                 continue
             pid = self._board.pid(rank)
-            if not pid:  # it came and went between two looks
+            if not pid:  # it started and ended between two looks
                 self._seen[rank] = (0, "", 0)
                 self._end_of(rank, time.time(), {})
                 continue
             try:
                 descriptor = os.pidfd_open(pid)
             except OSError:
-                continue  # gone: the next look finds it
+                continue  # it has ended: the next look finds that
             group = cgroup_of(pid)
             self._seen[rank] = (pid, group, oom_kills(group))
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
@@ -165,7 +168,8 @@ class Witness:
 
 
 def exit_status(descriptor: int) -> dict[str, Any]:
-    """How the process behind a pidfd has ended; nothing where the kernel does not tell, or its parent has not asked."""
+    """How the process of a pidfd has ended; {} if the kernel does not report it, or the parent has
+    not reaped it."""
     answer = bytearray(_INFO.pack(_PID | _EXIT, *[0] * 13))
     try:
         fcntl.ioctl(descriptor, _GET_INFO, answer)
@@ -180,7 +184,7 @@ def exit_status(descriptor: int) -> dict[str, Any]:
 
 
 def _crash(path: Path) -> str:
-    """What faulthandler has written of a crash in native code."""
+    """The beginning of faulthandler's report of a crash in native code."""
     try:
         text = path.read_text(errors="replace")
     except OSError:

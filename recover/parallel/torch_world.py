@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from recover.job.process import on_one_host
-from recover.job.spec import told
+from recover.job.spec import current_job
 from recover.parallel.etcd_store import EtcdStore
 from recover.world.carriers.device_streams import own_device
 from recover.world.fabrics.etcd.access import client_of
@@ -42,7 +42,7 @@ def init_replica_world(world: World, device: torch.device | str = "cpu") -> None
     # Gloo as well as NCCL: checkpoints are gathered on the host.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store: dist.Store = dist.HashStore()
-    job = told()
+    job = current_job()
     if (
         world.grid.replica_size > 1
         and job is not None

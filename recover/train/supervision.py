@@ -22,7 +22,8 @@ from recover.launch.hosts.options import one_host, read_options
 from recover.launch.hosts.run_directory import may_be_at_work
 from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
-from recover.launch.watched_job import RAISED
+from recover.launch.request import LaunchRequest
+from recover.launch.verdict import RAISED
 from recover.runs.records.json_lines import read
 from recover.train.preparation import PreparedRun, prepare_run
 from recover.train.progress import Screen
@@ -93,12 +94,8 @@ def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOpti
 
 
 def _launch(prepared: PreparedRun, monitors: Monitors) -> int:
-    return launch(
-        prepared.config.replicas * prepared.config.replica_size,
-        *_script(prepared),
-        **_job_options(prepared),
-        monitors=monitors,
-    )
+    config = prepared.config
+    return launch(config.replicas * config.replica_size, _request(prepared, monitors))
 
 
 def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) -> int:
@@ -109,11 +106,9 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) 
     facts["the checkpoint to go on from"] = prepared.resume.identity() if prepared.resume else "none"
     return launch_host(
         hosts,
-        *_script(prepared),
-        **_job_options(prepared),
+        _request(prepared, monitors),
         facts=facts,
         check=functools.partial(_check_hosts, prepared),
-        monitors=monitors,
     )
 
 
@@ -137,21 +132,20 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
         )
 
 
-def _script(prepared: PreparedRun) -> tuple[Path, list[str]]:
-    resume = str(prepared.resume.path.absolute()) if prepared.resume else ""
-    return Path(__file__).with_name("rank_script.py"), [prepared.config.model_dump_json(), resume]
-
-
-def _job_options(prepared: PreparedRun) -> dict[str, Any]:
-    return {
-        "replica_size": prepared.config.replica_size,
-        "run_dir": prepared.run_dir,
-        "timeout": prepared.config.timeout,
-        "hang_limit": prepared.config.hang_limit,
-        "link_timeout": prepared.config.link_timeout,
-        "carrier": prepared.config.carrier,
-        "faults": [str(fault) for fault in prepared.kills],
-    }
+def _request(prepared: PreparedRun, monitors: Monitors) -> LaunchRequest:
+    config, resume = prepared.config, prepared.resume
+    return LaunchRequest(
+        Path(__file__).with_name("rank_script.py"),
+        [config.model_dump_json(), str(resume.path.absolute()) if resume else ""],
+        config.replica_size,
+        prepared.run_dir,
+        config.timeout,
+        config.hang_limit,
+        config.link_timeout,
+        config.carrier,
+        [str(fault) for fault in prepared.kills],
+        monitors=monitors,
+    )
 
 
 class _Signals:

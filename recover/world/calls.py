@@ -1,10 +1,11 @@
 """Collective calls of the public API: every replica makes the same ones, in the same order.
 
-A rank announces each call on the board of its host before it sends anything: which call, and its position in the order
-of calls. Two ranks in different calls at the same position prove a mistake in the script, however fast either of
-them is; a rank that has not come to that position yet proves nothing. Steps send data at once, all other calls meet in
-an agreement first, so the data of two different calls never mix. The census of a repair has every rank's call, so that
-all replicas raise the same error.
+A rank announces each call on the board of its host before it sends anything: which call, and its
+position in the order of calls. Two ranks in different calls at the same position prove a mistake in
+the script, however fast either of them is; a rank that has not reached that position proves
+nothing. A step sends data at once; every other call begins with an agreement, so the data of two
+different calls never mix. The census of a repair has every rank's call, so that all replicas raise
+the same error.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from recover.job.grid import Grid
 
 _CODE_BITS = 8
 _SEQUENCE_BITS = 16
-LEFT = -1  # in place of a step in a note: its writer has ended because of a call that not all replicas made
+LEFT = -1  # in place of a step in a note: the rank has ended because not all replicas made its call
 
 
 class Call(IntEnum):
-    """Numbers, since they travel on the board and in agreements; 0 is no call."""
+    """Kinds of calls, as numbers for the board and for agreements; 0 is no call."""
 
     STEP = 1
     END = 2
@@ -34,12 +35,15 @@ class Call(IntEnum):
 
     @property
     def word(self) -> int:
-        """What a rank contributes to the agreement in which all meet: the AND of two different words is neither."""
+        """The word of a rank in the agreement of this call.
+
+        The AND of two different words is neither of them.
+        """
         ones = (1 << _CODE_BITS) - 1
         return self << _CODE_BITS | (ones ^ self)
 
     def at(self, step: int) -> int:
-        """The call as one number, with the step that it is, or that was committed last."""
+        """The call as one number, with its step, or with the last committed one."""
         return step << _CODE_BITS | self
 
 
@@ -52,7 +56,7 @@ _NAMES = {
     Call.TRAIN_START: "the start of `recover train`",
     Call.TRAIN_END: "the end of `recover train`",
 }
-# In a line of its own: the verdict on the job quotes the first one.
+# On a line of its own: the verdict on the job quotes the first line only.
 _REMEDY = (
     "Call it on every rank after the same step, not under `if rank == 0` (recover.save writes once by itself). Decide "
     "from values that are the same on all replicas, such as step.index and step.loss; what the script keeps for such a "
@@ -61,11 +65,15 @@ _REMEDY = (
 
 
 class CollectiveCallError(RuntimeError):
-    """Replicas made different collective calls. All of them raise it; the state is that of the last committed step."""
+    """Replicas made different collective calls.
+
+    All of them raise it; the state is that of the last committed step.
+    """
 
 
 def position(agreements: int, sequence: int) -> int:
-    """Where in the order of calls: after so many agreements, and so many calls since that ended without one."""
+    """A position in the order of calls: the number of agreements, then of calls since that ended
+    without one."""
     return agreements << _SEQUENCE_BITS | sequence
 
 
@@ -74,9 +82,10 @@ def agreements_at(position: int) -> int:
 
 
 def conflict(calls: Collection[int]) -> bool:
-    """Whether calls at the same position cannot all be right.
+    """Whether calls at the same position contradict each other.
 
-    A script that ends while others are in a step is settled by the closing agreement.
+    A script that ends while others are in a step is no conflict: the closing agreement decides
+    that.
     """
     kinds = {_kind(call) for call in calls}
     return (len(kinds) > 1 and kinds != {Call.STEP, Call.END}) or (
@@ -85,7 +94,7 @@ def conflict(calls: Collection[int]) -> bool:
 
 
 def explain(calls: Mapping[int, int], grid: Grid) -> str:
-    """What to tell the user: which call not all ranks made, where those are that did not, and the remedy."""
+    """The error: the call that not all ranks made, where the other ranks are, and the remedy."""
     if {_kind(call) for call in calls.values()} == {Call.STEP}:
         where = "; ".join(
             f"{_who(_in(call, calls), calls, grid)} in step {_step(call)}"
@@ -95,7 +104,7 @@ def explain(calls: Mapping[int, int], grid: Grid) -> str:
             f"replicas are in different steps: {where}; take the same steps on all replicas, and resume all of them "
             "from the same checkpoint (is its directory the same on all hosts?)"
         )
-    # Of several, the one that the first rank made.
+    # Of several calls, the one of the lowest rank.
     subject = next(call for _, call in sorted(calls.items()) if _kind(call) not in (Call.STEP, Call.END))
     others = {rank: call for rank, call in calls.items() if _kind(call) is not _kind(subject)}
     many = len(_numbers(others, calls, grid)) > 1

@@ -1,4 +1,4 @@
-"""The census of a repair: what every member says of itself, as one table that all of them read."""
+"""The census of a repair: one row from every member, as a table that all members read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _HEAD = struct.Struct("<q?qqqqq")
 
 @dataclass(frozen=True)
 class Row:
-    """What a member says of itself in the census."""
+    """The row of a member in the census."""
 
     offer: bytes
     record: bytes
     can_build: bool = True
-    own: int = 0  # how often it could not even make a carrier, over these members
-    built: int = 0  # how often its carrier was made, and failed when it was built
-    waited: int = 0  # how often it waited in vain for others to build theirs
-    trouble: str = ""  # what it failed by last
-    epoch: int = 0  # before this repair; 0 of one that joins
-    before: tuple[int, ...] = ()  # the members of that epoch, told by one of them: who joins cannot know
-    unreached: tuple[int, ...] = ()  # the members that did not answer it when its carrier was built last
-    call: int = 0  # the collective call that it is in (`recover.world.calls`); 0: in none
+    own: int = 0  # rounds over these members in which it could not make a carrier
+    built: int = 0  # rounds in which its carrier was made, and could not be built
+    waited: int = 0  # rounds in which it waited in vain for others
+    trouble: str = ""  # its last error
+    epoch: int = 0  # before this repair; 0 of a joining rank
+    before: tuple[int, ...] = ()  # the members of that epoch, from one of them: a joining rank cannot know
+    unreached: tuple[int, ...] = ()  # members that did not answer when its carrier was built last
+    call: int = 0  # its collective call (`recover.world.calls`); 0: none
 
     def to_bytes(self, rank: int) -> bytes:
         head = _HEAD.pack(rank, self.can_build, self.own, self.built, self.waited, self.epoch, self.call)
@@ -42,15 +42,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Census:
-    """What a repair found out, the same on all members but for the time it took."""
+    """The result of a repair, the same on all members except for `seconds`."""
 
     epoch: int
     members: tuple[int, ...]
-    lost: tuple[int, ...]  # the members of the epoch before that are no more
+    lost: tuple[int, ...]  # members of the epoch before that are not in this one
     records: Mapping[int, bytes]  # one opaque record from every member
     rounds: int
     seconds: float
-    joined: tuple[int, ...] = ()  # the members that were none in the epoch before
+    joined: tuple[int, ...] = ()  # members that were not in the epoch before
     calls: Mapping[int, int] = field(default_factory=dict)  # the collective calls that members are in
 
 
@@ -63,7 +63,7 @@ def _from_bytes(packed: bytes) -> tuple[int, ...]:
 
 
 def broken_links(rows: Mapping[int, Row]) -> frozenset[tuple[int, int]]:
-    """The pairs of members of which one does not reach the other, whichever of them says so; the lower number first."""
+    """The pairs of members of which either could not reach the other; the lower number first."""
     return frozenset(
         (min(rank, other), max(rank, other))
         for rank, row in rows.items()
@@ -73,10 +73,12 @@ def broken_links(rows: Mapping[int, Row]) -> frozenset[tuple[int, int]]:
 
 
 def left_behind(records: Mapping[int, bytes], began: int) -> frozenset[int]:
-    """Whom the others go on without where some scripts have ended (they send empty records) and some are in a step.
+    """The ranks to exclude where some scripts have ended (they send empty records) and others are
+    in a step.
 
-    Those who have ended. But where only ranks are inside that came later (from number `began` on), those: they have
-    counted their steps by themselves, and all that was to be done is done.
+    These are the ended ranks. But if only joined ranks (from number `began` on) are in a step, they
+    are excluded: they count their steps by themselves, and the original ranks have done all the
+    work.
     """
     ended = frozenset(rank for rank, record in records.items() if not record)
     inside = frozenset(records) - ended

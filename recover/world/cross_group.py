@@ -1,4 +1,5 @@
-"""The cross-replica group as its users see it: arrays and tensors in, works out, errors latched until the vote."""
+"""The cross-replica group: posts operations on arrays and tensors, and keeps the first error until
+the vote."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ T = TypeVar("T")
 class CrossGroup:
     """One rank's group of same-shard peers, for one epoch.
 
-    Every operation returns a `Work` at once and runs on the communication thread; `work.wait()` makes it
-    blocking. After the first error the group is broken: later operations fail at once, nothing is retried, and
-    the caller goes to the vote.
+    Every operation returns a `Work` at once and runs on the communication thread; `work.wait()`
+    blocks. After the first error the group is broken: later operations fail at once, nothing is
+    retried, and the caller goes to the vote.
     """
 
     def __init__(
@@ -31,10 +32,10 @@ class CrossGroup:
         self._carrier, self._worker, self._reduced = carrier, worker, reduced
 
     def all_reduce(self, source: Any, out: Any = None) -> Work:
-        """Sum over the group: in place, or into `out` with the source left as it was.
+        """Sum over the group: in place, or into `out` with the source unchanged.
 
-        NumPy arrays and torch tensors, as this thread leaves them: of a GPU, once what was asked of it so far is done.
-        float32, float64, int32 and int64 travel as they are, other types as float32.
+        Takes NumPy arrays and torch tensors; on a GPU the sum is ordered behind the current stream.
+        float32, float64, int32 and int64 travel unchanged, other types as float32.
         """
         out = source if out is None else out
         return self._post(lambda: self._carrier.all_reduce(source, out), source, out)
@@ -56,7 +57,8 @@ class CrossGroup:
         return self._post(lambda: self._carrier.all_gather(source, out), source, out)
 
     def exchange(self, out: Mapping[int, Any], into: Mapping[int, Any]) -> Work:
-        """`out` to members of the group, by their number in it, and `into` from members; int64 only."""
+        """Send `out` to members of the group, by their number in it, and receive `into` from
+        members; int64 only."""
         return self._post(lambda: self._carrier.exchange(out, into), *out.values(), *into.values())
 
     def barrier(self) -> Work:
@@ -64,15 +66,21 @@ class CrossGroup:
 
     @property
     def carried(self) -> int:
-        """A count that grows while data of the operation under way travel, as far as the carrier can see that."""
+        """A count that grows while data of an operation travel, as far as the carrier can see that."""
         return self._carrier.carried
 
     def drain(self) -> None:
-        """Wait until all that was posted has ended, well or not: the communication thread is idle at the vote."""
+        """Wait until all posted operations have ended.
+
+        The communication thread must be idle at the vote.
+        """
         self._worker.drain()
 
     def break_off(self, why: str = "a member of the world has died") -> None:
-        """Free whoever is blocked, here and at the peers. From any thread."""
+        """Wake all threads that are blocked in an operation, on this rank and its peers.
+
+        From any thread.
+        """
         if self.error is None:
             self.error = CarrierError(why)
         self._carrier.free()
@@ -80,8 +88,9 @@ class CrossGroup:
     def _post(self, task: Callable[[], Rest | None], *data: Any) -> Work:
         """`data`: every buffer that the operation reads or writes."""
         for each in data:
-            wire_type(each)  # a wrong type is the caller's mistake, and is raised in its thread
-        # Recorded now, in the caller's thread: what the caller asks of its device later need not be waited for.
+            wire_type(each)  # raises in the caller's thread
+        # Recorded now, in the caller's thread: the operation is ordered behind the caller's work so
+        # far, not behind later work.
         ready = Ready(*data)
         if self.error is not None:
             return Work.failed(self.error)
@@ -95,16 +104,16 @@ class CrossGroup:
             self._carrier.follow(ready)
             return task()
 
-        rest = self._latched(ordered)
-        if rest is None:
+        completion = self._latched(ordered)
+        if completion is None:
             self._reduced()
             return None
 
         def finish() -> None:
-            self._latched(rest.wait)
+            self._latched(completion.wait)
             self._reduced()
 
-        return Rest(finish, rest.passed)
+        return Rest(finish, completion.passed)
 
     def _latched(self, part: Callable[[], T]) -> T:
         try:

@@ -1,6 +1,7 @@
-"""The places where a fault may strike: code says where it is, and nothing happens unless a job asks for faults.
+"""The interface for injected faults: the code announces where it is, and nothing happens unless a
+job asks for faults.
 
-`recover.faults.probe` has the hooks that strike. World and step know of this seam only.
+`recover.faults.probe` implements it. World and step use this interface only.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from typing import Any, Protocol
 
 
 class Hooks(Protocol):
-    step: int  # set by whoever counts steps (from 1)
-    coming: Callable[[], Collection[int]]  # the replicas that ask to join or are being let in
-    came: Collection[int]  # those for which this step is the first
+    step: int  # set by the step loop, from 1
+    coming: Callable[[], Collection[int]]  # replicas that ask to join or are being admitted
+    came: Collection[int]  # replicas that are in their first step
 
     def __call__(self, location: str, detail: object = None) -> None:
-        """The rank is at this place now."""
+        """The rank is at this location."""
 
     def under_way(self, location: str, work: Any = None, detail: object = None) -> None:
-        """Something has been started here (`work`, of the communication thread) and is not waited for yet."""
+        """An operation (`work`, of the communication thread) was started here and is not awaited
+        yet."""
 
     def beside(self, location: str) -> None:
-        """The rank is about to wait here, for as long as it takes."""
+        """The rank is about to wait here without a limit."""
 
     def dealt(self, slots: Mapping[int, Iterable[int]]) -> None:
         """A step begins, with these slots for each replica."""
@@ -30,14 +32,14 @@ class Hooks(Protocol):
         """The sample of this slot is about to be read."""
 
     def computed(self, took: Callable[[], float]) -> None:
-        """A microbatch, or a round, was computed; to ask how long that took is to wait for its device."""
+        """A microbatch, or a round, was computed. Calling `took` waits for the device."""
 
     def watch(self, model: Any, gradients: Any) -> None:
-        """These are the tensors that there are to be damaged."""
+        """Pass the tensors that faults may damage."""
 
 
 class NoHooks:
-    """Nothing strikes."""
+    """No faults."""
 
     step = 0
     coming: Callable[[], Collection[int]] = tuple

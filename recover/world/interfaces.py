@@ -1,7 +1,7 @@
-"""What a world stands on, as interfaces: the same world runs over Open MPI on real hosts and in a simulation.
+"""The interfaces that a world is built on: the same world runs on real hosts and in a simulation.
 
-The fabric and the carriers have seams of their own (`recover.world.fabrics.base`, `recover.world.carriers.contract`),
-and so have the places where faults strike (`recover.world.hooks`).
+The fabric, the carriers and injected faults have interfaces of their own
+(`recover.world.fabrics.base`, `recover.world.carriers.contract`, `recover.world.hooks`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Own(Protocol):
-    """This rank's own process: what it says, and how it ends. The real one is the module `recover.world.rank_exit`."""
+    """This rank's process: its log, its marker and its end.
+
+    Implemented by `recover.world.rank_exit.RankExit`.
+    """
 
     def log(self, text: str) -> None: ...
 
@@ -30,7 +33,7 @@ class Own(Protocol):
         self, how: End | str, text: str, detail: str | None = None, more: Mapping[str, object] | None = None
     ) -> NoReturn: ...
 
-    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> None: ...
+    def record(self, how: End | str, detail: str = "", rank: int | None = None) -> object: ...
 
     def on_success(self, callback: Callable[[], object]) -> None: ...
 
@@ -40,37 +43,40 @@ class Own(Protocol):
 
 
 class Code(Protocol):
-    """The code of a job that replicas may join."""
+    """The code of a job that replicas may join, compared before they do."""
 
     def differs(self) -> str:
-        """For a rank that is about to ask: what differs from the code of the job, or ""."""
+        """For a rank that is about to join: what differs from the code of the job, or ""."""
 
     def publish(self, first: bool) -> None:
-        """By members: what was loaded since the last time. `first`: this rank tells the other hosts, too."""
+        """For members: publish modules loaded since the last call.
+
+        `first`: this rank publishes to other hosts, too.
+        """
 
 
 class Looks(Protocol):
-    """A watcher, as far as whoever drives it must know."""
+    """A watcher, as its driver sees it."""
 
     def start(self) -> None:
-        """Look around again and again, on a thread of its own."""
+        """Run passes on a thread of its own."""
 
     def look(self, now: float) -> None:
-        """Look around once."""
+        """Run one pass."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorldParts:
     fabric: Fabric
-    liveness: Board  # signs of life of the ranks of this host, and the means to end them
+    liveness: Board  # signs of life of the ranks of this host, and the means to kill them
     hooks: Hooks
     worker: Worker
     carriers: DataCarriers
     own: Own
     notes: Notes
-    watch: Callable[[Looks], None]  # has the watcher look around again and again from here on
-    # Where there are other hosts: the rows of their ranks, as on the board, a moment ago.
+    watch: Callable[[Looks], None]  # starts the watcher
+    # With other hosts: the rows of their ranks, as on the board, a moment ago.
     rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
     code: Code | None = None  # where replicas may join
-    # Empties a list of what is no longer used. A group of gloo's takes its time to go.
+    # Empties a list of objects that are no longer used. Destroying a group of gloo takes a while.
     drop: Callable[[list[Any]], object] = list.clear

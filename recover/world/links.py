@@ -1,13 +1,15 @@
-"""When a reduction must be given up although nobody has died: a link between two of its members is broken.
+"""Broken links: when a reduction must be aborted although nobody has died.
 
-Every rank shows on its board whether it waits for the others (in a reduction whose data it has handed over, or in an
-agreement), in which epoch, and how much it has carried so far. The ranks of a host read each other's rows; those of
-other hosts come by way of their agents. A rank that computes is not waiting, so however slow it is, no time counts.
-Only when all members of a group wait, and none of them has carried anything for `link_timeout`, the wire between them
-is at fault: whoever finds so frees the group, all come to the vote, and a repair follows.
+Every rank shows on its board whether it waits for others (in a reduction whose data are complete,
+or in an agreement), in which epoch, and how much it has carried so far. The ranks of a host read
+each other's rows; rows of other hosts come by way of their agents. A rank that computes is not
+waiting, so however slow it is, no time counts. Only if all members of a group wait, and none of
+them has carried anything for `link_timeout`, the network between them is at fault: the rank that
+finds this frees the group, all members come to the vote, and a repair follows.
 
-Why this can never hit a slow rank: operations have an order, the same on all members, so the lowest operation that is
-open anywhere was posted by every member that waits. If all wait, it is only the wire that it waits for.
+Why this never hits a slow rank: operations have the same order on all members, so the lowest
+operation that is open anywhere was posted by every member that waits. If all of them wait, it can
+only wait for the network.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from recover.world.cross_group import CrossGroup
 from recover.world.liveness.board import CARRIED, HEARTBEAT, WAITS, Board
 from recover.world.watchdog import ASLEEP
 
-IDLE = 0.5  # seconds in which nothing has ended, before a rank looks closer at what it waits for
-SILENT = 5.0  # seconds without a heartbeat after which nothing is known of a rank; half of the limit, if that is less
-ELSEWHERE = 0.5  # seconds between two looks at what is told of other hosts
+IDLE = 0.5  # seconds without an ended operation, before a rank examines what it waits for
+SILENT = 5.0  # seconds without a heartbeat after which a rank is unknown; half of the limit, if that is less
+ELSEWHERE = 0.5  # seconds between two reads of the rows of other hosts
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a member of a group shows of itself."""
+    """The part of a member's row that concerns links."""
 
     heartbeat: int
-    waits_in: int  # the epoch in which it waits for others; 0: it is busy by itself
-    carried: int  # grows while its operations end, or bytes of theirs travel
+    waits_in: int  # the epoch in which it waits for others; 0: it computes
+    carried: int  # grows while its operations end, or their bytes travel
 
 
 class LinkWatchdog:
-    """Fed with what all members of a group show; says when the group has stood still for `limit` seconds."""
+    """Judges from the rows of all members whether a group has made no progress for `limit` seconds."""
 
     def __init__(self, limit: float) -> None:
         self._limit, self._silent = limit, min(SILENT, limit / 2)
@@ -44,7 +46,7 @@ class LinkWatchdog:
         self._heard: dict[int, float] = {}
 
     def look(self, epoch: int, members: Mapping[int, Shown | None], now: float) -> bool:
-        """`members`: all of the group, this rank included; None where nothing is known of one."""
+        """`members`: all of the group, this rank included; None for a rank without a row."""
         slept, self._looked = now - self._looked > ASLEEP, now
         before, self._shown = self._shown, dict(members)
         for rank, shown in members.items():
@@ -65,7 +67,7 @@ class LinkWatchdog:
 
 
 class Links:
-    """This rank's end: it shows what it does, and watches over its own group."""
+    """Writes this rank's own row, and watches its group."""
 
     def __init__(
         self,
@@ -83,12 +85,16 @@ class Links:
         self._told_at = float("-inf")
 
     def look(self, cross: CrossGroup | None, epoch: int, waits: bool, now: float) -> str:
-        """Why the group must be given up; "" if it need not be. `waits`: in an agreement, or in a repair."""
+        """Why the group must be given up; "" if it need not be.
+
+        `waits`: in an agreement, or in a repair.
+        """
         ended = self._worker.ended
         if ended != self._ended:
             self._ended, self._ended_at = ended, now
         idle = now - self._ended_at > IDLE
-        # What lies on a device is handed over when the device comes to it. To ask it is left for when it matters.
+        # Data on a device are complete once the device has reached them. Asking the device costs
+        # time, so only when idle.
         at_wire = idle and cross is not None and cross.error is None and self._worker.is_at_wire
         carried = ended + (cross.carried if at_wire and cross is not None else 0)
         self._board.wait(self._rank, epoch if at_wire or waits else 0, carried)

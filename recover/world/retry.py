@@ -1,4 +1,4 @@
-"""Outside of steps: what one survivor has to do, whoever dies over it."""
+"""Outside of steps: an action of one rank that is repeated by another one if its rank dies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def do_despite_losses(
     act: Callable[[], object],
     lost: Callable[[tuple[int, ...], float], object],
 ) -> None:
-    """Nobody goes on before `act` has been done by a rank that lived to the end of it.
+    """Return once `act` has been completed by ranks that survived it.
 
-    Every survivor calls `act`, which finds out whether it is this rank that has something to do; after a death, again.
-    `lost` is told of ranks that died meanwhile and of how long the repair took. `call`: what all replicas call here.
+    Every survivor calls `act`, which decides whether this rank has something to do; after a death,
+    all call it again. `lost` is called with the ranks that died meanwhile and the seconds of the
+    repair. `call`: the collective call.
     """
     with world.call(call, lost):
         while True:

@@ -1,7 +1,8 @@
-"""Notes on slots: what a rank was computing when it was lost over it, by an exception of its own or by its peers.
+"""Notes on slots: the microbatches that a rank computed when it raised, or when its peers killed it
+because it hung.
 
-They lie in the run directory (`ranks/<rank>.slot`), so all survivors read the same. Whoever writes one does so before
-the rank dies: the repair that follows finds it.
+Notes are files in the run directory (`ranks/<rank>.slot`), so all survivors read the same. They are
+written before the rank dies: so the repair that follows finds them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ class Note:
 
 
 class Notes(Protocol):
-    """Where notes are left and read."""
+    """Storage of notes."""
 
     def leave(
         self, step: int, suspects: Sequence[tuple[int, int]], why: str, rank: int | None = None
     ) -> None:
-        """This rank, or one that cannot speak for itself, is about to die while it computes these slots."""
+        """This rank, or `rank`, is about to die while it computes these slots."""
 
     def read(self, step: int) -> Iterable[Note]:
         """The notes on this step."""
 
 
 class RunNotes:
-    """Those of this rank, in the run directory. Without one nothing is left, and nothing found."""
+    """Notes in the run directory. Without one, nothing is written and nothing found."""
 
     def __init__(self, run_dir: str | None, rank: int) -> None:
         self._directory, self._rank = Path(run_dir, "ranks") if run_dir else None, rank
@@ -50,9 +51,9 @@ class RunNotes:
     def read(self, step: int) -> Iterator[Note]:
         for path in sorted(self._directory.glob("*.slot")) if self._directory else ():
             try:
-                note = json.loads(
-                    FILES.disk.read(path)
-                )  # from disk alone: what waits here nobody else can read
+                # From the disk only: other ranks cannot read a note that waits in this process for
+                # room on the disk.
+                note = json.loads(FILES.disk.read(path))
             except (OSError, ValueError):
                 continue
             if note["step"] == step:
@@ -61,5 +62,5 @@ class RunNotes:
 
 
 def blamed(notes: Notes, step: int) -> frozenset[tuple[int, int]]:
-    """The slots, and their samples, that somebody was lost over in this step."""
+    """The slots, with their samples, over which a rank was lost in this step."""
     return frozenset(suspect for note in notes.read(step) for suspect in note.suspects)

@@ -1,16 +1,17 @@
-"""When a rank that nobody knows to be dead must be taken for dead.
+"""Watchdogs: when a rank that is not known to be dead must be treated as dead.
 
-**Forgotten.** Open MPI's agreement was seen to lose its result on one survivor: the others hold it and are in the
-next agreement already, which then waits for the forgotten one for ever. Once anybody holds the result of an
-agreement, all others get it within milliseconds; whoever still waits seconds later has been forgotten. It takes itself
-out, and becomes an ordinary death.
+**Forgotten.** Open MPI's agreement was seen to lose its result on one survivor: the others hold it
+and are in the next agreement already, which then waits for the forgotten rank for ever. Once a rank
+holds the result of an agreement, all others get it within milliseconds; a rank that still waits
+seconds later has been forgotten. It ends itself, which makes it an ordinary death.
 
-**Hung.** A process that is stopped, or stuck in a kernel, is not dead to Open MPI, and all wait for it. Two things are
-told apart. One that is *stopped*: its heartbeat stands still, and the kernel says that it was stopped. That is proof,
-and a short limit is enough. One that is *stuck*: it is inside the step that others have come to vote on, and neither
-finishes a microbatch nor comes. That is no proof: a sample may be large, a file system may stall, a call may hold
-Python's lock (and with it the heartbeat). So the limit is long, and the many are never killed for the few. Who hangs is
-killed by its host's peers, so it can never come back and write, and it becomes an ordinary death, too.
+**Hung.** A process that is stopped, or stuck in the kernel, is not dead to Open MPI, and all wait
+for it. Two cases differ. *Stopped*: its heartbeat stands still, and the kernel says that it was
+stopped. That is proof, and a short limit is enough. *Stuck*: it is inside the step that others have
+come to vote on, and neither finishes a microbatch nor votes. That is no proof: a sample may be
+large, a file system may stall, a call may hold Python's lock (and with it the heartbeat). So the
+limit is long, and half of the replicas or more are never killed. A rank that hangs is killed by
+ranks of its host, so it can never wake up and write, and it becomes an ordinary death, too.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ STOPPED = 10.0  # seconds that a process may be stopped while others wait for it
 STUCK = 60.0  # seconds without progress inside a step, or so many times a typical step
 FACTOR = 10.0
 LAST_STEPS = 64
-SUSPECT = 0.25  # of the limit: who has done nothing for so long counts among those that look stuck
-PATIENCE = 6.0  # times as long for whoever computes a slot that has cost a replica already
-ASLEEP = 1.0  # a watcher that was not called for so long has slept itself: the whole machine may have
-HUSHED = 1.0  # a rank without a heartbeat for so long may be the reason why an agreement does not end
+SUSPECT = 0.25  # of the limit: a rank without progress for so long looks stuck
+PATIENCE = 6.0  # times the limit, for a rank that computes a slot over which a replica was lost already
+ASLEEP = (
+    1.0  # seconds; a watchdog that was not called for so long was suspended itself, maybe with its machine
+)
+HUSHED = 1.0  # seconds; a rank without a heartbeat for so long may hold up an agreement
 
 
 class AgreementWatchdog:
-    """Fed with what the progress board shows; says when this rank has been forgotten."""
+    """Judges from the progress board whether an agreement has forgotten this rank."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -41,7 +44,8 @@ class AgreementWatchdog:
         self._looked = float("-inf")
 
     def forgotten(self, waiting_in: int | None, held: bool, now: float) -> bool:
-        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its result already."""
+        """`waiting_in`: the agreement this rank waits in, if any; `held`: a living rank holds its
+        result already."""
         asleep, self._looked = now - self._looked > ASLEEP, now
         if waiting_in is None or not held:
             self._since = None
@@ -52,9 +56,11 @@ class AgreementWatchdog:
 
 
 class HangWatchdog:
-    """Fed with the signs of life of all ranks of this host; says who hangs. Times count only while this rank waits.
+    """Judges from the signs of life of all ranks of this host which of them hang.
 
-    `blamed(step)`: the slots of this step that have cost a replica already.
+    Time counts only while this rank waits.
+
+    `blamed(step)`: the slots of this step over which a replica was lost already.
     """
 
     def __init__(
@@ -68,29 +74,32 @@ class HangWatchdog:
         self._grid, self._blamed, self._report, self._asleep = grid, blamed, report, asleep
         self.stopped_limit, self._stuck = (STOPPED, STUCK) if limit is None else (limit, limit)
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)
-        self._warm = False  # the first step is through: it may compile for as long as it likes
+        self._warm = False  # the first step is complete; it may compile without a limit
         self.stuck_limit = self._stuck
-        # Who shows no sign of life just now: an agreement may not end because of it.
+        # Ranks without a sign of life at the moment: an agreement may not end because of them.
         self.hushed: list[int] = []
         self._looked = float("-inf")
         self._signs: dict[int, Sign] = {}
         self._heard: dict[int, float] = {}
         self._ran: dict[int, float] = {}
         self._moved: dict[int, float] = {}
-        self._many = float("-inf")  # when half of the replicas, or more, last looked stuck
+        self._many = float("-inf")  # when half of the replicas or more last looked stuck
         self._tell_after = 0.0  # seconds of waiting
 
     def committed(self, seconds: float) -> None:
-        """A step in which nobody was lost was committed, so long after it began."""
+        """A step without a loss was committed after `seconds`."""
         if self._warm:
             self._steps.append(seconds)
             self.stuck_limit = max(self._stuck, FACTOR * _middle(self._steps))
         self._warm = True
 
     def look(self, waiting: bool, signs: Mapping[int, Sign], now: float) -> dict[int, str]:
-        """Who hangs, and what shows it. `waiting`: this rank is in a reduction, an agreement or a repair."""
+        """The ranks that hang, and why.
+
+        `waiting`: this rank is in a reduction, an agreement or a repair.
+        """
         if not waiting or now - self._looked > self._asleep:
-            self._signs = {}  # start counting anew
+            self._signs = {}  # count from zero
         self._looked = now
         for rank, sign in signs.items():
             before = self._signs.get(rank)
@@ -99,11 +108,12 @@ class HangWatchdog:
                 self._heard[rank] = now
             if beats or not sign.stopped:
                 self._ran[rank] = now
-        # Who waits, deep inside an agreement or a reduction, for one that is silent is not itself stuck.
+        # A rank that waits for a silent one, inside an agreement or a reduction, is not stuck
+        # itself.
         self.hushed = [rank for rank in signs if now - self._heard[rank] > HUSHED]
         for rank, sign in signs.items():
             before = self._signs.get(rank)
-            # One that was stopped is on its way again, or dies of a fence.
+            # A stopped rank continues, or is fenced by the other limit.
             excused = not sign.late or sign.stopped or bool(self.hushed and rank not in self.hushed)
             if before is None or before.progress != sign.progress or excused:
                 self._moved[rank] = now
@@ -124,7 +134,8 @@ class HangWatchdog:
         if not idle:
             self._tell_after = self.stuck_limit
             return {}
-        # By replicas: the mates of a stuck rank look stuck, too. What holds up half of them is not their fault.
+        # By replicas: the other ranks of a stuck rank's replica look stuck, too. A cause that holds
+        # up half of the replicas is outside of them.
         if 2 * len(self._grid.replicas_of(idle)) >= len(self._grid.replicas_of(signs)):
             self._many = now
             self._tell(idle, signs)
@@ -139,7 +150,7 @@ class HangWatchdog:
         return hung
 
     def _tell(self, idle: Mapping[int, float], signs: Mapping[int, Sign]) -> None:
-        """What is being waited for: once, and then at growing intervals."""
+        """Report the ranks that are waited for: once, and then at growing intervals."""
         if max(idle.values()) < self._tell_after:
             return
         self._tell_after = 2 * max(idle.values())

@@ -1,12 +1,15 @@
 """The watcher: a thread that learns of deaths while the main thread computes or waits for data.
 
-It does five things. If a mate of this rank's replica is dead, the rank leaves at once, whatever it is blocked in:
-the world's agreement would otherwise wait for it for ever. If anybody else is dead, it frees this rank's
-cross-replica group, so that nobody stays blocked there. If an agreement has forgotten this rank, the rank gives
-itself up. If another rank of this host hangs while this one waits, it kills it. And if the link between members of
-the group is broken, it frees the group (`recover.world.links`). While the main thread is inside the
-protocol itself (an agreement, a repair) it keeps out of MPI: a rank that has voted leaves only as the repair tells
-it to.
+- If another rank of this replica is dead, it ends this rank at once, whatever the main thread is blocked in: the
+  world's agreement would otherwise wait for it for ever.
+- If any other member is dead, it frees this rank's cross-replica group, so that no thread stays blocked there.
+- If this rank was declared dead, or an agreement has forgotten it, it ends this rank.
+- If another rank of this host hangs while this one waits, it kills that rank.
+- If the link between members of the group is broken, it frees the group (`recover.world.links`).
+
+While the main thread is inside the protocol itself (an agreement, a repair) it holds the fabric's
+lock, and the watcher keeps out of the fabric: a rank that has voted ends only as the repair
+decides.
 """
 
 from __future__ import annotations
@@ -14,27 +17,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from recover.job.grid import Grid
-from recover.world.interfaces import Parts
+from recover.world.fabrics.base import DeclaredDeadError
+from recover.world.interfaces import Own, WorldParts
 from recover.world.liveness.signs import Sign
 from recover.world.rank_exit import End
 from recover.world.watchdog import AgreementWatchdog, HangWatchdog, describe
 
-INTERVAL = 0.005  # seconds; most of what a watcher costs is being woken
-LOOK = 0.05  # seconds between looks at the others' signs of life
+INTERVAL = 0.005  # seconds; most of the watcher's cost is waking up
+LOOK = 0.05  # seconds between two reads of the other ranks' signs of life
 
 
 class Watcher:
-    """One per rank. `on_death` gets the set of all known deaths, each time that it has grown.
+    """One per rank. `on_death` gets the set of all known deaths each time it has grown.
 
-    `waits` says whether this rank waits for others: only then may it find that one of them hangs. `look_at_links` is
-    called as often as it looks at the others, and `look_at_calls`: others may be in another collective call.
+    `waits`: whether this rank waits for others; only then may it find that one of them hangs.
+    `look_at_links` and `look_at_calls` (others may be in another collective call) are called with
+    every read of the signs of life.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        parts: WorldParts,
         grid: Grid,
         hangs: HangWatchdog,
         on_death: Callable[[frozenset[int]], None],
@@ -55,14 +61,14 @@ class Watcher:
         self._known: frozenset[int] = frozenset()
         self._fenced: set[int] = set()
         self._looked = 0.0
-        self._at_rest = False
+        self._ignores_deaths = False
 
-    def rest(self) -> None:
-        """All have agreed that they are through: from here on ranks leave, and no leaving is a loss."""
-        self._at_rest = True
+    def ignore_deaths(self) -> None:
+        """Ignore deaths from now on: all have agreed to end."""
+        self._ignores_deaths = True
 
     def start(self) -> None:
-        """On a thread of its own, for as long as the process lives."""
+        """Run on a thread of its own until the process ends."""
         threading.Thread(target=self._loop, name="recover-watcher", daemon=True).start()
 
     def _loop(self) -> None:
@@ -72,7 +78,7 @@ class Watcher:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Look around once."""
+        """One pass."""
         if now - self._looked > LOOK:
             self._looked = now
             self._look_at_links(now)
@@ -82,12 +88,18 @@ class Watcher:
         if self._fabric.lock.acquire(blocking=False):
             try:
                 self._look_for_deaths()
+            except DeclaredDeadError as error:
+                # The main thread computes, or is in the script: it would learn of it at its next
+                # agreement only.
+                end_declared_dead(self._own, error)
             finally:
                 self._fabric.lock.release()
 
     def _look_for_deaths(self) -> None:
+        if self._ignores_deaths:
+            return
         failed = self._fabric.failed()
-        if failed == self._known or self._at_rest:
+        if failed == self._known:
             return
         self._known = failed
         if lost := self._mates & failed:
@@ -98,7 +110,7 @@ class Watcher:
         agreement = self._fabric.waiting_in
         held = agreement is not None and self._board.held_by_others(agreement)
         if held and self._hangs.hushed:
-            held = False  # it may have stopped halfway through telling the others; it is fenced, or goes on
+            held = False  # a rank may have stopped halfway through sending the result; it is fenced, or continues
         if self._agreements.forgotten(agreement, held, now):
             self._own.die(
                 End.FENCED,
@@ -108,25 +120,29 @@ class Watcher:
     def _look_for_hung_ranks(self, now: float) -> None:
         waits = self._waits()
         signs = self._board.signs_of_life(self._fabric.rank) if waits else {}
-        # Nobody waits for one that is not in yet.
+        # Nobody waits for a rank that was not admitted yet.
         signs = {rank: sign for rank, sign in signs.items() if rank in self._fabric.participants}
         for rank, why in self._hangs.look(waits, signs, now).items():
             if not self._board.pid(rank):
-                continue  # it is dead, and all will learn of it
+                continue  # it is dead already, and all will notice
             if rank not in self._fenced:
                 self._fenced.add(rank)
                 self._write_down(rank, why, signs[rank])
-            self._board.kill(
-                rank
-            )  # again and again: one that sits in the kernel dies when it comes out of it
+            # In every pass: a process that is stuck in the kernel dies when it returns from it.
+            self._board.kill(rank)
 
     def _write_down(self, rank: int, why: str, sign: Sign) -> None:
-        """Before it dies: the repair that follows must find what it was computing."""
+        """Write the note before the rank dies: the repair that follows must find what it was
+        computing."""
         where = describe(sign.step, sign.suspects) if sign.step else ""
         self._own.log(f"fenced rank {rank}{where}: {why}")
         try:
-            if not sign.stopped and sign.suspects:  # no sample sends a signal
+            if not sign.stopped and sign.suspects:  # a sample cannot stop a process
                 self._notes.leave(sign.step, sign.suspects, why, rank)
             self._own.record(End.FENCED, f"{why}{where}, so rank {self._fabric.rank} killed it", rank)
-        except Exception as error:  # of whatever keeps the note: all wait for a rank that hangs
+        except Exception as error:  # of any kind: all wait for the rank that hangs
             self._own.log(f"rank {rank} is killed without a note: {type(error).__name__}: {error}")
+
+
+def end_declared_dead(own: Own, error: DeclaredDeadError) -> NoReturn:
+    own.die(End.ORPHAN if error.orphan else End.FENCED, str(error))

@@ -1,4 +1,5 @@
-"""The world as a training step sees it: who is left, one agreement over all of them, repair, and the cross group."""
+"""The world as a training step sees it: the living ranks, agreements, repair, and the cross-replica
+group."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ from recover.world.carriers.base import DataCarrier
 from recover.world.carriers.worker import Work
 from recover.world.census import Census, left_behind
 from recover.world.cross_group import CrossGroup
-from recover.world.fabrics.base import NotAdmittedError
-from recover.world.interfaces import Parts
+from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError
+from recover.world.interfaces import WorldParts
 from recover.world.links import Links
 from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
 from recover.world.membership import ExcludedError, Membership, Phase
 from recover.world.rank_exit import End
 from recover.world.slot_notes import blamed
 from recover.world.watchdog import HangWatchdog
-from recover.world.watcher import Watcher
+from recover.world.watcher import Watcher, end_declared_dead
 
-LINGER = 5.0  # seconds; longer than it takes a rank that an agreement has forgotten to give itself up
-TOLD_AGAIN = (
-    1.0  # seconds between two looks at what is told of ranks on other hosts: longer than that is late
-)
-CALLS_ELSEWHERE = 2.0  # seconds in one call after which this rank looks at the calls of other hosts
+LINGER = 5.0  # seconds; longer than a rank that an agreement has forgotten takes to end itself
+# Seconds between two reads of the rows of other hosts, which are older than the interval at which
+# agents write them.
+TOLD_AGAIN = 1.0
+CALLS_ELSEWHERE = 2.0  # seconds in one call after which this rank reads the calls of other hosts
 CALL_PATIENCE = 5.0  # seconds for a rank in a wrong call to come to its next agreement
 MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later
 
@@ -39,7 +40,7 @@ MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores l
 class World:
     """All ranks of the job, of which any may die at any moment. Get it from `recover.init()`."""
 
-    def __init__(self, job: JobSpec, grid: Grid, parts: Parts) -> None:
+    def __init__(self, job: JobSpec, grid: Grid, parts: WorldParts) -> None:
         self.job = job
         self.grid = grid
         self.rank = parts.fabric.rank
@@ -49,9 +50,11 @@ class World:
         self.hooks = parts.hooks
         self.notes = parts.notes
         self.worker = parts.worker
-        self.closing: list[Callable[[], object]] = []  # what must be done before anybody may leave
-        self.noticed_at: float | None = None  # when this rank first knew of a death that is not repaired yet
-        self._fabric, self._own, self._rows_told = parts.fabric, parts.own, parts.rows_told
+        self.closing: list[Callable[[], object]] = []  # called before the closing agreement
+        self.noticed_at: float | None = (
+            None  # when this rank noticed the first death that is not repaired yet
+        )
+        self._fabric, self._own, self._remote_rows = parts.fabric, parts.own, parts.rows_told
         self._membership: Membership[DataCarrier] = Membership(
             parts.fabric,
             grid,
@@ -61,24 +64,29 @@ class World:
             job.joining,
         )
         self._cross: CrossGroup | None = None
-        self.evicted: dict[int, str] = {}  # replicas that the others went on without, and why
-        self.arrivals: tuple[int, ...] = ()  # replicas that were let in, and do not hold the state yet
-        self.steps_made = (
-            0  # every `recover.Step` of the script: only the state of a single one can be passed on
-        )
+        self.evicted: dict[int, str] = {}  # evicted replicas, and why
+        self.arrivals: tuple[int, ...] = ()  # admitted replicas that do not hold the state yet
+        # How many `recover.Step` the script has made: only the state of a single one can be handed
+        # to a joining rank.
+        self.steps_made = 0
         self.hooks.coming = self._coming
-        # Works of past epochs that failed, with their buffers. When a repair is closed nobody is inside them any more,
-        # and what was in transit then has come in once all have been through the next agreement.
+        # Failed operations of past epochs, with their buffers. After the closing agreement of a
+        # repair no rank is inside them any more; data that were in transit then have arrived once
+        # all ranks have been through the next agreement.
         self._given_up: list[Work] = []
         self._drop = parts.drop
-        self._stepped = 0  # the last step that this rank went through to its end
-        self._waiting = 0  # how many calls deep this rank is in a wait for others
+        self._stepped = 0  # the last step that this rank has completed
+        self._waiting = 0  # depth of nested calls in which this rank waits for others
         self._has_agreed = self._in_step = False
         self._code = parts.code
-        self._call = 0  # the collective call that this rank is in, or that has failed and is to be repaired
+        self._call = (
+            0  # the collective call that this rank is in, or whose agreement failed and awaits a repair
+        )
         self._in_call = False
         self._last_position = 0
-        self._seen_calls: dict[int, int] = {}  # the others' at this position, when they last changed
+        self._seen_calls: dict[
+            int, int
+        ] = {}  # the calls of all ranks at this position, when they last changed
         self._seen_calls_at = self._called_at = self._read_rows_at = 0.0
         self._rows: Mapping[int, Sequence[int]] = {}  # of other hosts, as last read
         self._hangs = HangWatchdog(
@@ -98,23 +106,26 @@ class World:
         if job.joining:
             self.last_census = Census(0, self.members, (), {}, 0, 0.0)
         else:
-            # Start-up is the first pass of the repair loop.
+            # Start-up is the first round of a repair.
             self.last_census = self.repair(os.urandom(16))
         if self._code is not None and not job.joining:
             self._code.publish(first=self.rank == self.members[0])
-        # A word that members alone know, different in every job.
+        # A secret of the members, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)
         parts.own.on_raise(self._look_for_a_dead_mate)
 
     @property
     def outside(self) -> bool:
-        """Whether this rank was started to join a world that is at work, and has not done so yet."""
+        """Whether this rank was started to join a running job, and is no member yet."""
         return self._cross is None
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The living ranks, as last agreed; to one that is outside, those of its own replica."""
+        """The living ranks, as last agreed.
+
+        Before it has joined, a rank sees those of its own replica.
+        """
         return self._membership.members
 
     @property
@@ -139,10 +150,13 @@ class World:
         return self._cross
 
     def agree(self, word: int = 1, phase: Phase | None = None) -> int | None:
-        """The bitwise AND of everyone's word, the same on all survivors: the only commit point there is.
+        """The bitwise AND of all members' words, the same on all survivors.
 
-        None if somebody died: then every survivor gets None, and must call `repair`. Outside of a step, and of other
-        collective calls, it is one itself: `repair` raises CollectiveCallError if not all replicas have made it.
+        This is the only commit point.
+
+        None after a death: then every survivor gets None, and must call `repair`. Outside of a step
+        and of other collective calls, this is a collective call: `repair` raises
+        CollectiveCallError if not all replicas made it.
         """
         if phase is None and not self._in_call:
             with self._announced(Call.AGREE):
@@ -159,22 +173,26 @@ class World:
             self._given_up = []
         self._has_agreed = True
         if agreed and agreed == word and not self._in_step:
-            self.board.accomplish(self.rank)  # inside a step only its commit is
+            self.board.accomplish(self.rank)  # inside a step only the commit counts as progress
         return agreed
 
     @property
     def asking(self) -> tuple[int, ...]:
-        """The replicas that this rank sees asking to join. Others may see them later, or earlier."""
+        """The replicas that this rank sees asking to join.
+
+        Other ranks may see them earlier or later.
+        """
         return self.grid.replicas_of(self._fabric.asking()) if self.steps_made < 2 else ()
 
     @contextmanager
     def call(
         self, call: Call, lost: Callable[[tuple[int, ...], float], object] = lambda *_: None
     ) -> Iterator[None]:
-        """A collective call of the API: when this is entered, all replicas have come to the same one.
+        """A collective call of the API. The body runs once all replicas have come to the same call.
 
-        Raises CollectiveCallError on all of them if some are in another one. `lost` is told of ranks that died
-        meanwhile, and of how long the repair took. Inside of another call this does nothing.
+        Raises CollectiveCallError on all replicas if some are in another call. `lost` is called
+        with the ranks that died meanwhile, and the seconds of the repair. Inside another collective
+        call this does nothing.
         """
         if self._in_call or self.outside:
             yield
@@ -186,9 +204,10 @@ class World:
             yield
 
     def join(self, record: bytes) -> Census:
-        """Ask the members to take this rank in, wait until they do, and be one of them. It may take for ever.
+        """Ask the members to admit this rank, and wait for it without a limit.
 
-        They admit whole replicas, in a repair of which this is the end; `record` is this rank's part of its census.
+        Members admit whole replicas, in a repair that this rank then completes with them. `record`:
+        this rank's record in its census.
         """
         self.hooks.beside("ask")
         if self._code is not None and (why := self._code.differs()):
@@ -197,6 +216,8 @@ class World:
             self._fabric.ask()
         except NotAdmittedError as error:
             self._own.die(End.UNNEEDED, str(error))
+        except DeclaredDeadError as error:
+            end_declared_dead(self._own, error)
         return self.repair(record)
 
     def repair(
@@ -206,12 +227,14 @@ class World:
         admit: bool = False,
         reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> Census:
-        """Agree on who is left and exchange one record each; afterwards `cross` is a new group.
+        """Agree on the surviving members and exchange one record each.
 
-        A rank that the others go on without (it lost a mate of its replica, or is in `evict`) does not return from
-        this: it leaves in a way that they see. `admit`: those whom all members see asking become members, too.
-        `reasons`: why replicas in `evict` are evicted, for the logs of all. Raises CollectiveCallError, on all members,
-        if they have come here from different collective calls.
+        Afterwards `cross` is a new group.
+
+        A rank that is excluded (its replica lost a rank, or it is in `evict`) does not return: it
+        ends in a way that the others notice. `admit`: admit ranks that all members see asking.
+        `reasons`: why replicas in `evict` are evicted, for all logs. Raises CollectiveCallError on
+        all members if they come from different collective calls.
         """
         self.evicted |= reasons
         for replica, why in reasons.items():
@@ -241,33 +264,40 @@ class World:
         return census
 
     def _in_full(self, replica: int) -> str:
-        """A replica of several ranks, with its ranks; of one rank, this rank."""
+        """The name of a replica for the log: with its ranks, if it has several."""
         size = self.grid.replica_size
         first, last = replica * size, replica * size + size - 1
         return f"rank {first}" if size == 1 else f"replica {replica} (ranks {first}-{last})"
 
     def let_go(self, why: str) -> None:
-        """Nobody waits for data of others any more: this rank comes to its next agreement. From any thread."""
+        """Abort the collectives under way, so that this rank comes to its next agreement.
+
+        From any thread.
+        """
         if self._cross is not None:
             self._cross.break_off(why)
 
     def stop_watching(self) -> None:
-        """The world is lost and all ranks end: one that saves its state must not leave because a mate has ended."""
-        self._watcher.rest()
+        """Stop reacting to deaths.
+
+        The world is lost and all ranks end: a rank that saves its state must not end early.
+        """
+        self._watcher.ignore_deaths()
 
     def linger(self) -> None:
-        """Before this rank ends by something that all will find alike: until they hold what it has just learnt.
+        """Wait until the others hold the result of the last agreement, before this rank ends
+        because of it.
 
-        Otherwise its end could come between an agreement's result and those who have not got it yet; they would decide
-        anew, without it. One that was forgotten gives itself up only when nobody is silent: who is stopped is fenced
-        first.
+        Otherwise it could die while others have not received that result; they would decide the
+        agreement again, without it. A rank that was forgotten ends itself only when no rank is
+        silent, since a stopped rank is fenced first: hence the stopped limit is added.
         """
         with self._waits_here():
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Inside, this rank owes the others its part of a step: there is a limit to how long it may do nothing."""
+        """Mark a step: inside, the others wait for this rank, so the hang limit applies to it."""
         started, epoch = self._fabric.now(), self.epoch
         self._enter_call(Call.STEP.at(number))
         self._in_step = True
@@ -279,9 +309,8 @@ class World:
             if self._code is not None:
                 self._code.publish(first=self.rank == self.members[0])
             self._own.in_step(False)
-            if (
-                self.epoch == epoch
-            ):  # one that somebody was lost in, or waited for in vain, says nothing of the next
+            # The duration of a step with a repair says nothing about the next one.
+            if self.epoch == epoch:
                 self._hangs.committed(self._fabric.now() - started)
         finally:
             self._in_step = False
@@ -298,7 +327,10 @@ class World:
             self._leave_call()
 
     def _enter_call(self, call: int) -> None:
-        """Calls that end without an agreement (a step that is left early) count between two agreements."""
+        """Announce a call and its position.
+
+        Calls that end without an agreement are numbered between two agreements.
+        """
         before, agreements = self._last_position, self._fabric.agreements
         here = before + 1 if before and agreements_at(before) == agreements else position(agreements, 0)
         self._call, self._last_position, self._in_call = call, here, True
@@ -306,12 +338,15 @@ class World:
         self.board.announce(self.rank, call, here)
 
     def _leave_call(self) -> None:
-        """Its name stays: if its agreement has failed, the repair that follows must know where this rank comes from."""
+        """End the announcement.
+
+        `_call` stays: if its agreement failed, the census of the repair reports it.
+        """
         self._in_call = False
         self.board.announce(self.rank, 0, 0)
 
     def _refuse_different_calls(self, census: Census) -> None:
-        """From the census, and from what the lost have left: so all members raise the same."""
+        """Judge from the census, and from notes of lost ranks: so all members raise the same error."""
         told = self._told_by_the_lost() if census.lost else ""
         if conflict(census.calls.values()):
             told = explain(census.calls, self.grid)
@@ -319,15 +354,16 @@ class World:
             self._call = 0
         if told:
             self.linger()
-            self._own.in_step(True)  # all raise it: it is not the fault of this rank alone
+            self._own.in_step(True)  # all members raise it: it is not the fault of this rank alone
             raise CollectiveCallError(told)
 
     def _told_by_the_lost(self) -> str:
-        """Why a rank has ended that could not come to an agreement because of a call that not all made."""
+        """The note of a rank that ended because it could not come to an agreement: not all replicas
+        made its call."""
         return next((note.why for note in self.notes.read(LEFT)), "")
 
     def _die_of_a_call(self, why: str) -> NoReturn:
-        """Where nothing can be raised, or nobody would hear of it."""
+        """End this rank with a CollectiveCallError, where it cannot be raised in the main thread."""
         kind = CollectiveCallError.__name__
         first, _, _ = why.partition("\n")
         self._own.die(
@@ -338,21 +374,23 @@ class World:
         )
 
     def _look_at_calls(self, now: float) -> None:
-        """By the watcher. Another call at the position of this rank's is a mistake that all must learn of: whoever
-        waits for data is freed, comes to its next agreement, and the census of the repair has all calls.
+        """Called by the watcher.
 
-        A rank that does not come there, because it waits inside its replica for a rank that is in another call, ends,
-        and leaves the reason for the others.
+        Find ranks that are in another call at the position of this rank's call.
+
+        All members must learn of that mistake: ranks that wait for data are woken, come to their
+        next agreement, and the census of the repair has all calls. A rank that cannot come there,
+        because it waits inside its replica for a rank in another call, ends and leaves a note with
+        the reason.
         """
         calls = {rank: call for rank, call in self._calls_beside(now).items() if rank in self.members}
         if calls != self._seen_calls:
             self._seen_calls, self._seen_calls_at = calls, now
-            return  # a second look at the same: the first may have come in the middle of an announcement
+            return  # compare again: this read may have hit the middle of an announcement
         if not conflict(calls.values()):
             return
-        if self._fabric.lock.acquire(
-            blocking=False
-        ):  # else this rank is in an agreement, or on its way there
+        # If the lock is taken, this rank is in an agreement, or about to enter one.
+        if self._fabric.lock.acquire(blocking=False):
             try:
                 self.let_go("replicas are in different collective calls")
             finally:
@@ -360,16 +398,17 @@ class World:
         waits_elsewhere = self.board.entered(self.rank) <= agreements_at(self._last_position)
         if waits_elsewhere and now - self._seen_calls_at > CALL_PATIENCE:
             why = explain(calls, self.grid)
-            with suppress(Exception):  # a full disk must not keep it here
+            with suppress(Exception):  # a full disk must not keep this rank alive
                 self.notes.leave(LEFT, (), why, self.rank)
             self._die_of_a_call(why)
 
     def _calls_beside(self, now: float) -> dict[int, int]:
-        """The calls at this rank's position, by rank: at once those of this host, later those of others."""
+        """The calls at this rank's position, by rank: of this host at once, of other hosts after a
+        while."""
         beside = self.board.calls_beside(self.rank)
-        if beside and self._rows_told is not None and now - self._called_at > CALLS_ELSEWHERE:
+        if beside and self._remote_rows is not None and now - self._called_at > CALLS_ELSEWHERE:
             if now - self._read_rows_at > TOLD_AGAIN:
-                self._rows, self._read_rows_at = self._rows_told(), now
+                self._rows, self._read_rows_at = self._remote_rows(), now
             here = self._last_position
             there = {r: row[CALL] for r, row in self._rows.items() if row[CALL] and row[POSITION] == here}
             beside = there | beside
@@ -380,30 +419,46 @@ class World:
         return {*self.asking, *self.grid.replicas_of(let_in), *self.arrivals, *[self.replica] * self.outside}
 
     def _reduced(self) -> None:
-        """An operation of the cross group has ended well. In a loop that never agrees, this is all the progress."""
+        """An operation of the cross group has succeeded.
+
+        In a loop that never agrees, only this shows progress.
+        """
         if not self._has_agreed:
             self.board.accomplish(self.rank)
 
     @contextmanager
     def _waits_here(self) -> Iterator[None]:
+        """Around calls of the fabric, in which this rank waits for others.
+
+        A rank that was declared dead ends here. It must not return into the script, which might
+        write files.
+        """
         self._waiting += 1
         try:
             yield
+        except DeclaredDeadError as error:
+            end_declared_dead(self._own, error)
         finally:
             self._waiting -= 1
 
     def _waits(self) -> bool:
-        """Whether this rank waits for others: in an agreement or a repair, or for a reduction."""
+        """Whether this rank waits for others: in an agreement, a repair or a reduction."""
         return bool(self._waiting) or self.worker.busy
 
     def _on_death(self, failed: frozenset[int]) -> None:
-        """Called by the watcher, with the fabric's lock held, so never in the middle of a repair."""
+        """Called by the watcher.
+
+        It holds the fabric's lock, so this never runs in the middle of a repair.
+        """
         if self._cross is not None and not failed.isdisjoint(self.members):
             self.noticed_at = self.noticed_at or time.time()
             self._cross.break_off()
 
     def _look_at_links(self, now: float) -> None:
-        """Called by the watcher. Whoever is freed comes to the vote, which fails, and a repair follows."""
+        """Called by the watcher.
+
+        Ranks that are woken come to the vote, which fails, and a repair follows.
+        """
         cross = self._cross
         if why := self._links.look(cross, self.epoch, bool(self._waiting), now):
             self._own.log(f"gave up a reduction: {why}")
@@ -411,17 +466,21 @@ class World:
             cross.break_off(why)
 
     def _look_for_a_dead_mate(self, error: BaseException) -> None:
-        """Gloo and NCCL raise when a mate dies. Give the watcher a moment to see it and end this rank as an orphan."""
+        """Gloo and NCCL raise when a rank of this replica dies.
+
+        Wait for the watcher to end this rank as an orphan.
+        """
         deadline = self._fabric.now() + MATE_PATIENCE
         while self.grid.replica_size > 1 and self._fabric.now() < deadline:
             self._fabric.pause(0.01)
             if self._fabric.failed() & self.grid.mates(self.rank):
-                self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank now
+                self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank meanwhile
 
     def _close(self) -> None:
-        """The closing agreement: nobody leaves before all survivors are through, whoever dies meanwhile."""
+        """The closing agreement: no rank leaves before all survivors have ended their scripts,
+        whoever dies meanwhile."""
         if self.outside:
-            return  # it was never one of them, and nobody waits for it
+            return  # this rank was never a member, and nobody waits for it
         while self._finish() is None:
             census = self.repair()
             inside = sorted(rank for rank, record in census.records.items() if record)
@@ -434,18 +493,22 @@ class World:
                     f"{', '.join(map(str, inside))} are inside a step that waits for it; let all replicas take the "
                     "same steps (`step.stop_agreed` and what else a committed step tells is the same on all)"
                 )
-        self._watcher.rest()
-        with self._waits_here():  # one that hangs here is fenced, or it would be left behind
+        self._watcher.ignore_deaths()
+        with self._waits_here():  # a rank that hangs here is fenced, or it would be left running
             self._fabric.linger(LINGER + self._hangs.stopped_limit)
 
     def _finish(self) -> int | None:
-        """What is left to do falls, after a death, to another."""
+        """Run the closing actions, which after a death fall to another rank, then the closing
+        agreement."""
         for act in self.closing:
             act()
         return self._end()
 
     def _end(self) -> int | None:
-        """One closing agreement. Who waits for this rank inside a step is freed, and comes to it by way of its vote."""
+        """One closing agreement.
+
+        Ranks that wait for this one inside a step are woken, and come to it by their vote.
+        """
         with self._announced(Call.END), self._waits_here():
             self.board.in_step(self.rank, ENDED)
             peers, mine = set(self.members) - {self.rank}, self.board.entered(self.rank)
@@ -459,9 +522,11 @@ class World:
 
     @contextmanager
     def _freeing_those_elsewhere(self) -> Iterator[None]:
-        """The same for ranks of other hosts, on whose boards nobody can look: what is told of them lags, so that they
-        must be seen in the same step twice."""
-        told, cross, through = self._rows_told, self.cross, threading.Event()
+        """The same for ranks of other hosts.
+
+        Their rows lag, so a rank must be seen in the same step twice.
+        """
+        told, cross, through = self._remote_rows, self.cross, threading.Event()
 
         def look() -> None:
             before = set[tuple[int, int]]()

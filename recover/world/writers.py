@@ -1,4 +1,4 @@
-"""Who writes to disk for all: one for each run directory that there is."""
+"""The ranks that write to disk for all: one for each run directory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from recover.world.world import World
 
 
 def writers(world: World) -> tuple[int, ...]:
-    """Those ranks; on one host, or where all hosts share the directory, the first living one."""
+    """These ranks. On one host, or where all hosts share the directory, the first living rank."""
     return tuple(group[0] for group in world.job.see_the_same(world.members))
 
 
 def writing_replicas(world: World) -> set[int]:
-    """Those of which one rank writes; its mates help it to."""
+    """The replicas that have such a rank; the other ranks of the replica help it."""
     return {world.grid.replica(rank) for rank in writers(world)}

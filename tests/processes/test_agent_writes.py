@@ -12,11 +12,11 @@ from etcd_fabrics import TOKEN, Fabrics
 from patience import wait_until
 
 from recover.launch.hosts import rendezvous as meetings
-from recover.launch.hosts.etcd_sync import Clerk, Order
+from recover.launch.hosts.etcd_sync import EtcdSync, Order
 from recover.launch.hosts.guarded_client import GuardedClient
 from recover.launch.hosts.options import HostPart
-from recover.launch.hosts.rendezvous import Meeting
-from recover.launch.hosts.replica_restarts import Returns
+from recover.launch.hosts.rendezvous import Rendezvous
+from recover.launch.hosts.replica_restarts import ReplicaRestarts
 from recover.launch.hosts.slots import HostSlots
 from recover.parallel.etcd_store import EtcdStore
 from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, UnansweredError
@@ -58,7 +58,7 @@ class HostAgent:
             return made
 
         part = HostPart(1, 2, 1, (fabrics.server.endpoint,), "j", host, None, "", returns=True)
-        self.meeting = Meeting(client(f"{fabrics.prefix}meeting/"), part, "10.0.0.1", {}, 1)
+        self.meeting = Rendezvous(client(f"{fabrics.prefix}meeting/"), part, "10.0.0.1", {}, 1)
         self.given_up: list[bool] = []
         self._etcd = fabrics.etcd
         self.bare, self.client = client(fabrics.prefix), client(fabrics.prefix)
@@ -71,11 +71,11 @@ class HostAgent:
     def come(self) -> None:
         self.meet()
         self.lease.start()
-        self.clerk = Clerk(
+        self.sync = EtcdSync(
             self.client, self.meeting, self.plan, [], lambda: None, self.lease.place, lambda *_: None
         )
-        self.returns = self.clerk.returns = Returns(
-            self.client, "h2", self.slots, 1, 100, self.clerk.hear, 600.0
+        self.returns = self.sync.restarts = ReplicaRestarts(
+            self.client, "h2", self.slots, 1, 100, self.sync.add_restarted, 600.0
         )
 
     def meet(self) -> None:
@@ -86,11 +86,11 @@ class HostAgent:
         """Of every kind of write one: of itself, of its slots, of its ranks and their ends."""
         tell_pulse(self.client, "h2", {str(rank): [[1, 2], "R"]})
         EtcdNotes(self.client, -1, RunNotes(None, -1)).leave(3, [(1, 1)], "it hung", rank)
-        self.clerk.tell_end(rank, '{"end": "raised", "detail": ""}', "killed")
-        self.clerk._write()
+        self.sync.report_end(rank, '{"end": "raised", "detail": ""}', "killed")
+        self.sync._write()
         for _ in range(4):  # publish, place, hear
             self.returns.look()
-        self.clerk._read()
+        self.sync._read()
 
     def pause(self) -> None:
         """Stop its threads, and let its leases run out."""
@@ -107,8 +107,8 @@ class HostAgent:
         self.meeting._left.clear()
         self.lease._left.clear()
         self.work(rank)
-        self.clerk.give_order(Order("h2", "it was asked to"))
-        self.clerk._write()
+        self.sync.give_order(Order("h2", "it was asked to"))
+        self.sync._write()
         self.returns._forget(list(self.returns.known))
         self.meeting._come_again()
         assert not self.lease.place([rank, rank + 1])

@@ -12,7 +12,7 @@ import pytest
 from recorded import start_line
 
 from recover.job.grid import Grid
-from recover.launch.hosts.hang_detection import EVERY, Pulse, fence
+from recover.launch.hosts.hang_detection import EVERY, HangDetector, fence
 from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.run_directory import keep_placement
 from recover.runs.live.view import RunView
@@ -59,7 +59,7 @@ def test_a_rank_that_hangs_is_killed_by_its_own_agent_while_other_hosts_wait(
     boards = [Killable(tmp_path / f"board-{host}", 6) for host in range(3)]
     notes = [EtcdNotes(etcd, -1, RunNotes(str(tmp_path), -1)) for _ in boards]
     pulses = [
-        Pulse(etcd, f"h{host}", board, [2 * host, 2 * host + 1], grid, LIMIT, notes[host])
+        HangDetector(etcd, f"h{host}", board, [2 * host, 2 * host + 1], grid, LIMIT, notes[host])
         for host, board in enumerate(boards)
     ]
     now = [100.0]
@@ -135,7 +135,7 @@ def test_who_is_stopped_is_killed_only_while_a_replica_runs_that_has_the_state(
     boards, places = [Killable(tmp_path / f"board-{host}", 6) for host in range(2)], [(0, 1), (2, 3, 4, 5)]
     notes = RunNotes(str(tmp_path), -1)
     pulses = [
-        Pulse(etcd, f"h{host}", board, mine, grid, LIMIT, notes)
+        HangDetector(etcd, f"h{host}", board, mine, grid, LIMIT, notes)
         for host, (board, mine) in enumerate(zip(boards, places, strict=True))
     ]
     now = [100.0]
@@ -186,7 +186,7 @@ def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
         board.come_to_vote(mine[1])
         etcd = EtcdClient(server.endpoint, prefix=prefix)
         notes = EtcdNotes(etcd, -1, RunNotes(str(run_dir), -1))
-        pulses.append(Pulse(etcd, host, board, mine, grid, None, notes, session))
+        pulses.append(HangDetector(etcd, host, board, mine, grid, None, notes, session))
         JobLog(run_dir, host).write(
             start_line(4, replica_size=2, host=host, session=str(session), run=prefix)
         )

@@ -103,7 +103,7 @@ def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path
         said = agents.end("hosts", "h1") + agents.end("hosts", "h2")
         assert "--nnodes differs between hosts" in said
         assert "hosts have come (h" in said  # the one that came first
-        assert "sent away: h" in said
+        assert "refused: h" in said
         said = agents.end("script", "h1") + agents.end("script", "h2")
         assert "the script script.py differs between hosts: it is" in said
         for host in ("h1", "h2"):
@@ -119,7 +119,7 @@ def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path
         agents.stop("token", waits)
         assert "ended by SIGTERM" in agents.end("token", waits, 128 + signal.SIGTERM)
         said = agents.end("no-token", "h2")
-        assert "--token-file is not given, and nobody listens at h2:5000" in said
+        assert "--token-file is not given, and no process listens at h2:5000" in said
         assert "(umask 077; head -c 32 /dev/urandom | base64 > token)" in said
         assert "give one, or three" in agents.end("even", "h2")
         assert agents.end("good", "h1", 0).count("ran\n") == agents.end("good", "h2", 0).count("ran\n") == 1

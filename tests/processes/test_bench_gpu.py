@@ -17,7 +17,7 @@ from recover_lab.bench.measure import BenchmarkError
 from recover_lab.peers.kills import judge
 from recover_lab.publish.page import build
 
-from recover.launch.doctor.checks import checks
+from recover.launch.doctor import checks
 
 
 @pytest.mark.soak

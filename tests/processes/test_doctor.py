@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from recover.launch.doctor.checks import checks
+from recover.launch.doctor import checks
 
 
 def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:

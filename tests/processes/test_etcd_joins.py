@@ -90,7 +90,7 @@ def test_one_that_dies_while_it_asks_is_forgotten_and_so_is_its_replica(fabrics:
     before = fabrics.store().keys()
     mine, mate = fabrics.replica(2, 2)
     asking = Asking(mine)
-    assert wait_until(lambda: all(rank._news.asking for rank in ranks))
+    assert wait_until(lambda: all(rank._cache.asking for rank in ranks))
     assert not ranks[0].asking(), "its replica is not whole"
     other = Asking(mate)
     assert wait_until(lambda: all(rank.asking() == {2, 3} for rank in ranks))

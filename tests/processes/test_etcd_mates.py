@@ -17,7 +17,7 @@ from recover.job.authentication import Authenticator
 from recover.world.fabrics.etcd import replica_peers
 from recover.world.fabrics.etcd.agreement import declare, key_of
 from recover.world.fabrics.etcd.fabric import DeclaredDeadError
-from recover.world.fabrics.etcd.replica_peers import Spoken
+from recover.world.fabrics.etcd.replica_peers import ReplicaFollower
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
@@ -73,17 +73,19 @@ def test_one_that_has_lost_its_speaker_ends_and_decides_nothing(fabrics: Fabrics
 def test_a_connection_between_mates_that_is_lost_costs_nothing(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(4, replica_size=2)
     for number in range(20):
-        speaker, watch = ranks[0]._speaker, ranks[3]._watch
+        speaker, watch = ranks[0]._leader, ranks[3]._watch
         assert speaker is not None
-        assert isinstance(watch, Spoken)
+        assert isinstance(watch, ReplicaFollower)
 
         def cut(
-            number: int = number, watch: Spoken = watch, speaker: replica_peers.Speaker = speaker
+            number: int = number,
+            watch: ReplicaFollower = watch,
+            speaker: replica_peers.ReplicaLeader = speaker,
         ) -> None:
             time.sleep(number * 0.0005)
-            watch._free()
+            watch._interrupt()
             with speaker._lock:
-                speaker._leave(1)
+                speaker._disconnect(1)
 
         def vote(number: int = number) -> list[object]:
             return agree(ranks, number)
@@ -93,7 +95,7 @@ def test_a_connection_between_mates_that_is_lost_costs_nothing(fabrics: Fabrics)
 
 def test_who_does_not_know_the_token_is_not_heard(fabrics: Fabrics) -> None:
     (alone,), _ = fabrics.make(1, token="secret")
-    assert alone._speaker is None, "one without mates listens to nobody"
+    assert alone._leader is None, "one without mates listens to nobody"
     fabrics.etcd.delete_all()
     ranks, _ = fabrics.make(2, replica_size=2, token="secret")
     assert agree(ranks, 1) == [1] * 2

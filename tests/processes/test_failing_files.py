@@ -141,18 +141,18 @@ while not step.stop_agreed:
 # Of an agent: from a moment on it cannot look after its ranks.
 BREAKS = """
 import os
-from recover.launch.hosts import agent_ranks
+from recover.launch.hosts import host_ranks
 from recover.job.supervised import Supervised
 
 Supervised.__init__.__defaults__ = (0.5,)
-reap = agent_ranks.HostRanks.reap
+reap = host_ranks.HostRanks.reap
 
 def failing(self):
     if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "break")):
         raise KeyError("x")
-    reap(self)
+    return reap(self)
 
-agent_ranks.HostRanks.reap = failing
+host_ranks.HostRanks.reap = failing
 """
 
 
@@ -246,7 +246,7 @@ def test_host_that_wakes_beside_its_successor_ends(hosts: Path) -> None:
         for pid in paused:
             os.kill(pid, signal.SIGCONT)
         assert job.codes("h3") == {"h3": 1}
-        assert "the others have given up host h3, and go on without it" in job.said("h3")
+        assert "host h3 was declared lost, and the other hosts go on without it" in job.said("h3")
         goes_on(job, 3)
         assert successor.agents["h3"].poll() is None
         members = {line["replicas"] for line in read(job.run_dir("h1") / "steps.jsonl").whole[-10:]}

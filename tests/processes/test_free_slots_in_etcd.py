@@ -11,7 +11,7 @@ import pytest
 from etcd_fabrics import TOKEN, Fabrics, at_once
 from patience import PATIENCE, wait_until
 
-from recover.launch.hosts.replica_restarts import ANEW, FREE, Newcomer, Returns
+from recover.launch.hosts.replica_restarts import ANEW, FREE, ReplicaRestarts, RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.world.fabrics.base import NotAdmittedError
 from recover.world.fabrics.etcd.agreement import DEAD, declare, rank_of
@@ -24,23 +24,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 def agents(
     fabrics: Fabrics, free: dict[str, int], size: int, most: int = 1000, patience: float = 600.0
-) -> dict[str, Returns]:
+) -> dict[str, ReplicaRestarts]:
     """One for each host, all of whose slots are free; each with a way to etcd of its own."""
     found = {}
     for host, slots in free.items():
         fabrics.etcd.put(f"{HOST}{host}", b"")
         client = EtcdClient(fabrics.server.endpoint, prefix=fabrics.prefix, token=TOKEN)
-        found[host] = Returns(
+        found[host] = ReplicaRestarts(
             client, host, HostSlots(slots, 0, 600), size, most, lambda newcomer: None, patience
         )
     return found
 
 
-def placed(fabrics: Fabrics) -> list[Newcomer]:
-    return [Newcomer.of(found) for found in fabrics.etcd.get_all(ANEW)[0]]
+def placed(fabrics: Fabrics) -> list[RestartedReplica]:
+    return [RestartedReplica.of(found) for found in fabrics.etcd.get_all(ANEW)[0]]
 
 
-def look(*all_of: Returns, times: int = 8) -> None:
+def look(*all_of: ReplicaRestarts, times: int = 8) -> None:
     for _ in range(times):
         at_once(*(one.look for one in all_of))
 
@@ -108,7 +108,7 @@ def test_standbys_are_not_let_in_before_somebody_is_lost(fabrics: Fabrics, tmp_p
         target=lambda: answers.extend(at_once(*(standby.ask for standby in standbys))), daemon=True
     )
     asking.start()
-    assert wait_until(lambda: all(rank._news.asking == {2, 3} for rank in ranks))
+    assert wait_until(lambda: all(rank._cache.asking == {2, 3} for rank in ranks))
     assert [rank.asking() for rank in ranks] == [frozenset()] * 2
     declare(fabrics.etcd, 1, "by decree")
     assert wait_until(lambda: ranks[0].asking() == {2}), "one for one"

@@ -61,7 +61,10 @@ def test_a_rank_may_die_on_any_host_of_a_hostfile(tmp_path: Path) -> None:
         )
         said, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 0, said
-        assert "the loss of a host ends the job; `recover run --nnodes` (etcd) survives that, too" in said
+        assert (
+            "--hostfile is deprecated: ranks may die, but the loss of a host ends the job; use --nnodes"
+            in said
+        )
         assert "done on ranks 1-2" in said
         left = LabJob(lab, tmp_path, []).leftovers()
     commits = [

@@ -18,7 +18,7 @@ from recover.job.host_options import HostOptions
 from recover.job.spec import JobSpec
 from recover.launch.hosts import rendezvous as meetings
 from recover.launch.hosts.options import HostPart
-from recover.launch.hosts.rendezvous import HostPlan, Meeting
+from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
 from recover.launch.preflight import Refusal
 from recover.train import supervision
@@ -31,27 +31,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
 @pytest.fixture
-def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Meeting]:
+def meet(fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rendezvous]:
     """An agent's end of the meeting, of a job of two hosts to which hosts may come back."""
     monkeypatch.setattr(meetings, "LEASE", LONG)  # runs out when the test says so
     monkeypatch.setattr(meetings, "KEEP", 0.2)
     monkeypatch.setattr(meetings, "SETTLE", 0.5)
     prefix = f"meeting-{secrets.token_hex(4)}/"
 
-    def make(host: str, token: str = TOKEN) -> Meeting:
+    def make(host: str, token: str = TOKEN) -> Rendezvous:
         client = EtcdClient(fabrics.server.endpoint, prefix=prefix, token=token)
         part = HostPart(2, 2, 1, (fabrics.server.endpoint,), "j", host, None, token, returns=True)
-        return Meeting(client, part, "10.0.0.1", {"the script": "same"}, 1)
+        return Rendezvous(client, part, "10.0.0.1", {"the script": "same"}, 1)
 
     return make
 
 
-def begin(one: Meeting) -> HostPlan:
+def begin(one: Rendezvous) -> HostPlan:
     one.enter(lambda: False)
     return one.wait_for_plan(PATIENCE, lambda: False)
 
 
-def lose_power(meeting: Meeting, lease: HostLease) -> None:
+def lose_power(meeting: Rendezvous, lease: HostLease) -> None:
     """Its agent says goodbye to nobody, and keeps nothing alive any more."""
     for part, threads in ((meeting, [meeting._keeper]), (lease, lease._threads)):
         part._left.set()
@@ -60,7 +60,7 @@ def lose_power(meeting: Meeting, lease: HostLease) -> None:
 
 
 def test_a_host_with_another_token_is_refused_and_the_others_wait_for_a_right_one(
-    meet: Callable[..., Meeting],
+    meet: Callable[..., Rendezvous],
 ) -> None:
     first, second, stranger = meet("h1"), meet("h2"), meet("h3", "another token")
     first.enter(lambda: False)
@@ -77,7 +77,7 @@ def test_a_host_with_another_token_is_refused_and_the_others_wait_for_a_right_on
 
 
 def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_and_its_markers_stay(
-    meet: Callable[[str], Meeting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    meet: Callable[[str], Rendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = meet("h1"), meet("h2")
     at_once(lambda: begin(first), lambda: begin(second))
@@ -91,7 +91,7 @@ def test_a_host_that_comes_back_at_once_waits_until_it_is_not_counted_any_more_a
 
     def look() -> Any:
         looks[0] += 1
-        return Meeting._look(back)
+        return Rendezvous._look(back)
 
     monkeypatch.setattr(back, "_look", look)
     with ThreadPoolExecutor(1) as pool:

@@ -74,7 +74,5 @@ def test_what_is_left_of_two_replicas_is_a_replica_again_without_a_new_machine(t
     seats = json.loads((run_dir / "hosts.json").read_text())["ranks"]
     assert {seats[str(rank)]["host"] for rank in range(3 * size, 4 * size)} == {"h2", "h3"}
     for host, slot in (("h2", 0), ("h3", size - 1)):
-        assert f"slot {slot} of {host} is not tried again: its rank died as of broken hardware" in job.said(
-            host
-        )
+        assert f"slot {slot} of {host} is set aside: its rank died as of broken hardware" in job.said(host)
     check_against_calm(run, tmp_path / "calm", words, 6)

@@ -15,6 +15,7 @@ from launching import ULFM, Job
 from patience import PATIENCE, wait_until
 
 from recover.launch import launcher, preflight
+from recover.launch.request import LaunchRequest
 from recover.launch.verdict import name_ranks
 
 RANK = "import os, sys, time; from recover.job import process; rank = process.rank()\n"
@@ -40,8 +41,8 @@ def show_progress_until_all_are_up(job: Job, ranks: int) -> None:
 
 def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
     script = RANK + (
-        "import atexit, threading; from recover.world import ending\n"
-        "ending.on_success(lambda: print('second')); ending.on_success(lambda: print('first'))\n"
+        "import atexit, threading; from recover.world import rank_exit\n"
+        "rank_exit.on_success(lambda: print('second')); rank_exit.on_success(lambda: print('first'))\n"
         "atexit.register(lambda: print('atexit', sys.modules['__main__'].rank == rank))\n"
         "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()\n"
         "print('argv', sys.argv[1:], sys.path[0] == os.path.dirname(__file__), __name__)\n"
@@ -333,8 +334,9 @@ def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
     hanging.write_text(f'#!/bin/sh\n{preflight.find_mpirun()} "$@"\n[ "$1" = --version ] || sleep 100000\n')
     hanging.chmod(0o755)
     script.write_text("print('said')")
-    monkeypatch.setattr(launcher, "_GRACE", 0.5)
-    assert launcher.launch(2, script, run_dir=tmp_path / "run", mpirun=str(hanging)) == 0
+    monkeypatch.setattr("recover.launch.mpirun.GRACE", 0.5)
+    request = LaunchRequest(script, run_dir=tmp_path / "run")
+    assert launcher.launch(2, request, mpirun=str(hanging)) == 0
     assert capfd.readouterr().out == "said\n" * 2
 
 
@@ -352,10 +354,10 @@ def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) ->
 def test_a_site_s_own_mpirun_gives_the_same_endings(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        RANK + "from recover.world import ending; ending.install_hooks(standalone=True)\n"
+        RANK + "from recover.world import rank_exit; rank_exit.install_hooks(standalone=True)\n"
         "if rank == 1: raise ValueError('no such luck')\n"
         "if rank == 2: sys.exit('bad')\n"
-        "ending.on_success(lambda: ending.log('closing'))\n"
+        "rank_exit.on_success(lambda: rank_exit.log('closing'))\n"
     )
     command = [
         preflight.find_mpirun(),

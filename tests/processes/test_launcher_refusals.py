@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from recover.launch import launcher, preflight
+from recover.launch import preflight
+from recover.launch.launcher import launch
+from recover.launch.request import LaunchRequest
 
 
 @pytest.mark.parametrize(
@@ -21,11 +24,11 @@ from recover.launch import launcher, preflight
         ({"ranks": 2, "replica_size": 4}, "2 ranks do not make whole replicas of 4; use -n 4"),
         ({"replica_size": 0}, "--replica-size is 0"),
         ({"timeout": -1}, "--timeout is -1; give seconds, or 0"),
-        ({"script": "absent.py"}, "absent.py does not exist"),
-        ({"script": "/"}, "/ is not a file"),
+        ({"script": Path("absent.py")}, "absent.py does not exist"),
+        ({"script": Path("/")}, "/ is not a file"),
         ({"mpirun": "/absent/mpirun"}, "--mpirun /absent/mpirun is not an executable file; give the path"),
         ({"mpirun": "/bin/true"}, "/bin/true is not Open MPI"),
-        ({"run_dir": "/proc/run"}, "run directory /proc/run cannot be written"),
+        ({"run_dir": Path("/proc/run")}, "run directory /proc/run cannot be written"),
     ],
 )
 def test_bad_usage_is_refused_with_cause_value_and_mend(
@@ -33,8 +36,9 @@ def test_bad_usage_is_refused_with_cause_value_and_mend(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
-    asked: dict[str, object] = {"ranks": 1, "script": script, "run_dir": tmp_path / "run"} | options
-    assert launcher.launch(**asked) == 2  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"script": script, "run_dir": tmp_path / "run"} | options
+    ranks, mpirun = asked.pop("ranks", 1), asked.pop("mpirun", None)
+    assert launch(ranks, LaunchRequest(**asked), mpirun=mpirun) == 2
     assert words in capfd.readouterr().err
 
 
@@ -64,7 +68,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path, capfd: pytest.Capture
     script.write_text("")
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    assert launcher.launch(1, script, run_dir=tmp_path) == 2
+    assert launch(1, LaunchRequest(script, run_dir=tmp_path)) == 2
     os.close(fd)
     assert "is in use by a running job; give another --run-dir" in capfd.readouterr().err
 

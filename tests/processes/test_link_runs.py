@@ -26,7 +26,7 @@ wire, slept = world.cross._carrier, []
 
 
 def lost(source, out):
-    while not wire._freed:  # as over a link that is cut: nothing comes, and nothing goes
+    while wire._state.name != 'FREED':  # as over a link that is cut: nothing comes, and nothing goes
         time.sleep(0.01)
     raise CarrierError("freed")
 

@@ -120,21 +120,21 @@ WAYS = {
     "sys.exit(1)": False,
     "os._exit(1)": False,
     "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(9)": False,
-    "ending.on_success(lambda: 1 / 0)": False,
+    "rank_exit.on_success(lambda: 1 / 0)": False,
     "raise KeyboardInterrupt": True,
     "raise ScheduledFault('x')": True,
-    "ending.in_step(True); raise ValueError('x')": True,
-    "ending.in_step(True); sys.exit(1)": True,
-    "ending.in_step(True); os._exit(1)": True,
-    "ending.in_step(True); threading.Thread(target=lambda: 1 / 0).start(); time.sleep(9)": False,
-    "ending.in_step(True); ending.in_step(False); raise ValueError('x')": False,
+    "rank_exit.in_step(True); raise ValueError('x')": True,
+    "rank_exit.in_step(True); sys.exit(1)": True,
+    "rank_exit.in_step(True); os._exit(1)": True,
+    "rank_exit.in_step(True); threading.Thread(target=lambda: 1 / 0).start(); time.sleep(9)": False,
+    "rank_exit.in_step(True); rank_exit.in_step(False); raise ValueError('x')": False,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_marker_says_whether_the_job_has_to_answer_for_it(tmp_path: Path, way: str) -> None:
-    text = "import os, sys, threading, time\nfrom recover.world import ending\n"
-    text += "from recover.faults.probe import ScheduledFault\nending.install_hooks(standalone=True)\n"
+    text = "import os, sys, threading, time\nfrom recover.world import rank_exit\n"
+    text += "from recover.faults.probe import ScheduledFault\nrank_exit.install_hooks(standalone=True)\n"
     (tmp_path / "script.py").write_text(text + way)
     environment = os.environ | {"OMPI_COMM_WORLD_RANK": "0", "RECOVER_RUN_DIR": str(tmp_path)}
     subprocess.run(

@@ -15,7 +15,7 @@ from recover.job import process
 from recover.job.environment import leave_changes
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch.guardian import clean
-from recover.launch.prewarmed import ReadyProcesses
+from recover.launch.prewarmed import PrewarmedProcesses
 
 SCRIPT = """
 import json, os, sys
@@ -35,7 +35,7 @@ def test_one_that_is_ready_runs_the_script_in_the_environment_of_its_rank_with_t
     script.write_text(SCRIPT)
     given = {**os.environ, "OMP_NUM_THREADS": "2", "AWAY": "1"}
     given.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's own, of an optimizer that another test has made
-    ready = ReadyProcesses(1, [str(script), "word"], given, tmp_path)
+    ready = PrewarmedProcesses(1, [str(script), "word"], given, tmp_path)
     try:
         ready.fill()
         assert ready.take(given) is None, "nobody has said yet what the script does to its environment"
@@ -73,7 +73,7 @@ def test_what_a_rank_has_started_ends_with_the_job_also_of_one_that_came_later(
 def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(tmp_path: Path) -> None:
     leave_changes(tmp_path, os.environ)
     assert json.loads((tmp_path / "environment.json").read_text()) == {}
-    ready = ReadyProcesses(2, ["nothing.py"], dict(os.environ), tmp_path)
+    ready = PrewarmedProcesses(2, ["nothing.py"], dict(os.environ), tmp_path)
     try:
         ready.fill()
         ready.fill()

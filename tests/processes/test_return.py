@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_jobs import LabJob, strike
@@ -20,9 +21,10 @@ from training import Trained, check_lines, finish, joins, losses, small_world, s
 from recover.job.spec import JobSpec
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.placement import Seat
-from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import SETTLE, HostSlots
 from recover.launch.session import Session
+from recover.launch.supervisor import Supervisor
 from recover.launch.verdict import write_marker
 from recover.runs.records.job_log import job_lines
 from recover.runs.records.json_lines import read
@@ -91,6 +93,7 @@ def test_a_lost_replica_comes_back_with_the_bits_of_a_calm_run_and_a_place_that_
 WARMING_UP = """
 import os, sys, time, recover
 from pathlib import Path
+from typing import Any
 world = recover.init()
 here = Path(os.environ["RECOVER_RUN_DIR"])
 if world.outside:
@@ -113,11 +116,8 @@ def test_one_that_never_gets_ready_costs_the_others_nothing(tmp_path: Path) -> N
     job = Job(tmp_path, WARMING_UP, "-n", "3", "--return", "--return-delay", "0", "--forgive", "0")
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
-    assert (
-        "rank 3, which was to join, has ended before it did: raised: ValueError: not the right GPU"
-        in job.stderr
-    )
-    assert "rank 4, which was to join, is ended: the job has come to its end" in job.stderr
+    assert "rank 3 ended before it had joined: raised: ValueError: not the right GPU" in job.stderr
+    assert "rank 4 is ended before it has joined: the job has come to its end" in job.stderr
     assert "done on ranks 0, 2; lost: rank 1 killed (logs" in job.stderr
     assert 4 not in ranks_of_run(job.run_dir)
 
@@ -130,8 +130,9 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
     with Session() as session:
         spec = JobSpec(1, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
         ranks = HostRanks(spec, {}, slots, 2, session, [str(script)], lambda *end: told.append(end))
+        ranks.start()
         for rank in (1, 2):
-            ranks.start_to_join(Newcomer((rank,), (Seat("here", 1),)), across=False)
+            ranks.start_to_join(RestartedReplica((rank,), (Seat("here", 1),)), across=False)
             for asked, limit in (([rank], 0.0), ([], 600.0), ([], 0.0)):
                 ended = (run_dir / "ranks" / f"{rank}.end").exists()
                 assert not ended, "it has been ready, or has time"
@@ -160,15 +161,17 @@ def test_what_ended_ranks_left_is_read_once_and_the_others_at_every_look(tmp_pat
     with Session() as session:
         spec = JobSpec(3, run_dir=str(run_dir), session=str(session.directory), host="here", room=9)
         ranks = HostRanks(spec, {}, HostSlots(2, 0.0, 600.0), 2, session, [], lambda *_: None)
-        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
-        first = ranks.verdict()
+        nothing: Any = None
+        supervisor = Supervisor(spec, ranks, session, nothing, [])
+        supervisor.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        first = supervisor.verdict()
         assert (first.silent, first.crashed, list(first.raised)) == ([0, 1, 3, 4], [4], [2])
         for path in (run_dir / "ranks").iterdir():
             path.unlink()  # whoever reads them again finds that out
-        ranks.take_over({2: json.dumps(raised), 3: "", 4: ""})
+        supervisor.take_over({2: json.dumps(raised), 3: "", 4: ""})
         assert not list((run_dir / "ranks").iterdir())
         write_marker(run_dir, 1, done)
-        second = ranks.verdict()
+        second = supervisor.verdict()
     assert (second.raised, second.crashed) == (first.raised, first.crashed)
     assert (second.done, second.silent) == ([1], [0, 3, 4])
     assert second.losses() == "ranks 0, 3 killed; rank 2 raised: OSError: full; rank 4 crashed"
@@ -248,7 +251,7 @@ def test_nobody_joins_a_script_with_two_steps_whose_states_nobody_could_pass_on_
     job.stdout, job.stderr = job.process.communicate(timeout=2 * PATIENCE)
     assert job.process.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["[rank 0] of (0, 2)", "[rank 2] of (0, 2)"]
-    assert "rank 3, which was to join, is ended: the job has come to its end" in job.stderr
+    assert "rank 3 is ended before it has joined: the job has come to its end" in job.stderr
 
 
 @pytest.mark.soak
@@ -284,7 +287,7 @@ def test_what_is_left_of_two_replicas_becomes_one_and_a_host_that_comes_later_on
         job.agents["h1"].send_signal(signal.SIGTERM)
         assert job.codes() == dict.fromkeys(job.agents, 0), job.picture()
         assert job.leftovers() == {}
-    assert "slot 0 of h2 is not tried again: its rank died as of broken hardware" in job.said("h2")
+    assert "slot 0 of h2 is set aside: its rank died as of broken hardware" in job.said("h2")
     run = Trained(0, job.picture(), run_dir)
     assert [line["joined_ranks"] for line in run.incidents if line.get("kind") == "joined"] == [
         [6, 7],

@@ -106,7 +106,7 @@ def test_a_vote_that_a_stranger_casts_does_not_count(fabrics: Fabrics, kind: str
         forger.put(mine, forger.get(key_of(VOTE, 0)).value)  # type: ignore[union-attr]
     else:
         copier.copy(earlier if kind == "of an earlier agreement" else copier.value(key_of(VOTE, 0)), mine)
-    ranks[0]._glance()
+    ranks[0]._agreement.read_count()
     assert not told
     assert ranks[1].agree(3) == 3
     first.join(60)
@@ -143,7 +143,7 @@ def test_a_job_that_admits_nobody_hears_nobody_who_asks(fabrics: Fabrics) -> Non
     with pytest.raises(NotAdmittedError, match="admits nobody after its start"):
         fabrics.join(2, 2, admits=False)
     fabrics.etcd.put(key_of(ASKING, 2), b"signed, but not asked for")
-    assert wait_until(lambda: all(2 in fabric._news.asking for fabric in ranks))
+    assert wait_until(lambda: all(2 in fabric._cache.asking for fabric in ranks))
     assert [fabric.asking() for fabric in ranks] == [frozenset()] * 2
 
 
@@ -249,7 +249,7 @@ def test_a_stranger_in_the_etcd_of_a_job_gets_nothing_and_the_job_ends_well(tmp_
         forger.put("ends/0", json.dumps({"end": "done", "detail": "", "time": ""}).encode())
         last = len(steps())
         assert wait_until(lambda: len(steps()) >= last + 10, 120)
-        assert not stranger._news.admitted()
+        assert not stranger._cache.admitted()
         stranger.close()
         (tmp_path / "stop").touch()
         code = job.finish()

@@ -11,6 +11,7 @@ from worlds import PROGRAMS
 from recover.checkpoint.directory import FACTS, CheckpointError
 from recover.job.config_keys import read_words
 from recover.launch.launcher import launch
+from recover.launch.request import LaunchRequest
 from recover.train.config import parse
 from recover.train.preparation import prepare_run
 
@@ -58,7 +59,8 @@ def test_damaged_moments_of_the_writer_reach_no_checkpoint_either(tmp_path: Path
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=5"]
     config = parse(read_words([*words, "checkpoint.every=1", "checkpoint.keep=1"]))
     program = PROGRAMS / "damaged_moments.py"
-    code = launch(2, program, [config.model_dump_json(), ""], run_dir=tmp_path / "run")
+    request = LaunchRequest(program, [config.model_dump_json(), ""], run_dir=tmp_path / "run")
+    code = launch(2, request)
     assert code == 1
     undecided = ["unconfirmed-3-replica-0", "unconfirmed-3-replica-1"]
     assert names(tmp_path / "run") == ["draft-3", "step-2", *undecided]

@@ -119,8 +119,8 @@ def test_one_that_is_stopped_on_its_way_out_does_not_keep_the_job(tmp_path: Path
     """After the closing agreement nobody waits for it any more, but the launcher does."""
     script = """
         import os, signal, recover
-        from recover.world import ending
-        ending.on_success(lambda: world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))  # after the world's own
+        from recover.world import rank_exit
+        rank_exit.on_success(lambda: world.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP))  # after the world's own
         world = recover.init()
     """
     job = Job(tmp_path, script, "-n", "3", "--hang-limit", "1")

@@ -115,12 +115,12 @@ def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_
         "import os, socket, torch, recover\n"
         f"os.environ['RECOVER_RUN_DIR'] = {str(tmp_path)!r}\n"
         "from recover.parallel.torch_world import init_replica_world\n"
-        "from recover.world.carriers.gloo import _sockets\n"
+        "from recover.world.carriers.gloo_sockets import open_sockets\n"
         "world = recover.init(replica_size=2)\n"
         "init_replica_world(world)\n"
         "mates = torch.tensor([world.rank])\n"
         "torch.distributed.all_reduce(mates)\n"
-        "sockets = [socket.socket(fileno=os.dup(each)) for each in _sockets()]\n"
+        "sockets = [socket.socket(fileno=os.dup(each)) for each in open_sockets()]\n"
         "open_to = [each.getsockname()[0] for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)\n"
         "    and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]\n"
         "print(world.replica, mates.item(), os.environ['GLOO_SOCKET_IFNAME'], set(open_to), flush=True)\n"
@@ -181,7 +181,7 @@ def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
     else:
         place.mkdir()
         place.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"somebody else has put it there; remove it"):
+    with pytest.raises(PermissionError, match=r"another user made it; remove it"):
         make_meeting_place()
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from recover.world import rank_exit
 from recover.world.census import Census
 from recover.world.fabrics.etcd.agreement import declare
 from recover.world.fabrics.etcd.client import EtcdClient, UnansweredError
-from recover.world.fabrics.etcd.fabric import EtcdFabric
+from recover.world.fabrics.etcd.fabric import DeclaredDeadError, EtcdFabric
 from recover.world.fabrics.etcd.host_lease import HostLease
 from recover.world.liveness.board import Board
 from recover.world.membership import ExcludedError, Membership
@@ -47,10 +47,6 @@ def client() -> EtcdClient:
     return EtcdClient(
         scenario["endpoint"], prefix=scenario["prefix"], patience=scenario["patience"], token="secret"
     )
-
-
-def die(why: str) -> NoReturn:
-    rank_exit.die(rank_exit.End.FENCED, why)
 
 
 class NoCarrier:
@@ -83,18 +79,18 @@ def join(fabric: EtcdFabric, board: Board) -> tuple[Any, Census]:
     from recover.world.carriers.gloo import GlooCarriers
     from recover.world.carriers.worker import Worker
     from recover.world.hooks import NoHooks
-    from recover.world.interfaces import Own, Parts
+    from recover.world.interfaces import WorldParts
     from recover.world.slot_notes import RunNotes
     from recover.world.world import World
 
     worker = Worker()
-    parts = Parts(
+    parts = WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=NoHooks(),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, rank_exit),
+        own=rank_exit.RANK_EXIT,
         notes=RunNotes(str(DIRECTORY), fabric.rank),
         watch=lambda watcher: watcher.start(),
     )
@@ -134,7 +130,6 @@ def run_rank(rank: int) -> NoReturn:
         "secret",
         scenario["name"],
         grace=scenario["grace"],
-        end=die,
         replica_size=scenario["replica_size"],
         address=scenario["address"],
     )
@@ -154,6 +149,8 @@ def run_rank(rank: int) -> NoReturn:
                 break
     except ExcludedError as excluded:
         rank_exit.die(rank_exit.End.EXCLUDED, str(excluded))
+    except DeclaredDeadError as declared:  # a `World` ends by itself
+        rank_exit.die(rank_exit.End.FENCED, str(declared))
     except BaseException as error:
         rank_exit.die_of(error)
     rank_exit.succeed()

@@ -17,7 +17,7 @@ import numpy as np
 
 from recover.job.grid import Grid
 from recover.world.carriers.gloo import GlooCarrier
-from recover.world.carriers.host_memory import AllLanes
+from recover.world.carriers.host_memory import StagingByDevice
 from recover.world.carriers.worker import Worker
 
 NUMBERS = 4 << 20  # of 8 bytes: more than two sockets hold
@@ -39,7 +39,7 @@ def meet(rank: int, line: socket.socket, worker: Worker) -> GlooCarrier:
         size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
         return line.recv(size, socket.MSG_WAITALL)
 
-    carrier = GlooCarrier(rank, Grid(2, 1), worker, (0, 1), AllLanes(), "127.0.0.1")
+    carrier = GlooCarrier(rank, Grid(2, 1), worker, (0, 1), StagingByDevice(), "127.0.0.1")
     offer = carrier.offer()
     carrier.build({rank: offer, 1 - rank: swapped(offer)}, lambda ok: ok, lambda: False)
     swapped(b"ready")

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,7 +31,6 @@ from recover.faults.probe import Probe
 from recover.gradients.parts import local_part
 from recover.job.grid import Grid
 from recover.job.spec import JobSpec
-from recover.launch.init import _leave_etcd
 from recover.parallel import rows
 from recover.train.models import Llama
 from recover.world import rank_exit
@@ -40,7 +39,7 @@ from recover.world.carriers.worker import Worker
 from recover.world.fabrics.etcd.agreement import declare
 from recover.world.fabrics.etcd.client import EtcdClient
 from recover.world.fabrics.etcd.fabric import EtcdFabric
-from recover.world.interfaces import Own, Parts
+from recover.world.interfaces import WorldParts
 from recover.world.liveness.board import Board
 from recover.world.slot_notes import RunNotes
 from recover.world.world import World
@@ -71,17 +70,16 @@ def enter_world(rank: int) -> World:
         SIZE,
         board,
         "secret",
-        end=_leave_etcd,
         replica_size=grid.replica_size,
         admits=True,
     )
-    parts = Parts(
+    parts = WorldParts(
         fabric=fabric,
         liveness=board,
         hooks=Probe(grid.replica(rank), grid.shard(rank), parse_faults(scenario["faults"])),
         worker=worker,
         carriers=GlooCarriers(fabric, grid, worker, token="secret"),
-        own=cast(Own, rank_exit),
+        own=rank_exit.RANK_EXIT,
         notes=RunNotes(str(DIRECTORY), rank),
         watch=lambda watcher: watcher.start(),
     )

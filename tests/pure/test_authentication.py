@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
+import hmac
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,19 +35,19 @@ from recover.world.fabrics.etcd.agreement import (
     CLAIM,
     DEAD,
     DECISION,
-    GLANCE,
-    LOOK,
     OPERATIONS,
     VOTE,
+    VOTE_COUNT,
+    VOTE_SNAPSHOT,
     Decision,
-    Look,
     Vote,
+    VoteSnapshot,
     cast,
     key_of,
     unanimous,
 )
 from recover.world.fabrics.etcd.client import Answer, EtcdClient, KeyValue
-from recover.world.fabrics.etcd.membership_cache import News
+from recover.world.fabrics.etcd.membership_cache import MembershipCache
 from recover.world.fabrics.etcd.messages import mail_key, told_key
 from recover.world.fabrics.etcd.replica_peers import Channel
 from recover.world.fabrics.etcd.watch import EtcdWatch
@@ -224,14 +226,14 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
     client.put(DECISION, json.dumps(decision).encode())
     client.put(key_of(VOTE, 0), Vote(7, frozenset(), number=1).to_bytes())
     client.put(key_of(VOTE, 1), Vote(7, frozenset(), number=2).to_bytes())
-    look = Look.of(client.read(*LOOK))
-    assert (look.glance.decided, look.votes.keys()) == (1, {1})
-    (found,) = client.read(*GLANCE).found[0]
+    look = VoteSnapshot.of(client.read(*VOTE_SNAPSHOT))
+    assert (look.count.decided, look.votes.keys()) == (1, {1})
+    (found,) = client.read(*VOTE_COUNT).found[0]
     assert Decision.in_place(found) is not None
     put_back = KeyValue(found.key, found.value, 2, 9)
     assert Decision.in_place(put_back) is None
-    news = News(0, Decision.before_all(2), takes_part=True)
-    news.hear([put_back])
+    news = MembershipCache(0, Decision.before_all(2), takes_part=True)
+    news.apply([put_back])
     assert news.decision.number == 0
 
 
@@ -319,14 +321,14 @@ def test_mates_without_the_same_token_do_not_meet() -> None:
     for theirs, met in (("token", True), ("a guess", False)):
         here, there = Pipe()
         with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(Channel.of_mate, there, Authenticator(theirs, "mates"), 3)
+            told = pool.submit(Channel.of_follower, there, Authenticator(theirs, "mates"), 3)
             if not met:
                 with pytest.raises(AuthenticationError):
-                    Channel.of_speaker(here, Authenticator("token", "mates"))
+                    Channel.of_leader(here, Authenticator("token", "mates"))
                 here.close()
                 assert isinstance(told.exception(), EOFError | OSError)
                 continue
-            channel, rank = Channel.of_speaker(here, Authenticator("token", "mates"))
+            channel, rank = Channel.of_leader(here, Authenticator("token", "mates"))
             channel.send(b"[]")
             assert (rank, told.result().session) == (3, channel.session)
         here.close()
@@ -417,7 +419,7 @@ def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
     with pytest.raises(Refusal) as refusal:
         own_etcd.check_token(open_etcd, alone=False)
     assert "(umask 077; head -c 32 /dev/urandom | base64 > token)" in str(refusal.value)
-    assert "--token-file is not given, and nobody listens at h1:2379" in str(refusal.value)
+    assert "--token-file is not given, and no process listens at h1:2379" in str(refusal.value)
     own_etcd.check_token(open_etcd, alone=True)
     own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", "token"), alone=False)
     own_etcd.check_token(EtcdAccess(("h1:2379",), "/recover/j/", user="us"), alone=False)
@@ -472,3 +474,18 @@ def test_nothing_that_comes_over_a_wire_is_unpickled() -> None:
             ):
                 found.add(path.relative_to(ROOT).as_posix())
     assert found <= OWN_PIPES
+
+
+def test_seals_are_stable_across_messages_and_versions() -> None:
+    """Ranks compare each other's sealed values, and a newer agent reads what an older one has sealed."""
+    key, hiding = (
+        hmac.digest(b"secret", f"recover etcd {use}".encode(), "sha256")
+        for use in ("authentication", "encryption")
+    )
+    authenticator = Authenticator("secret", "etcd")
+    for place, data in [("/a", b"value"), ("/b", b""), ("/a", b"value")]:
+        mac = hmac.digest(key, len(place).to_bytes(8, "little") + place.encode() + data, "sha256")
+        stream = hashlib.shake_256(hiding + mac).digest(len(data))
+        sealed = mac + bytes(a ^ b for a, b in zip(data, stream, strict=True))
+        assert authenticator.seal(place, data) == sealed
+        assert authenticator.unsealed(place, sealed) == data

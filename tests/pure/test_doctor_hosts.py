@@ -49,5 +49,5 @@ def test_what_is_wrong_between_hosts_is_told_with_its_mend(
     found = list(findings_between(hosts, pairs))
     wrong = [finding for finding in found if finding.status != "ok"]
     assert {finding.status for finding in wrong} == ({status} - {"ok"})
-    assert not words or any(words in f"{finding.seen} {finding.mend}" for finding in wrong)
-    assert all(finding.mend for finding in wrong)
+    assert not words or any(words in f"{finding.seen} {finding.remedy}" for finding in wrong)
+    assert all(finding.remedy for finding in wrong)

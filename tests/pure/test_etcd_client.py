@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 from recover.world.fabrics.base import WorldLostError
 from recover.world.fabrics.etcd import client as etcd
-from recover.world.fabrics.etcd.agreement import Decision, Glance, Look, Vote, decided, key_of, mates, whole
+from recover.world.fabrics.etcd.agreement import (
+    Decision,
+    Vote,
+    VoteCount,
+    VoteSnapshot,
+    decided,
+    key_of,
+    mates,
+    whole,
+)
 from recover.world.fabrics.etcd.client import Answer, EtcdClient, EtcdError, KeyValue, UnansweredError
 from recover.world.fabrics.etcd.errors import CODES, Kind, classify, read_error
 from recover.world.fabrics.etcd.server import SAFE, warn_if_unsafe
@@ -375,8 +384,8 @@ def test_vote_of_a_replica_says_no_more_than_any_of_its_ranks(
         assert (rank in one.admit) == all(rank in admit for _, _, admit in said)
 
 
-def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int]) -> Look:
-    return Look(Glance(10, 4, dead, len(votes)), votes, asking)
+def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int]) -> VoteSnapshot:
+    return VoteSnapshot(VoteCount(10, 4, dead, len(votes)), votes, asking)
 
 
 few = st.frozensets(st.integers(0, 23), max_size=6)

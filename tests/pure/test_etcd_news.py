@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from recover.job.grid import Grid
+from recover.world.fabrics.base import DeclaredDeadError
 from recover.world.fabrics.etcd.agreement import DEAD, DECISION, Decision, key_of
 from recover.world.fabrics.etcd.client import KeyValue
-from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA, News
+from recover.world.fabrics.etcd.membership_cache import WITH_REPLICA, MembershipCache
+from recover.world.rank_exit import End
+from recover.world.watcher import Watcher
 
 
 def decided(dead: list[int]) -> KeyValue:
@@ -33,7 +40,42 @@ def test_one_that_is_lost_with_a_mate_is_not_taken_for_one_that_was_given_up(
     replica: range, heard: list[KeyValue], with_mates: bool
 ) -> None:
     """So its place is not struck, and it is no first cause."""
-    news = News(2, Decision.before_all(6), True, replica)
-    news.hear(heard)
-    assert news.over.startswith(WITH_REPLICA) == with_mates
-    assert news.over
+    cache = MembershipCache(2, Decision.before_all(6), True, replica)
+    cache.apply(heard)
+    assert cache.fatal.startswith(WITH_REPLICA) == with_mates
+    assert cache.fatal
+
+
+@pytest.mark.parametrize(("orphan", "end"), [(False, End.FENCED), (True, End.ORPHAN)])
+def test_watcher_ends_a_rank_that_was_declared_dead(orphan: bool, end: End) -> None:
+    """The main thread computes meanwhile: it would find out at its next agreement only."""
+
+    def failed() -> frozenset[int]:
+        raise DeclaredDeadError("rank 2 was declared dead: it hung", orphan)
+
+    ends: list[tuple[End, str]] = []
+    fabric = SimpleNamespace(rank=2, failed=failed, lock=threading.RLock(), waiting_in=None)
+    own = SimpleNamespace(die=lambda how, text: ends.append((how, text)))
+    parts: Any = SimpleNamespace(fabric=fabric, liveness=None, own=own, notes=None)
+    hangs: Any = SimpleNamespace(hushed=[])
+    watcher = Watcher(parts, Grid(4), hangs, lambda dead: None, lambda: False, print, print)
+    watcher._looked = float("inf")  # only deaths are looked for
+    watcher.look(0.0)
+    assert ends == [(end, "rank 2 was declared dead: it hung")]
+    watcher.ignore_deaths()
+    watcher.look(0.0)
+    assert len(ends) == 1, "all have agreed to end, so no death matters any more"
+
+
+def test_calls_of_a_rank_that_was_declared_dead_raise() -> None:
+    cache = MembershipCache(2, Decision.before_all(6), True, range(2, 4))
+    cache.check()
+    cache.apply([declared(2)])
+    with pytest.raises(DeclaredDeadError, match="rank 2 was declared dead: it hung") as raised:
+        cache.check()
+    assert not raised.value.orphan
+    cache = MembershipCache(2, Decision.before_all(6), True, range(2, 4))
+    cache.apply([decided([2, 3])])
+    with pytest.raises(DeclaredDeadError) as raised:
+        cache.check()
+    assert raised.value.orphan

@@ -96,7 +96,7 @@ def files(
         monkeypatch.setattr(module, "FILES", made)
     job = JobSpec(2, run_dir=str(tmp_path), session=str(tmp_path / "session"))
     (tmp_path / "session").mkdir()
-    monkeypatch.setattr(rank_exit, "told", lambda: job)
+    monkeypatch.setattr(rank_exit, "current_job", lambda: job)
     monkeypatch.setattr(rank_exit.process, "rank", lambda: 0)
     monkeypatch.setattr(rank_exit, "report", lambda text: told.append(text))
     yield made

@@ -81,7 +81,7 @@ def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_m
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not own_gpu_each(1)
-    assert "none is to be seen here (CUDA_VISIBLE_DEVICES=)" in sharing_refused(1)
+    assert "no GPU is visible here (CUDA_VISIBLE_DEVICES=)" in sharing_refused(1)
 
 
 @pytest.mark.parametrize(

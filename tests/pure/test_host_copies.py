@@ -13,7 +13,7 @@ import torch
 
 from recover.world.carriers.base import Array
 from recover.world.carriers.contract import CarrierError
-from recover.world.carriers.host_memory import AllLanes, HostCarrier
+from recover.world.carriers.host_memory import HostCarrier, StagingByDevice
 from recover.world.carriers.worker import Work, Worker
 from recover.world.cross_group import CrossGroup
 
@@ -22,7 +22,7 @@ class Library(HostCarrier):
     """Fails every operation and, as a native library does, remembers its buffers without keeping them."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(worker, (0, 1), 0, AllLanes())
+        super().__init__(worker, (0, 1), 0, StagingByDevice())
         self.buffers: list[weakref.ref[Array]] = []
 
     def _fail(self, *arrays: Array) -> None:

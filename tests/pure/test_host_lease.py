@@ -153,7 +153,7 @@ def host_without_lease(name: str) -> list[KeyValue]:
 def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
-    watcher.heard(news)
+    watcher.apply(news)
     watcher.look(*[1.0] * 5)
     assert not watcher.declared
     watcher.look(1.0)
@@ -164,7 +164,7 @@ def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pyt
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
     for version in (0, 1, 0):  # gone, returned, gone again
-        watcher.heard([*news, KeyValue("seen/host/a", b"7", version, 6)])
+        watcher.apply([*news, KeyValue("seen/host/a", b"7", version, 6)])
         if not version:
             watcher.look(*[1.0] * 4)
     assert not watcher.declared, "the seconds of two absences were added up"
@@ -177,7 +177,7 @@ def test_process_that_was_suspended_gives_hosts_a_full_grace(
     """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
-    watcher.heard(news)
+    watcher.apply(news)
     watcher.look(1.0, asleep, *[1.0] * 5)
     assert not watcher.declared, "a host was declared dead by a process that had been suspended"
     watcher.look(1.0)

@@ -140,7 +140,7 @@ def test_options_after_the_script_s_name_are_named() -> None:
 
 def test_nobody_but_the_job_reads_our_variables() -> None:
     """Ten modules once parsed the environment, each in its own way."""
-    allowed = {"job/spec.py", "launch/preflight.py", "launch/doctor_probe.py", "data/cache.py"}
+    allowed = {"job/spec.py", "launch/preflight.py", "launch/doctor/probe.py", "data/cache.py"}
     reads = re.compile(r"environ(\.get\(|\[)\s*f?[\"']RECOVER_")
     found = {
         str(path.relative_to(ROOT / "recover"))

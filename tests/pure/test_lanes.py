@@ -13,15 +13,15 @@ from streams import LateDevice
 
 from recover.world.carriers.base import Array
 from recover.world.carriers.contract import CarrierError
-from recover.world.carriers.pinned_staging import SLOTS, Lanes
+from recover.world.carriers.pinned_staging import SLOTS, PinnedStaging
 from recover.world.carriers.worker import Worker
 
 GROUP, NEXT = "that of now", "that after a failure"
 PIECE = 64  # bytes: 16 numbers of float32
 
 
-def make_lanes(device: LateDevice) -> Lanes:
-    return Lanes(device.stream(), device.stream(), device.pinned, piece=PIECE)
+def make_staging(device: LateDevice) -> PinnedStaging:
+    return PinnedStaging(device.stream(), device.stream(), device.pinned, piece=PIECE)
 
 
 def doubled(piece: Array) -> None:
@@ -63,7 +63,7 @@ def test_every_piece_comes_back_whenever_the_device_does_its_part(
     seed: int | None, count: int, in_place: bool
 ) -> None:
     device = LateDevice(seed)
-    lanes, producer, wire = make_lanes(device), device.stream(), Wire()
+    staging, producer, wire = make_staging(device), device.stream(), Wire()
     for turn in range(3):  # the slots are used again and again
         values = torch.arange(count, dtype=torch.float32) + turn
         source = torch.full((count,), -1.0)
@@ -71,7 +71,7 @@ def test_every_piece_comes_back_whenever_the_device_does_its_part(
         producer.record().synchronize()  # as the carrier's `follow` does
         out = source if in_place else torch.full((count,), -2.0)
         begin = wire.begin if turn % 2 else doubled
-        lanes.through(source, out, begin, GROUP).wait()
+        staging.through(source, out, begin, GROUP).wait()
         torch.testing.assert_close(out, values * 2, rtol=0, atol=0)
         if not in_place:
             torch.testing.assert_close(source, values, rtol=0, atol=0)
@@ -81,7 +81,7 @@ def test_every_piece_comes_back_whenever_the_device_does_its_part(
 @pytest.mark.parametrize("seed", range(20))
 def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbers(seed: int) -> None:
     device, chance = LateDevice(seed), random.Random(seed)
-    lanes, wire, worker = make_lanes(device), Wire(), Worker()
+    staging, wire, worker = make_staging(device), Wire(), Worker()
     counts = [chance.choice([1, 16, 17, 16 * SLOTS, 0]) for _ in range(12)]
     sources = [torch.arange(count, dtype=torch.float32) + 100 * n for n, count in enumerate(counts)]
     outs = [torch.full_like(source, -2.0) for source in sources]
@@ -90,7 +90,7 @@ def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbe
     works = []
     for n, (source, out) in enumerate(zip(sources, outs, strict=True)):
         begin = doubled if n % 5 == 4 else wire.begin
-        works.append(worker.post(partial(lanes.through, source, out, begin, GROUP)))
+        works.append(worker.post(partial(staging.through, source, out, begin, GROUP)))
     go.set()
     for work, source, out in zip(works, sources, outs, strict=True):
         assert work.wait(30.0), work.error
@@ -100,9 +100,9 @@ def test_the_wire_is_not_empty_between_two_operations_and_each_has_its_own_numbe
 
 
 def test_a_small_operation_is_begun_while_the_one_before_it_is_on_the_wire() -> None:
-    lanes, wire = make_lanes(LateDevice()), Wire()
+    staging, wire = make_staging(LateDevice()), Wire()
     outs = torch.zeros(16), torch.zeros(16)
-    first, second = (lanes.through(torch.ones(16), out, wire.begin, GROUP) for out in outs)
+    first, second = (staging.through(torch.ones(16), out, wire.begin, GROUP) for out in outs)
     assert wire.most == 2
     second.wait()
     first.wait()
@@ -110,7 +110,7 @@ def test_a_small_operation_is_begun_while_the_one_before_it_is_on_the_wire() -> 
 
 
 def test_slots_rest_also_if_the_last_piece_fails_when_nothing_follows() -> None:
-    lanes, wire, used = make_lanes(LateDevice()), Wire(), list[int]()
+    staging, wire, used = make_staging(LateDevice()), Wire(), list[int]()
     wire.dies_at = 1
 
     def begin(piece: Array):  # type: ignore[no-untyped-def]
@@ -118,24 +118,24 @@ def test_slots_rest_also_if_the_last_piece_fails_when_nothing_follows() -> None:
         return wire.begin(piece)
 
     with pytest.raises(CarrierError):
-        lanes.through(torch.ones(16), torch.zeros(16), begin, GROUP).wait()
+        staging.through(torch.ones(16), torch.zeros(16), begin, GROUP).wait()
     wire.dies_at = 0
-    lanes.through(torch.ones(16 * SLOTS), torch.zeros(16 * SLOTS), begin, NEXT).wait()
+    staging.through(torch.ones(16 * SLOTS), torch.zeros(16 * SLOTS), begin, NEXT).wait()
     assert len(set(used)) == 1 + SLOTS
 
 
 def test_a_group_that_has_failed_uses_no_slot_that_one_of_its_own_is_still_in() -> None:
     """The first is on the wire, the second fails when three more slots are filled: the third must not come."""
-    lanes, wire = make_lanes(LateDevice()), Wire()
+    staging, wire = make_staging(LateDevice()), Wire()
     out = torch.zeros(16)
-    first = lanes.through(torch.ones(16), out, wire.begin, GROUP)
+    first = staging.through(torch.ones(16), out, wire.begin, GROUP)
 
     def refuses(_piece: Array) -> None:
         raise CarrierError("the group was freed after a death")
 
     for begin in (refuses, wire.begin):
         with pytest.raises(CarrierError):
-            lanes.through(torch.full((48,), 3.0), torch.zeros(48), begin, GROUP)
+            staging.through(torch.full((48,), 3.0), torch.zeros(48), begin, GROUP)
     first.wait()
     assert out.tolist() == [2.0] * 16
 
@@ -147,7 +147,7 @@ def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_f
 ) -> None:
     """A peer dies while pieces of two operations are on the wire: neither is taken for the other."""
     device = LateDevice(seed)
-    lanes, wire, worker = make_lanes(device), Wire(), Worker()
+    staging, wire, worker = make_staging(device), Wire(), Worker()
     wire.dies_at = dies_at
     given: set[int] = set()
 
@@ -158,7 +158,7 @@ def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_f
     sources = [torch.arange(24, dtype=torch.float32) + 100 * n for n in range(4)]  # of two pieces each
     outs = [torch.zeros(24) for _ in sources]
     works = [
-        worker.post(partial(lanes.through, source, out, begin, GROUP))
+        worker.post(partial(staging.through, source, out, begin, GROUP))
         for source, out in zip(sources, outs, strict=True)
     ]
     ended = [work.wait(30.0) for work in works]
@@ -170,14 +170,14 @@ def test_who_ended_well_has_its_numbers_and_nobody_uses_the_slots_of_those_who_f
     def note(piece: Array) -> None:
         used.append(piece.ctypes.data)
 
-    lanes.through(torch.ones(16 * 6), torch.zeros(16 * 6), note, NEXT).wait()
+    staging.through(torch.ones(16 * 6), torch.zeros(16 * 6), note, NEXT).wait()
     assert not given & set(used)
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.bfloat16])
 def test_other_types_travel_as_themselves_or_as_float32(kind: torch.dtype) -> None:
     device = LateDevice()
-    lanes = make_lanes(device)
+    staging = make_staging(device)
     source, seen = torch.arange(40).to(kind), set()
 
     def begin(piece: Array) -> None:
@@ -185,14 +185,14 @@ def test_other_types_travel_as_themselves_or_as_float32(kind: torch.dtype) -> No
         piece *= 2
 
     out = torch.empty_like(source)
-    lanes.through(source, out, begin, GROUP).wait()
+    staging.through(source, out, begin, GROUP).wait()
     assert out.tolist() == [2 * number for number in range(40)]
     assert seen == {"float32" if kind is torch.bfloat16 else str(kind).removeprefix("torch.")}
 
 
 def test_after_a_failure_nothing_more_comes_up_and_the_slots_that_the_library_may_write_to_rest() -> None:
     device = LateDevice()
-    lanes = make_lanes(device)
+    staging = make_staging(device)
     source, out, given = torch.ones(16 * 6), torch.zeros(16 * 6), list[Array]()
 
     def fails_at_the_third(piece: Array) -> None:
@@ -202,18 +202,18 @@ def test_after_a_failure_nothing_more_comes_up_and_the_slots_that_the_library_ma
         piece *= 2
 
     with pytest.raises(CarrierError):
-        lanes.through(source, out, fails_at_the_third, GROUP)
+        staging.through(source, out, fails_at_the_third, GROUP)
     assert out[:32].tolist() == [2.0] * 32  # what was on its way up has arrived
     used: list[int] = []
 
     def note(piece: Array) -> None:
         used.append(piece.ctypes.data)
 
-    lanes.through(source, torch.zeros(16 * 6), note, NEXT).wait()
+    staging.through(source, torch.zeros(16 * 6), note, NEXT).wait()
     assert not {piece.ctypes.data for piece in given} & set(used)
     before = given[0].ctypes.data
     given.clear()
     with pytest.raises(CarrierError):
-        lanes.through(source, out, fails_at_the_third, NEXT)
-    lanes.through(source, torch.zeros(16 * 6), note, GROUP).wait()
+        staging.through(source, out, fails_at_the_third, NEXT)
+    staging.through(source, torch.zeros(16 * 6), note, GROUP).wait()
     assert before in used  # two sets take turns: failures do not use memory up

@@ -20,14 +20,15 @@ from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
 from recover.world import cross_group as cross_group
 from recover.world.carriers.base import Ready
-from recover.world.carriers.gloo import _travelled, _unreached
+from recover.world.carriers.gloo_sockets import bytes_carried, unreached
 from recover.world.carriers.worker import Work, Worker
 from recover.world.census import Row, broken_links
 from recover.world.fabrics.base import WorldLostError
+from recover.world.failing_members import FAILURES
 from recover.world.links import IDLE, Links, LinkWatchdog, Shown
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import WAITS, Board
-from recover.world.membership import FAILURES, Membership, NoCarrierError
+from recover.world.membership import Membership, NoCarrierError
 
 LOOK = 0.25
 LIMIT = 10.0
@@ -211,14 +212,14 @@ TCP = {"TCP_USER_TIMEOUT": 8000, "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEE
 
 def test_bytes_that_travel_are_seen_at_both_ends_and_silence_is_not() -> None:
     with connection() as (near, far):
-        before = _travelled(near), _travelled(far)
-        assert (_travelled(near), _travelled(far)) == before
+        before = bytes_carried(near), bytes_carried(far)
+        assert (bytes_carried(near), bytes_carried(far)) == before
         near.sendall(b"x" * 1000)
         assert far.recv(1000, socket.MSG_WAITALL) == b"x" * 1000
-        assert _travelled(far) == before[1] + 1000
+        assert bytes_carried(far) == before[1] + 1000
         far.sendall(b"y")
         assert near.recv(1) == b"y"
-        assert _travelled(near) == before[0] + 1001
+        assert bytes_carried(near) == before[0] + 1001
 
 
 def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not() -> None:
@@ -233,7 +234,7 @@ def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not()
             caller.setblocking(False)
             caller.connect_ex(deaf.getsockname())
         doors = {1: open_door.getsockname(), 2: closed.getsockname(), 3: deaf.getsockname()}
-        found = _unreached(doors, 0.2)
+        found = unreached(doors, 0.2)
     assert found == {3: f"127.0.0.1:{doors[3][1]} (timed out)"}
 
 
@@ -265,17 +266,17 @@ def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Ro
 
 @pytest.mark.parametrize("both", [True, False])
 def test_one_replica_that_is_an_end_of_all_broken_links_is_left_out(both: bool) -> None:
-    assert membership(3)._sick(rows(3, (0, 1), both=both)) == {1}
-    assert membership(9)._sick(rows(9, (0, 1), both=both)) == {1}
-    assert membership(4)._sick(rows(4, (0, 2), (0, 3), both=both)) == {0}
-    assert membership(2)._sick(rows(2, (0, 1), both=both)) == {1}
+    assert membership(3)._failing_members(rows(3, (0, 1), both=both)) == {1}
+    assert membership(9)._failing_members(rows(9, (0, 1), both=both)) == {1}
+    assert membership(4)._failing_members(rows(4, (0, 2), (0, 3), both=both)) == {0}
+    assert membership(2)._failing_members(rows(2, (0, 1), both=both)) == {1}
     # By replicas: the ranks of one go together.
-    assert membership(6, replica_size=2)._sick(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
+    assert membership(6, replica_size=2)._failing_members(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
 
 
 def test_a_world_with_links_broken_between_many_ends_with_their_names() -> None:
     with pytest.raises(NoCarrierError, match="ranks 0 and 2 do not reach each other") as told:
-        membership(4)._sick(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
+        membership(4)._failing_members(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
     assert "ranks 1 and 3 do not reach each other" in str(told.value)
     assert isinstance(told.value, WorldLostError), "so its state is saved"
 

@@ -10,13 +10,14 @@ import pytest
 from recover.job.grid import Grid
 from recover.world.carriers.contract import CarrierError, TookTooLongError
 from recover.world.census import Row
-from recover.world.membership import FAILURES, WORD_BITS, Membership, NoCarrierError
+from recover.world.failing_members import FAILURES, Failing, failing_members
+from recover.world.membership import WORD_BITS, Membership, NoCarrierError
 
 
 def left_out(rows: dict[int, Row], size: int = 1) -> frozenset[int]:
     fabric: Any = SimpleNamespace(rank=0, linger=lambda seconds: None)
     carriers: Any = None
-    return Membership(fabric, Grid(4, size), carriers, lambda location, detail: None)._sick(rows)
+    return Membership(fabric, Grid(4, size), carriers, lambda location, detail: None)._failing_members(rows)
 
 
 def row(built: int, epoch: int, waited: int = 0) -> Row:
@@ -53,6 +54,61 @@ def test_a_member_that_fails_more_often_than_all_others_goes_although_somebody_j
 def test_where_all_fail_alike_and_nobody_joins_it_is_over(epoch: int) -> None:
     with pytest.raises(NoCarrierError, match="half of the replicas or more failed"):
         left_out({rank: row(FAILURES, epoch) for rank in range(4)})
+
+
+MEMBER, JOINS = 7, 0  # epochs: of a member, and of a rank that joins
+
+
+FAILING = {
+    "nobody failed": ({0: row(0, MEMBER), 1: row(0, MEMBER)}, 1, Failing()),
+    "below the limit": ({0: row(FAILURES - 1, MEMBER), 1: row(0, MEMBER)}, 1, Failing()),
+    "members that only waited": ({0: row(0, MEMBER, FAILURES), 1: row(0, MEMBER)}, 1, Failing()),
+    "cannot make a carrier": (
+        {0: Row(b"", b"", own=FAILURES), 1: row(0, MEMBER), 2: Row(b"", b"", own=FAILURES)},
+        1,
+        Failing(frozenset({0, 2})),
+    ),
+    "no rank can make a carrier": (
+        {rank: Row(b"", b"", own=FAILURES) for rank in range(2)},
+        1,
+        Failing(hopeless=f"no replica could make a carrier in {FAILURES} rounds"),
+    ),
+    "no whole replica can make a carrier": (
+        {rank: Row(b"", b"", own=FAILURES * (rank % 2)) for rank in range(4)},
+        2,
+        Failing(hopeless=f"no replica could make a carrier in {FAILURES} rounds"),
+    ),
+    "one of three": (
+        {0: row(FAILURES, MEMBER), 1: row(1, MEMBER), 2: row(1, MEMBER)},
+        1,
+        Failing(frozenset({0})),
+    ),
+    "one of two": (
+        {0: row(FAILURES, MEMBER), 1: row(1, MEMBER)},
+        1,
+        Failing(hopeless=f"half of the replicas or more failed in {FAILURES} rounds"),
+    ),
+    "one of two, the other joins": (
+        {0: row(FAILURES, MEMBER), 1: row(1, JOINS)},
+        1,
+        Failing(frozenset({1})),
+    ),
+    "both ranks of one replica of three": (
+        {rank: row(FAILURES if rank < 2 else 1, MEMBER) for rank in range(6)},
+        2,
+        Failing(frozenset({0, 1})),
+    ),
+    "at the start of a job nobody joins": (
+        {0: row(FAILURES, JOINS), 1: row(1, JOINS), 2: row(1, JOINS)},
+        1,
+        Failing(frozenset({0})),
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "replica_size", "expected"), FAILING.values(), ids=list(FAILING))
+def test_failing_members_table(rows: dict[int, Row], replica_size: int, expected: Failing) -> None:
+    assert failing_members(rows, Grid(4, replica_size)) == expected
 
 
 @pytest.mark.parametrize(("error", "counted"), [(CarrierError, 1), (OSError, 1), (TookTooLongError, 0)])

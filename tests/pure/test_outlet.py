@@ -49,7 +49,7 @@ def test_of_more_than_is_kept_the_oldest_is_left_out_and_that_is_told(
     os.read(reader, 1 << 16)
     assert out.pass_on()
     first, *lines = os.read(reader, 1 << 16).decode().splitlines()
-    assert first == "[9000 bytes that nobody has read are left out]"
+    assert first == "[9000 unread bytes were dropped]"
     assert list(map(int, lines)) == list(range(90, 100))
 
 

@@ -101,7 +101,7 @@ def test_a_process_that_has_ended_takes_nobody_elses_descriptor_along() -> None:
     os.close(said)
     os.close(told)
     relay.drain(30.0)
-    assert not relay.open
+    assert not relay._pipes
     ends = [end for _ in range(4) for end in os.pipe()]  # numbers are dealt out again
     del process
     gc.collect()

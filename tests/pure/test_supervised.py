@@ -16,17 +16,22 @@ import pytest
 from recover.job.host_options import HostOptions
 from recover.job.spec import EtcdAccess, JobSpec
 from recover.job.supervised import Supervised, SupervisorError
+from recover.launch import supervisor as supervisor_module
+from recover.launch.announcements import Announcer
 from recover.launch.hosts import agent as agents
 from recover.launch.hosts import host_ranks as host_ranks_module
-from recover.launch.hosts.agent import Agent
-from recover.launch.hosts.etcd_sync import Clerk
+from recover.launch.hosts.agent import HostAgent
+from recover.launch.hosts.coordination import HostCoordination
+from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
 from recover.launch.hosts.placement import Seat
 from recover.launch.hosts.rendezvous import HostPlan
-from recover.launch.hosts.replica_restarts import Newcomer
+from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.output_relay import Relay
+from recover.launch.request import LaunchRequest
+from recover.launch.supervisor import Lifecycle, State, Supervisor
 from recover.launch.witness import Witness
 from recover.world.fabrics.etcd.client import Answer, EtcdError
 
@@ -82,15 +87,15 @@ class Etcd:
         return 1, 1
 
 
-def a_clerk(etcd: Etcd, look: Any = lambda: None) -> Clerk:
+def a_sync(etcd: Etcd, look: Any = lambda: None) -> EtcdSync:
     plan = HostPlan("run", "", {"h1": {"id": "i", "address": "a"}}, (Seat("h1", 0), Seat("h1", 1)))
     meeting: Any = SimpleNamespace(me=SimpleNamespace(host="h1"), present=lambda plan: (plan, {"h1"}))
-    return Clerk(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
+    return EtcdSync(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
 def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exception) -> None:
-    """The clerk's thread is the only one that tells the others who has died here."""
+    """The thread of EtcdSync is the only one that tells the other hosts of deaths here."""
     looked = threading.Semaphore(0)
 
     def look() -> None:
@@ -98,52 +103,68 @@ def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exceptio
         raise error
 
     etcd = Etcd()
-    clerk = a_clerk(etcd, look)
-    clerk.start()
+    sync = a_sync(etcd, look)
+    sync.start()
     for _ in range(3):
         assert looked.acquire(timeout=GENEROUS), "the thread has ended"
-    clerk.tell_end(1, None, "killed")
+    sync.report_end(1, None, "killed")
     deadline = time.monotonic() + GENEROUS
     while not etcd.declared:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert etcd.declared[0].endswith("1")
-    assert clerk.failed is None
-    assert clerk.silent_since is None
-    clerk.stop()
+    assert sync.view.failure is None
+    assert sync.view.silent_since is None
+    sync.stop()
 
 
 def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     etcd = Etcd()
     etcd.fails = ValueError("no such thing")
-    clerk = a_clerk(etcd)
+    sync = a_sync(etcd)
     monkeypatch.setattr(
         "recover.launch.hosts.etcd_sync.Supervised", lambda name: Supervised(name, patience=0.0)
     )
-    clerk.start()
+    sync.start()
     deadline = time.monotonic() + GENEROUS
-    while clerk.failed is None:
+    while sync.view.failure is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    agent = Agent.__new__(Agent)
+    nothing: Any = None
+    coordination = HostCoordination(sync, nothing, nothing, nothing, 0.0, 0.0, threading.Event())
     with pytest.raises(SupervisorError):
-        agent._must_end(clerk, None, 0.0, False)  # type: ignore[arg-type]
-    assert not clerk.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
+        coordination.must_end()
+    assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
 
 
 def test_all_ranks_that_are_left_are_declared_unless_etcd_is_silent() -> None:
     etcd = Etcd()
-    clerk = a_clerk(etcd)
-    clerk.start()
-    clerk.tell_end(0, None, "")
-    assert clerk.declare_all("its agent has failed", GENEROUS)
+    sync = a_sync(etcd)
+    sync.start()
+    sync.report_end(0, None, "")
+    assert sync.declare_all("its agent has failed", GENEROUS)
     assert [key[-1] for key in etcd.declared] == ["1"]
-    clerk.stop()
+    sync.stop()
     etcd.fails = EtcdError("silent")
-    clerk = a_clerk(etcd)
-    clerk.start()
-    assert not clerk.declare_all("its agent has failed", 0.1)
-    clerk.stop()
+    sync = a_sync(etcd)
+    sync.start()
+    assert not sync.declare_all("its agent has failed", 0.1)
+    sync.stop()
+
+
+def test_view_knows_a_restarted_replica_before_it_is_handed_over() -> None:
+    """The supervisor ends ranks that wait to join and that the view does not know; a view never changes."""
+    sync, replica = a_sync(Etcd()), RestartedReplica((2,), (Seat("h2", 0),))
+    restarts: Any = SimpleNamespace(known={}, asked=set())
+    sync.restarts, before = restarts, sync.view
+    sync.add_restarted(replica)
+    assert sync.next_restarted() is None
+    restarts.known[2] = replica
+    sync._publish()
+    assert sync.next_restarted() is replica
+    assert sync.next_restarted() is None
+    assert (sync.view.restarted, sync.view.seats[2]) == ({2}, Seat("h2", 0))
+    assert (before.restarted, sorted(before.seats)) == (frozenset(), [0, 1])
 
 
 class Process:
@@ -164,6 +185,18 @@ class Process:
         pass
 
 
+class Hosts:
+    """The other hosts, of which a test says when the job must end."""
+
+    must_end: Any = staticmethod(lambda: False)
+
+    def start(self) -> None:
+        pass
+
+    def ends(self) -> dict[int, str]:
+        return {}
+
+
 @pytest.fixture
 def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ranks 0 and 1 of this host, of which none is a process; what its agent was told of their ends."""
@@ -182,24 +215,31 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     slots = HostSlots(3, 0.0, 600.0)
     tell: Any = lambda *end: ends.append(end)  # noqa: E731
     ranks = HostRanks(spec, {0: 0, 1: 1}, slots, 3, session, ["x"], tell)
-    return SimpleNamespace(ranks=ranks, started=started, ends=ends, slots=slots, dir=tmp_path)
+    witness: Any = SimpleNamespace(watch=lambda *_: None)
+    hosts = Hosts()
+    supervisor = Supervisor(spec, ranks, session, witness, [], hosts)
+    supervisor.start()
+    return SimpleNamespace(
+        ranks=ranks, started=started, ends=ends, slots=slots, dir=tmp_path, supervisor=supervisor, hosts=hosts
+    )
 
 
-@pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "tell"])
+@pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "_tell"])
 def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(host_ranks_module, "_LOOK", 0.0)
-    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
-    real, raised = getattr(HostRanks, where), []
+    monkeypatch.setattr(supervisor_module, "_LOOK", 0.0)
+    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
+    owner = HostRanks if where == "reap" else Supervisor
+    real, raised = getattr(owner, where), []
 
-    def fail(self: HostRanks, *arguments: Any) -> Any:
+    def fail(self: Any, *arguments: Any) -> Any:
         if len(raised) < 3:
             raised.append(1)
             raise OSError(errno.EIO, "Input/output error")
         return real(self, *arguments)
 
-    monkeypatch.setattr(HostRanks, where, fail)
+    monkeypatch.setattr(owner, where, fail)
     host_ranks.started[1].code = -9
     passes: list[int] = []
 
@@ -207,20 +247,46 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
         passes.append(1)
         return len(raised) == 3 and bool(host_ranks.ends) and len(passes) > 20
 
-    assert host_ranks.ranks.watch(0.0, must_end, dict) == ""
+    host_ranks.hosts.must_end = must_end
+    assert host_ranks.supervisor.watch(0.0) == ""
     assert host_ranks.ends == [(1, "", "its process was ended by SIGKILL")]
     assert host_ranks.ranks.running == {0}
+
+
+def test_rank_that_finishes_during_a_look_is_not_announced_as_lost(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank leaves its marker, then its process ends: between the two reads of a look, say."""
+    marker, reads = host_ranks.dir / "run" / "ranks" / "0.end", []
+    verdict, supervisor = Supervisor.verdict, host_ranks.supervisor
+    supervisor._announcer = Announcer(host_ranks.dir / "run")
+
+    def read(what: str) -> bool:
+        """Whether the process of rank 0 lives; it ends after the first read of the second look."""
+        reads.append(what)
+        if len(reads) == 4:
+            marker.write_text('{"end": "done", "detail": ""}')
+        return len(reads) < 4
+
+    monkeypatch.setattr(Supervisor, "verdict", lambda self: (read("markers"), verdict(self))[1])
+    monkeypatch.setattr(HostRanks, "pids", lambda self: {0: int(read("pids"))})
+    supervised = Supervised("the agent")
+    for _ in range(3):
+        assert supervisor._look(supervised, time.monotonic(), False) is None
+    assert reads == ["pids", "markers"] * 3
+    assert "lost" not in capsys.readouterr().err
 
 
 def test_an_agent_that_cannot_look_after_its_ranks_says_so(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_ranks_module, "Supervised", lambda name: Supervised(name, patience=0.0))
+    monkeypatch.setattr(supervisor_module, "Supervised", lambda name: Supervised(name, patience=0.0))
     monkeypatch.setattr(HostRanks, "reap", lambda self: 1 / 0)
-    monkeypatch.setattr(host_ranks_module, "_TICK", 0.001)
+    monkeypatch.setattr(supervisor_module, "_TICK", 0.001)
     passes = iter(range(1000))
+    host_ranks.hosts.must_end = lambda: next(passes, None) is None
     with pytest.raises(SupervisorError, match="look after its ranks"):
-        host_ranks.ranks.watch(0.0, lambda: next(passes, None) is None, dict)
+        host_ranks.supervisor.watch(0.0)
 
 
 def test_the_others_hear_of_a_death_though_telling_people_of_it_fails(
@@ -253,8 +319,8 @@ def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
         }[what],
         fail,
     )
-    newcomer = Newcomer((2,), (Seat("h1", 2),))
-    host_ranks.ranks.start_to_join(newcomer, False)
+    replica = RestartedReplica((2,), (Seat("h1", 2),))
+    host_ranks.ranks.start_to_join(replica, False)
     if what == "its output":
         assert host_ranks.started[-1].killed
         host_ranks.ranks.reap()
@@ -313,7 +379,7 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
         ("HostLease", LeaseOfTest),
         ("client_of", lambda *_: etcd),
         ("client_of_kind", lambda *_: etcd),
-        ("Pulse", lambda *_: SimpleNamespace(look=lambda now: {})),
+        ("HangDetector", lambda *_: SimpleNamespace(look=lambda now: {})),
         ("_ORDER", 0.2 if silent else GENEROUS),
     ):
         monkeypatch.setattr(agents, name, made)
@@ -321,16 +387,16 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     if where == "watch":
         process = Process()
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: process)
-        monkeypatch.setattr(HostRanks, "watch", lambda *_: 1 / 0)
+        monkeypatch.setattr(Supervisor, "watch", lambda *_: 1 / 0)
     else:
         monkeypatch.setattr(host_ranks_module, "start", lambda *_: 1 / 0)
-    declare_all = Clerk.declare_all
+    declare_all = EtcdSync.declare_all
 
-    def declaring(self: Clerk, why: str, seconds: float) -> bool:
+    def declaring(self: EtcdSync, why: str, seconds: float) -> bool:
         order.append(f"declared: {LeaseOfTest.last.end or 'the lease is held'}")
         return declare_all(self, why, seconds)
 
-    monkeypatch.setattr(Clerk, "declare_all", declaring)
+    monkeypatch.setattr(EtcdSync, "declare_all", declaring)
     access = EtcdAccess(("h1:1",), "/j/")
     for name in ("run", "session"):
         (tmp_path / name).mkdir()
@@ -345,8 +411,10 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     me = SimpleNamespace(host="h1", id="i")
     meeting: Any = SimpleNamespace(me=me, late=False, present=lambda plan: (plan, {"h1"}))
     with Witness(tmp_path / "run") as witness:
-        agent = Agent(part, spec, lambda spec: None, [], witness)
-        code = agent._run_ranks(meeting, plan, spec, ["x"], session, HostOptions(), 0.0)
+        request = LaunchRequest(Path("x"), timeout=0.0)
+        agent = HostAgent(part, HostOptions(), request, spec, lambda spec: None, [], witness, session)
+        code = agent._run_job(meeting, plan, spec)
+        assert agent._lifecycle.state is State.JUDGED
     assert code == 1
     assert order == ["killed", "declared: the lease is held"]
     if silent:
@@ -354,3 +422,16 @@ def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
     else:
         assert LeaseOfTest.last.end == "left"
         assert sorted(key[-1] for key in etcd.declared) == ["0", "1"]
+
+
+def test_states_of_a_job_follow_each_other_and_are_entered_once() -> None:
+    lifecycle = Lifecycle()
+    for state in (State.RUNNING, State.ENDING, State.JUDGED):
+        lifecycle.enter(state)
+        for other in State:
+            if other.value != state.value + 1:
+                with pytest.raises(RuntimeError, match=f"{state.name} cannot be {other.name} next"):
+                    lifecycle.enter(other)
+    refused = Lifecycle()
+    refused.enter(State.JUDGED)
+    assert refused.state is State.JUDGED

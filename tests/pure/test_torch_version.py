@@ -14,6 +14,7 @@ from recover.launch import launcher, preflight
 from recover.launch.doctor import checks as doctor
 from recover.launch.hosts import agent
 from recover.launch.hosts.options import HostOptions
+from recover.launch.request import LaunchRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +46,10 @@ def test_an_untested_torch_is_warned_of_once_before_ranks_start(
     monkeypatch.setattr(agent, "open_shared_run_dir", _refuse)
     for installed, warnings in ((TESTED[0], 0), ("2.99.0", 1)):
         monkeypatch.setattr(torch_version, "version_of", lambda _, installed=installed: installed)
-        assert launcher.launch(1, script) == 2
+        assert launcher.launch(1, LaunchRequest(script)) == 2
         assert capfd.readouterr().err.count("warning: torch 2.99.0 was not tested") == warnings
-        assert agent.launch_alone(2, HostOptions(), script, run_dir=tmp_path / "run") == 2
+        request = LaunchRequest(script, run_dir=tmp_path / "run")
+        assert agent.launch_alone(2, HostOptions(), request) == 2
         assert capfd.readouterr().err.count("warning: torch 2.99.0 was not tested") == warnings
 
 

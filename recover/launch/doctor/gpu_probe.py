@@ -1,6 +1,7 @@
-"""What `recover doctor` runs where there are GPUs: sums of their memory, one rank killed inside of one, and one more.
+"""The program of `recover doctor` on GPUs: reductions, one rank killed in one of them, and one more
+reduction.
 
-Argument: the device, `cuda`, or `cpu` to try the program itself. The carrier is the job's.
+Argument: the device, `cuda`, or `cpu` to test the program itself. The carrier is that of the job.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from recover.job.process import rank_on_host
 from recover.launch.init import init
 
-PIECES = 25_000_000  # float32: 100 MB, long enough to die inside
+PIECES = 25_000_000  # float32: 100 MB, so that the rank dies during the reduction
 LIMIT = 40.0  # seconds
 
 
@@ -33,7 +34,7 @@ def main(kind: str) -> None:
     victim, killed = world.grid.ranks - 1, directory / "killed"
 
     def summed() -> bool:
-        """Whether the sum came, and is right."""
+        """Whether the reduction succeeded with the right sum."""
         out = torch.empty_like(source)
         return world.cross.all_reduce(source, out).wait() and bool((out == len(world.members)).all())
 

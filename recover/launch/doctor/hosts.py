@@ -1,4 +1,5 @@
-"""`recover doctor --hosts`: are these hosts fit to train together? The same command on each of them."""
+"""`recover doctor --hosts`: checks whether jobs run on these hosts together. Run it on each of
+them."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from recover.job.host_options import HostOptions
 from recover.launch.doctor.checks import Finding, show
 from recover.launch.doctor.hosts_probe import RESULT
 from recover.launch.hosts.agent import launch_host
+from recover.launch.request import LaunchRequest
 
-_APART = 0.5  # seconds between two clocks: logs and incidents would be in the wrong order
-_SLOW = 0.5  # of the fastest way: one that is slower holds up all
+_APART = 0.5  # seconds between two clocks, from which on logs and incidents are in the wrong order
+_SLOW = 0.5  # of the bandwidth of the fastest link; a slower link delays all ranks
 _PROBE = Path(__file__).with_name("hosts_probe.py")
 
 
 def examine_hosts(options: HostOptions) -> int:
-    """Print the table; 0 if jobs will run on these hosts, 1 if not, 2 if they could not even meet."""
+    """Print the table; 0 if jobs will run on these hosts, 1 if not, 2 if there was no
+    rendezvous."""
     with tempfile.TemporaryDirectory() as directory:
         options = replace(options, nproc_per_node="1")
-        code = launch_host(options, _PROBE, run_dir=directory, timeout=120, faults=())
+        code = launch_host(options, LaunchRequest(_PROBE, run_dir=Path(directory), timeout=120, faults=()))
         path = Path(directory, RESULT)
         if code or not path.exists():
             return code or 1
@@ -32,7 +35,7 @@ def examine_hosts(options: HostOptions) -> int:
 
 
 def findings_between(hosts: dict[str, Any], pairs: dict[str, Any]) -> Iterator[Finding]:
-    """Hosts by their numbers, pairs as `0-1`."""
+    """`hosts` are named by their numbers, `pairs` as `0-1`."""
     for facts in hosts.values():
         yield from _of_one(facts)
     for pair, found in sorted(pairs.items()):
@@ -66,13 +69,15 @@ def _of_one(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _between(way: str, found: dict[str, Any], server: dict[str, Any]) -> Iterator[Finding]:
     if error := found.get("error"):
-        mend = "let TCP through between these hosts, on all ports (firewall, security group, network policy)"
-        yield Finding(way, "FAIL", error, mend)
+        remedy = (
+            "let TCP through between these hosts, on all ports (firewall, security group, network policy)"
+        )
+        yield Finding(way, "FAIL", error, remedy)
         return
     yield Finding(way, "ok", f"{found['mbit']:,.0f} Mbit/s, answer in {2e3 * found['unsure']:.2f} ms")
     if abs(found["ahead"]) - found["unsure"] > _APART:
-        mend = "synchronise the clocks (chrony, NTP): times in logs and incidents cannot be compared"
-        yield Finding(f"clocks, {way}", "warn", f"{abs(found['ahead']):.1f} s apart", mend)
+        remedy = "synchronise the clocks (chrony, NTP): times in logs and incidents cannot be compared"
+        yield Finding(f"clocks, {way}", "warn", f"{abs(found['ahead']):.1f} s apart", remedy)
     if server["address"] not in found["resolves"]:
         seen = (
             f"{server['name']} is {', '.join(found['resolves']) or 'nothing'} there, not {server['address']}"
@@ -80,5 +85,5 @@ def _between(way: str, found: dict[str, Any], server: dict[str, Any]) -> Iterato
         yield Finding(f"names, {way}", "warn", seen, "no harm if --rdzv-endpoint names addresses")
     if server["mtu"] and found["mtu"] != server["mtu"]:
         seen = f"packets of {server['mtu']} bytes do not come through; {found['mtu'] or 'none'} do"
-        mend = "set the same MTU on hosts and switches: large messages hang where small ones pass"
-        yield Finding(f"MTU, {way}", "FAIL" if found["mtu"] is None else "warn", seen, mend)
+        remedy = "set the same MTU on hosts and switches: large messages hang where small ones pass"
+        yield Finding(f"MTU, {way}", "FAIL" if found["mtu"] is None else "warn", seen, remedy)

@@ -1,7 +1,9 @@
-"""Run by one process on each host, for `recover doctor --hosts`: every pair of hosts tries the way between them.
+"""The program of `recover doctor --hosts`, one process on each host: every pair of hosts tests its
+link.
 
-What was found lies in etcd, so that every host can tell of all of them, and at the end in `hosts_probe.json` in the run
-directory. No torch, no world: a host may be found wanting before any of that would work.
+The results are stored in etcd, so that every host can show all of them, and at the end in
+`hosts_probe.json` in the run directory. It uses neither torch nor a world: a host may fail the test
+before these would work.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from recover.job import process
 from recover.job.machine import machine
-from recover.job.spec import JobSpec, told
+from recover.job.spec import JobSpec, current_job
 from recover.launch.hosts.addresses import resolved
 from recover.world.fabrics.etcd.access import client_of
 from recover.world.fabrics.etcd.client import EtcdClient
@@ -25,15 +27,15 @@ from recover.world.fabrics.etcd.client import EtcdClient
 RESULT = "hosts_probe.json"
 FACTS, ROUNDS, PAIRS = "probe/facts/", "probe/round/", "probe/pair/"
 PATIENCE, AGAIN = 60.0, 0.02  # seconds
-TRIES = 8  # of the clocks: the quickest answer says most
-SECONDS, PIECE = 0.5, 1 << 18  # of sending, and bytes at a time
-IP_MTU_DISCOVER, IP_PMTUDISC_DO = 10, 2  # of <linux/in.h>: never cut a packet into pieces
+TRIES = 8  # to compare clocks: the quickest answer is the most accurate
+SECONDS, PIECE = 0.5, 1 << 18  # duration of the bandwidth test, and bytes per message
+IP_MTU_DISCOVER, IP_PMTUDISC_DO = 10, 2  # of <linux/in.h>: never fragment a packet
 HEADERS = 28  # bytes, of IP and UDP
-MOST = 100  # bytes of a word; nothing that comes over the wire is unpickled
+MOST = 100  # bytes of a message; nothing that is received is unpickled
 
 
 def main() -> None:
-    rank, job = process.rank(), told()
+    rank, job = process.rank(), current_job()
     assert rank is not None
     assert job is not None
     assert job.etcd is not None
@@ -59,7 +61,7 @@ def main() -> None:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which nobody has two partners: all but one sit in a circle, and move on."""
+    """Every pair once, in rounds in which no host is in two pairs (the circle method)."""
     players = [*range(size), *([-1] if size % 2 else [])]
     found = []
     for _ in range(len(players) - 1):
@@ -86,7 +88,7 @@ def _facts(job: JobSpec, door: Listener, box: socket.socket) -> dict[str, Any]:
 
 
 def _gathered(etcd: EtcdClient, prefix: str, number: int) -> dict[str, Any]:
-    """What all have put there, when it is so much."""
+    """Wait for `number` values under a prefix, and return them by key."""
     deadline = time.monotonic() + PATIENCE
     while len(found := etcd.get_all(prefix)[0]) < number:
         if time.monotonic() > deadline:
@@ -97,7 +99,7 @@ def _gathered(etcd: EtcdClient, prefix: str, number: int) -> dict[str, Any]:
 
 
 def _try(mine: dict[str, Any], theirs: dict[str, Any], job: JobSpec) -> dict[str, Any]:
-    """What the way from this host to another one is like; why it cannot be used, if it cannot."""
+    """Measure the link from this host to another one. `error`: why it cannot be used."""
     found: dict[str, Any] = {"resolves": resolved(theirs["name"])}
     try:
         socket.create_connection(tuple(theirs["door"]), timeout=5.0).close()
@@ -118,7 +120,8 @@ def _try(mine: dict[str, Any], theirs: dict[str, Any], job: JobSpec) -> dict[str
 
 
 def _clocks(line: Connection) -> dict[str, float]:
-    """How far the other clock is ahead, and how sure that is: half of the time that the answer took."""
+    """How far the other clock is ahead, and how uncertain that is: half of the time of the
+    answer."""
     best = (float("inf"), 0.0)
     for _ in range(TRIES):
         before = time.time()
@@ -129,7 +132,8 @@ def _clocks(line: Connection) -> dict[str, float]:
 
 
 def _largest(box: tuple[str, int], mtu: int) -> int | None:
-    """The size of the largest packet that comes back whole: that of the interfaces, or of a common one that is less."""
+    """The size of the largest packet that is echoed: the MTU of the interfaces, or a smaller common
+    one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO)
         probe.settimeout(0.3)
@@ -149,7 +153,7 @@ def _answer(door: Listener) -> None:
         try:
             line = door.accept()
         except (OSError, EOFError, AuthenticationError):
-            continue  # a stranger, or one that only knocks
+            continue  # a process without the token, or a test of the port
         threading.Thread(target=_serve, args=[line], daemon=True).start()
 
 

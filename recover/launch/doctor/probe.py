@@ -1,4 +1,5 @@
-"""What `recover doctor` runs on three ranks: one kills itself, the others must notice it and go on."""
+"""The program of `recover doctor` on three ranks: one kills itself, the others must notice it and
+go on."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def main() -> None:
         "enabled": ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_ftmpi_enabled").value,
         "threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
     }
-    if report["enabled"]:  # without it a death would be the end of all
+    if report["enabled"]:  # otherwise a death would end all ranks
         report |= _lose_one(world, directory / "killed")
     if world.rank == 0:
         (directory / "probe.json").write_text(json.dumps(report))
@@ -33,7 +34,7 @@ def main() -> None:
 def _lose_one(world: MPI.Intracomm, killed: Path) -> dict[str, object]:
     world.Barrier()
     if world.rank == 2:
-        killed.write_text(str(time.monotonic()))  # all processes of a machine share this clock
+        killed.write_text(str(time.monotonic()))  # all processes of a host share this clock
         os.kill(os.getpid(), signal.SIGKILL)
     while not _agreed_on_a_death(world):
         pass
@@ -48,7 +49,7 @@ def _lose_one(world: MPI.Intracomm, killed: Path) -> dict[str, object]:
 
 
 def _agreed_on_a_death(world: MPI.Intracomm) -> bool:
-    """An agreement in which somebody has died raises until the death is acknowledged."""
+    """An agreement raises after a death, until the death is acknowledged."""
     try:
         world.Agree(1)
     except MPI.Exception:

@@ -1,4 +1,5 @@
-"""Where a host is reached: by an address of an interface that leads to the others, never by one of the loopback."""
+"""The address under which other hosts reach this one: of an interface that leads to them, never of
+the loopback."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 
 
 def resolved(name: str) -> tuple[str, ...]:
-    """The addresses of a name; none if it has none."""
+    """The addresses of a name; () if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -35,7 +36,8 @@ def is_of_this_host(address: str) -> bool:
 
 
 def leads_to(address: str, port: int) -> str | None:
-    """This host's own address on the way to another one; nothing is sent. None if there is no way."""
+    """This host's own address on the route to another one; nothing is sent. None if there is no
+    route."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, port))
@@ -45,7 +47,8 @@ def leads_to(address: str, port: int) -> str | None:
 
 
 def address_of_interface(name: str) -> str | None:
-    """Of an interface by its name (IPv4); None if there is none, or it has no address."""
+    """The IPv4 address of an interface; None if there is no such interface, or it has no
+    address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -59,9 +62,9 @@ def interface_of_address(address: str) -> str | None:
 
 
 def own_address(asked: str | None, endpoints: list[tuple[str, int]], alone: bool) -> str:
-    """Where the other hosts reach this one: on the interface (or address) that was asked for, or on the way to etcd.
-
-    `alone`: there is no other host, and the loopback will do.
+    """The address under which other hosts reach this one: of the interface (or the address) `asked`
+    for, or on the route to etcd. `alone`: there is no other host, and the loopback is allowed.
+    Raises Refusal.
     """
     if asked is not None:
         given = address_of_interface(asked) or asked

@@ -1,25 +1,27 @@
-"""An agent's correspondence with etcd, on a thread of its own, so that a silent etcd never keeps it from its ranks.
+"""Exchange between the supervisor of a host and etcd, on a thread of its own: it may wait for etcd,
+the other may not.
 
 Keys, under the prefix of the run:
 
     ends/<rank>   how a rank of the writer's host has ended: its marker, or nothing if it left none
-    order         the job is to be ended, by whom and why; written once
+    order         the job is to be ended, by which host and why; written once
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover.job.output import say
 from recover.job.supervised import Supervised, SupervisorError
-from recover.launch.hosts.rendezvous import HostPlan, Meeting
-from recover.launch.hosts.replica_restarts import Newcomer, Returns
+from recover.launch.hosts.placement import Seat
+from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
+from recover.launch.hosts.replica_restarts import ReplicaRestarts, RestartedReplica
 from recover.launch.verdict import as_marker, name_ranks
 from recover.world.fabrics.etcd.agreement import DEAD, DECISION, Decision, declare, rank_of
 from recover.world.fabrics.etcd.client import (
@@ -34,10 +36,10 @@ from recover.world.fabrics.etcd.client import (
 from recover.world.fabrics.etcd.entry import end_job
 from recover.world.rank_exit import End
 
-LOOK = 0.25  # seconds between two looks
+LOOK = 0.25  # seconds between two passes
 ENDS, ORDER = "ends/", "order"
-KEPT = 60.0  # seconds that the end of a lost rank is to be read, where replicas come and go
-GONE = 20  # looks in a row without a sign of its agent after which a host is gone
+KEPT = 60.0  # seconds that the end of a lost rank stays readable, where replicas are restarted
+GONE = 20  # passes in a row without a sign of its agent after which a host is gone
 
 
 @dataclass(frozen=True)
@@ -49,43 +51,75 @@ class Order:
     signal: int = 0
 
 
-class Clerk:
-    """`caught`: the signals that this agent has got; the first one ends the job everywhere. `heard` is told of
-    ranks that were lost on another host: where, which, and why."""
+@dataclass(frozen=True)
+class JobView:
+    """The job on all hosts, as of one pass. It is never changed: the supervisor's thread reads it
+    without a lock."""
+
+    hosts: Mapping[str, Any]  # by name: id and address
+    seats: Mapping[int, Seat]  # of all ranks that there have been
+    counted: frozenset[int]  # the first ranks, and those that have joined
+    ends: Mapping[int, str] = field(default_factory=dict)  # markers, as the agents of all hosts report them
+    order: Order | None = None  # once it is committed in etcd
+    over: bool = False  # every rank has ended, as far as any host can still tell
+    silent_since: float | None = None  # etcd has not answered since
+    refusal: str = ""  # what etcd answers instead, if it refuses
+    restarted: frozenset[int] = (
+        frozenset()
+    )  # ranks of the replicas that were placed after the start, and exist
+    asked: frozenset[int] = frozenset()  # those of them that have asked to join
+    failure: SupervisorError | None = None  # why the thread has ended, where it had to
+
+
+class EtcdSync:
+    """`caught`: the signals that this process has got; the first one ends the job on all hosts.
+
+    `fence_hung_ranks` is called in every pass. `place` registers ranks with the lease of this host.
+    `on_loss` is called with ranks that were lost on another host: host, ranks, reason. `restarts`
+    is set before the start, where lost replicas are restarted.
+
+    All state belongs to the thread, except the outbox and the order to be given, which have the
+    lock. Other threads see the state as `view`.
+    """
 
     def __init__(
         self,
         client: EtcdClient,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         plan: HostPlan,
         caught: list[int],
-        look_for_hung_ranks: Callable[[], object],
+        fence_hung_ranks: Callable[[], object],
         place: Callable[[Sequence[int]], bool],
-        heard: Callable[[str, Sequence[int], str], object],
+        on_loss: Callable[[str, Sequence[int], str], object],
     ) -> None:
-        self._client, self._meeting, self._plan, self._caught = client, meeting, plan, caught
-        self._look_for_hung_ranks, self._place, self._heard = look_for_hung_ranks, place, heard
-        self.returns: Returns | None = None  # set before the start, where lost replicas are started again
-        self.seats = dict(enumerate(plan.seats))
-        self.counted = set(self.seats)  # the ranks of the start, and those who have joined since
-        self.hosts: dict[str, Any] = dict(plan.hosts)
-        self._mine = set(plan.ranks_of(meeting.me.host))
-        self._newcomers: deque[Newcomer] = deque()
-        self.order: Order | None = None
-        self.over = False  # every rank has ended, as far as anybody can still tell
-        self.silent_since: float | None = None  # nobody answers
-        self.refusal = ""  # what etcd says meanwhile, if anything
-        self.ends: dict[int, str] = {}  # what the agents say
-        self._finished = False
-        self.failed: SupervisorError | None = None  # why it has ended, where it had to
-        self._outbox: dict[
-            int, tuple[str | None, str]
-        ] = {}  # by rank: its marker, and why it is dead, if it is
-        self._ordered: Order | None = None
+        self._client, self._rendezvous, self._plan, self._caught = client, rendezvous, plan, caught
+        self._fence_hung_ranks, self._place, self._on_loss = fence_hung_ranks, place, on_loss
+        self.restarts: ReplicaRestarts | None = None
+        seats = dict(enumerate(plan.seats))
+        self._view = JobView(dict(plan.hosts), seats, frozenset(seats))
+        self._seats: Mapping[int, Seat] = seats
+        self._counted = frozenset(seats)
+        self._hosts: Mapping[str, Any] = self._view.hosts
+        self._ends: Mapping[int, str] = {}
+        self._order: Order | None = None
+        self._over = self._finished = False
+        self._silent_since: float | None = None
+        self._refusal = ""
+        self._failure: SupervisorError | None = None
         self._dead: set[int] = set()
         self._missed: dict[str, int] = {}
+        self._placed: list[RestartedReplica] = []  # not yet handed over: see `_publish`
+        self._restarted: queue.SimpleQueue[RestartedReplica] = queue.SimpleQueue()
+        self._mine = set(plan.ranks_of(rendezvous.me.host))
+        self._outbox: dict[int, tuple[str | None, str]] = {}  # by rank: its marker; why it is dead, if it is
+        self._to_order: Order | None = None
         self._lock, self._wake, self._stopped = threading.Lock(), threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="recover-agent-clerk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="recover-etcd-sync", daemon=True)
+
+    @property
+    def view(self) -> JobView:
+        """The newest one."""
+        return self._view
 
     def start(self) -> None:
         self._thread.start()
@@ -93,39 +127,51 @@ class Clerk:
     def stop(self) -> None:
         self._stopped = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
-    def tell_end(self, rank: int, marker: str | None, death: str) -> None:
-        """A process of this host has ended; `death`: why its rank is dead, "" if it has finished. `marker`: None if it
-        was never part of the job."""
+    def report_end(self, rank: int, marker: str | None, death: str) -> None:
+        """A process of this host has ended. `marker`: None if it has never joined the job. `death`:
+        why its rank is dead; "" if it has finished."""
         with self._lock:
             self._outbox[rank] = marker, death
             self._mine.discard(rank)
         self._wake.set()
 
-    def newcomer(self) -> Newcomer | None:
-        """The next one of which this host is to start a rank, or which should be written down."""
-        return self._newcomers.popleft() if self._newcomers else None
+    def next_restarted(self) -> RestartedReplica | None:
+        """The next replica that was placed, on any host; its ranks on this host are to be started.
+        None: no more."""
+        try:
+            return self._restarted.get_nowait()
+        except queue.Empty:
+            return None
 
-    def hear(self, newcomer: Newcomer) -> None:
-        """A replica was placed. Its ranks are this host's before they are started. Raises EtcdError."""
-        if mine := newcomer.on(self._meeting.me.host):
+    def add_restarted(self, replica: RestartedReplica) -> None:
+        """A replica was placed. Called on the thread of this object; raises EtcdError.
+
+        Its ranks are under the lease of this host before they are started: if the host were lost in
+        between, no other host would declare them dead.
+        """
+        if mine := replica.on(self._rendezvous.me.host):
             with self._lock:
                 ranks = sorted(self._mine | mine.keys())
             if not self._place(ranks):
-                return  # this host was given up, and one of its name starts them
+                return  # this host was given up, and its successor of the same name starts them
             with self._lock:
                 self._mine |= mine.keys()
-        self.seats |= dict(zip(newcomer.ranks, newcomer.seats, strict=True))
-        self._newcomers.append(newcomer)
+        self._seats = {**self._seats, **dict(zip(replica.ranks, replica.seats, strict=True))}
+        self._placed.append(replica)
 
     def give_order(self, order: Order) -> None:
-        """The first one counts. `self.order` is it, as soon as etcd has it."""
-        self._ordered = self._ordered or order
+        """End the job on all hosts. The first order counts; `view.order` is set once it is
+        committed."""
+        with self._lock:
+            self._to_order = self._to_order or order
         self._wake.set()
 
     def declare_all(self, why: str, seconds: float) -> bool:
-        """All ranks that are left here were ended, and the others must know. Whether etcd has taken it in time."""
+        """Declare all ranks that are left here dead. Returns whether it was committed within so
+        many seconds."""
         with self._lock:
             self._outbox |= dict.fromkeys(self._mine, ("", why))
             self._mine.clear()
@@ -137,37 +183,65 @@ class Clerk:
 
     def _run(self) -> None:
         supervised = Supervised("the agent")
-        looks = {
-            "read what the others say": (self._read, True),
-            "look for ranks that hang": (self._look_for_hung_ranks, False),
-            "place replicas": (self._look_for_returns, False),
-        }
-        while not self._stopped:
+        while not self._stopped and self._failure is None:
             self._wake.wait(self._pause())
             self._wake.clear()
             try:
-                for what, (look, essential) in looks.items():
-                    # The others wait to hear of a death: not for all that is looked at here.
-                    self._try(supervised, "tell the others what has ended", self._write, True)
-                    self._try(supervised, what, look, essential)
-                self.silent_since, self.refusal = None, ""
+                self._pass(supervised)
+                self._silent_since, self._refusal = None, ""
             except EtcdError as error:
-                # A silence explains itself. What etcd says (an alarm, a missing permission) must be read by somebody.
-                says = not isinstance(error, UnansweredError) or bool(error.remedy)
-                if says and not self.refusal:
-                    say(
-                        f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}"
-                    )
-                self.refusal = str(error) if says else ""
-                if self.silent_since is None:
-                    self.silent_since = time.monotonic()
-            except SupervisorError as failed:
-                self.failed = failed
-                return
+                self._note_silence(error)
+            except SupervisorError as failure:
+                self._failure = failure
+            self._publish()
+
+    def _pass(self, supervised: Supervised) -> None:
+        parts = {
+            "read what the others say": (self._read, True),
+            "look for ranks that hang": (self._fence_hung_ranks, False),
+            "place replicas": (self._place_replicas, False),
+        }
+        for what, (part, essential) in parts.items():
+            # All ranks wait until a death is declared, so it is written before each part, not once
+            # per pass.
+            self._try(supervised, "tell the others what has ended", self._write, True)
+            self._try(supervised, what, part, essential)
+
+    def _publish(self) -> None:
+        restarts = self.restarts
+        known = [] if restarts is None else list(restarts.known.values())
+        self._view = JobView(
+            self._hosts,
+            self._seats,
+            self._counted,
+            self._ends,
+            self._order,
+            self._over,
+            self._silent_since,
+            self._refusal,
+            frozenset(rank for replica in known for rank in replica.ranks),
+            frozenset() if restarts is None else frozenset(restarts.asked),
+            self._failure,
+        )
+        # After the view that knows them: the supervisor ends ranks that wait to join and that the
+        # view does not know.
+        while self._placed:
+            self._restarted.put(self._placed.pop(0))
+
+    def _note_silence(self, error: EtcdError) -> None:
+        # A silence needs no words. What etcd answers (an alarm, a missing permission) a person must
+        # read.
+        answers = not isinstance(error, UnansweredError) or bool(error.remedy)
+        if answers and not self._refusal:
+            say(f"etcd refuses this host, and the job ends if that does not pass (--rdzv-patience): {error}")
+        self._refusal = str(error) if answers else ""
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
 
     @staticmethod
     def _try(supervised: Supervised, what: str, act: Callable[[], object], essential: bool) -> None:
-        """One look after the other: what goes wrong in one, a silent etcd aside, keeps nobody from the next."""
+        """Run one part of the pass. An exception in it does not keep the next one from running,
+        except EtcdError: the next part would wait for the same silent etcd."""
         silent: EtcdError | None = None
         with supervised.part(what, essential):
             try:
@@ -178,18 +252,19 @@ class Clerk:
             raise silent
 
     def _write(self) -> None:
-        if self._caught:
-            self._ordered = self._ordered or Order(self._meeting.me.host, "", self._caught[0])
-        if self._ordered is not None and self.order is None:
-            self._client.txn([absent(ORDER)], [put(ORDER, json.dumps(self._ordered.__dict__).encode())])
         with self._lock:
-            letters = dict(self._outbox)
+            if self._caught:
+                self._to_order = self._to_order or Order(self._rendezvous.me.host, "", self._caught[0])
+            order, letters = self._to_order, dict(self._outbox)
+        if order is not None and self._order is None:
+            self._client.txn([absent(ORDER)], [put(ORDER, json.dumps(order.__dict__).encode())])
         for rank, (marker, death) in letters.items():
             if death:
                 declare(self._client, rank, death)
             if marker is not None:
-                # All agents read it within a moment; those of weeks would fill the store.
-                lease = self._client.grant(KEPT)[0] if death and self.returns is not None else 0
+                # All agents read it within a moment; the ends of weeks of restarts would fill the
+                # store.
+                lease = self._client.grant(KEPT)[0] if death and self.restarts is not None else 0
                 self._client.txn([], [put(f"{ENDS}{rank}", marker.encode(), lease)])
             with self._lock:
                 del self._outbox[rank]
@@ -197,56 +272,59 @@ class Clerk:
     def _read(self) -> None:
         asked = get_all(ENDS), get_all(DEAD), get(ORDER), get(DECISION)
         answer = self._client.read(*asked)
-        # A forged order would keep a real one from being given, and a forged death a rank from voting.
+        # A forged order would keep a real one from being given, and a forged death a rank from
+        # voting.
         self._client.remove_forged(found for found in answer.forged if found.key != DECISION)
         ends, dead, order, decision = answer.found
-        plan, there = self._meeting.present(self._plan)
-        self.hosts = plan.hosts
-        new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self.ends}
-        self.ends = self.ends | new
-        # Nobody is done before all have come to the end.
+        plan, there = self._rendezvous.present(self._plan)
+        self._hosts = plan.hosts
+        new = {rank: found.value.decode() for found in ends if (rank := rank_of(found)) not in self._ends}
+        if new:
+            self._ends = {**self._ends, **new}
+        # A rank is done only after all ranks have agreed that the job is at its end.
         markers = map(as_marker, new.values())
         self._finished |= any(marker is not None and marker["end"] == End.DONE for marker in markers)
         lost = {rank_of(found): found.value.decode() for found in dead}
-        # Those whose deaths all know of may be forgotten by now.
+        # The keys of deaths that all members know of are removed: the participants of the decision
+        # tell of them.
         if decision and (decided := Decision.in_place(decision[0])) is not None:
-            participants = decided.participants
-            lost = dict.fromkeys(self.counted - participants, "") | lost
-            self.counted |= participants
-        self.counted |= self.ends.keys()
-        self._tell_losses({rank: why for rank, why in lost.items() if rank in self.counted})
+            lost = dict.fromkeys(self._counted - decided.participants, "") | lost
+            self._counted = self._counted.union(decided.participants)
+        self._counted = self._counted.union(self._ends)
+        self._tell_losses({rank: why for rank, why in lost.items() if rank in self._counted})
         if order:
-            self.order = Order(**json.loads(order[0].value))
-        for host in self.hosts:
+            self._order = Order(**json.loads(order[0].value))
+        for host in self._hosts:
             self._missed[host] = 0 if host in there else self._missed.get(host, 0) + 1
         with self._lock:
-            self.over = not self._outbox and all(
-                rank in self.ends or rank in self._dead or self._gone(rank) for rank in self.counted
-            )
-        if self.returns is not None and not self.returns.ended and (self.over or self._finished):
-            self.returns.ended = True
+            self._over = not self._outbox and all(map(self._has_ended, self._counted))
+        self._publish()  # the supervisor need not wait for the rest of this pass
+        if self.restarts is not None and not self.restarts.ended and (self._over or self._finished):
+            self.restarts.ended = True
             end_job(self._client, "the job has come to its end")
 
-    def _look_for_returns(self) -> None:
-        if self.returns is not None and self.returns.look():
+    def _place_replicas(self) -> None:
+        if self.restarts is not None and self.restarts.look():
             self._wake.set()
 
     def _pause(self) -> float:
-        """Until the next look: a place that is free sooner is used at once."""
-        return LOOK if self.returns is None else min(LOOK, self.returns.next_free_in())
+        """Seconds until the next pass: a slot that is free sooner is used at once."""
+        return LOOK if self.restarts is None else min(LOOK, self.restarts.next_free_in())
 
-    def _gone(self, rank: int) -> bool:
-        seat = self.seats.get(rank)
+    def _has_ended(self, rank: int) -> bool:
+        if rank in self._ends or rank in self._dead:
+            return True
+        seat = self._seats.get(rank)
         return seat is not None and self._missed.get(seat.host, 0) >= GONE
 
     def _tell_losses(self, dead: dict[int, str]) -> None:
-        """Of other hosts: what is lost here is told by the ranks and the verdict."""
-        mine, lost = self._meeting.me.host, dict[tuple[str, str], list[int]]()
+        """On other hosts: losses of this host are reported by its ranks and by the verdict."""
+        mine, lost = self._rendezvous.me.host, dict[tuple[str, str], list[int]]()
         for rank in dead.keys() - self._dead:
-            seat = self.seats.get(rank)
+            seat = self._seats.get(rank)
             if seat is not None and seat.host != mine:
                 lost.setdefault((seat.host, dead[rank]), []).append(rank)
         for (host, why), ranks in lost.items():
             say(f"{name_ranks(ranks)} on {host} lost" + (f": {why}" if why else ""))
-            self._heard(host, sorted(ranks), why)
+            self._on_loss(host, sorted(ranks), why)
         self._dead |= dead.keys()

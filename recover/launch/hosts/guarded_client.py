@@ -1,4 +1,5 @@
-"""A client of etcd whose writes are those of one agent: they are carried out only while it is its host."""
+"""A client of etcd whose writes are carried out only while its agent holds the lease of its
+host."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from recover.world.fabrics.etcd.client import Answer, EtcdClient, Operation
 
 
 class GuardedClient(EtcdClient):
-    """`guards`: what must hold for anything to be written, beside what the writer asks for.
+    """`guards`: conditions that are added to every transaction.
 
-    An agent that wakes after its host was given up, beside a successor of the same name, changes nothing of what the
-    successor has written, and declares none of its ranks dead: whatever it was about to say, and however late.
+    An agent may be stopped for longer than its lease: its host is given up, and an agent of the
+    same name may take its place. When it wakes, its pending writes change nothing that the
+    successor has written, and declare none of the successor's ranks dead, however late they arrive.
     """
 
     guards: Callable[[], Sequence[Operation]] = staticmethod(lambda: ())

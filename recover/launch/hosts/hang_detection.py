@@ -1,11 +1,13 @@
-"""Who hangs while those on other hosts wait: agents tell each other how far their ranks are.
+"""Detection of ranks that hang while ranks on other hosts wait: agents exchange how far their ranks
+are.
 
-The ranks of a host see which of their neighbours hangs, if they wait for it. But a replica that fills a host waits
-inside itself, where nobody looks, and a rank may be alone on its host. So each agent writes the rows of its board into
-etcd, now and then, reads those of the others, and holds its own ranks against whoever is furthest. One that is stopped
-while its agent runs was stopped alone, whoever waits for it; but where all replicas are, nobody does.
+The ranks of a host detect a neighbour that hangs, if they wait for it. But a replica that fills a
+host waits inside itself, and a rank may be alone on its host. So each agent writes the rows of its
+board to etcd twice a second, reads those of the others, and compares its own ranks with the rank
+that is furthest. A rank that is stopped while its agent runs was stopped alone; it is killed only
+while another replica can go on.
 
-What it hears of the others, it leaves in its session for whoever looks on.
+The rows of other hosts are also written to the session, for monitors.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ from recover.world.rank_exit import End
 from recover.world.slot_notes import Notes, blamed
 from recover.world.watchdog import HangWatchdog, describe
 
-EVERY = 0.5  # seconds between two pulses
-ASLEEP = 5.0  # seconds without a look after which the agent was stopped itself, or etcd silent
+EVERY = 0.5  # seconds between two exchanges
+ASLEEP = 5.0  # seconds between two exchanges after which the agent was stopped itself, or etcd silent
 
 
-class Pulse:
+class HangDetector:
+    """The one of a host. `mine`: rows of the board that are exchanged. `limit`: seconds, or None
+    for the default."""
+
     def __init__(
         self,
         client: EtcdClient,
@@ -53,23 +58,24 @@ class Pulse:
         self._accomplished, self._at = 0, 0.0
 
     def look(self, now: float) -> dict[int, tuple[str, Sign]]:
-        """Those of this host's ranks that hang, why, and what they show. Raises EtcdError."""
+        """Ranks of this host that hang, each with the reason and its sign of life. Raises
+        EtcdError."""
         if now - self._looked < EVERY:
             return {}
         self._looked, self._looks = now, self._looks + 1
         living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
         tell_pulse(self._client, self._host, other_hosts.told(living))
         heard = {
-            rank: told
+            rank: shown
             for host, rows in pulses(self._client).items()
             if host != self._host
-            for rank, told in rows.items()
+            for rank, shown in rows.items()
         }
         if self._session is not None and heard:
             other_hosts.leave(self._session, heard)
         everywhere = dict(living)
         for rank, (row, state) in heard.items():
-            row[HEARTBEAT] = self._looks  # that they live is for their own agents to say
+            row[HEARTBEAT] = self._looks  # whether they live, their own agents decide
             everywhere[rank] = row, state
         self._learn_pace(max((row[ACCOMPLISHED] for row, _ in everywhere.values()), default=0), now)
         signs = signs_of(everywhere, furthest(row for row, _ in everywhere.values()))
@@ -77,21 +83,23 @@ class Pulse:
         return {rank: (why, signs[rank]) for rank, why in hung.items() if rank in living}
 
     def _learn_pace(self, accomplished: int, now: float) -> None:
-        """How long a step takes, as seen from outside."""
+        """Learn how long a step takes, from the number of committed steps."""
         if accomplished > self._accomplished:
             if self._accomplished:
                 self._hangs.committed((now - self._at) / (accomplished - self._accomplished))
             self._accomplished, self._at = accomplished, now
 
 
-def fence(pulse: Pulse, board: Board, run_dir: Path) -> None:
-    """Kill those of this host that hang. What they were computing is written down first, in etcd: the repair that
-    follows must find it. Their markers are kept first, so that they are found when the ranks are gone, and go to the
-    disk, which may take its time, when all wait for nobody any more."""
-    for rank, (why, sign) in pulse.look(time.monotonic()).items():
+def fence(detector: HangDetector, board: Board, run_dir: Path) -> None:
+    """Kill the ranks of this host that hang."""
+    for rank, (why, sign) in detector.look(time.monotonic()).items():
         where = describe(sign.step, sign.suspects)
-        if not sign.stopped and sign.suspects:  # no sample sends a signal
-            pulse.notes.leave(sign.step, sign.suspects, why, rank)
+        # Order: the note of what the rank computes goes to etcd before the kill, for the repair
+        # that follows reads it. The marker is kept in memory before the kill, so that it is there
+        # when the rank is gone, and goes to the disk, which may be slow, after it: until then all
+        # ranks wait.
+        if not sign.stopped and sign.suspects:  # a stopped rank does not hang because of a sample
+            detector.notes.leave(sign.step, sign.suspects, why, rank)
         marker = {"end": str(End.FENCED), "detail": f"{why}{where}", "time": ""}
         FILES.keep(marker_file(run_dir, rank), json.dumps(marker).encode() + b"\n")
         board.kill(rank)

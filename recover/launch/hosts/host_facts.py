@@ -1,4 +1,4 @@
-"""What must be the same on every host of a job, each as a word that tells where it differs."""
+"""Facts that must be the same on every host of a job, as short values that an error can show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from recover.launch.hosts.options import HostPart
 def facts_of(
     part: HostPart, spec: JobSpec, script: Path, module: bool, lease: float, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """By name; `more` is what the job itself adds. No secrets: all can read it who can read etcd."""
+    """By name. `more`: facts of the job itself. No secrets: every process that can read etcd can
+    read them."""
     return {
         "--nnodes": part.nnodes,
         "--replica-size": str(spec.replica_size),
@@ -35,5 +36,5 @@ def facts_of(
 
 
 def words_of(args: Sequence[str]) -> dict[str, str]:
-    """What a script is told on its command line."""
+    """The arguments of a script as a fact."""
     return {"what the script is told": f"{' '.join(args)[:60]!r} ({digest_of(arg.encode() for arg in args)})"}

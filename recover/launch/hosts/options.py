@@ -1,4 +1,5 @@
-"""What is asked of a job on several hosts, with torchrun's words; under Slurm its environment fills in the rest."""
+"""Options of a job on several hosts, named as torchrun's; under Slurm its environment gives the
+missing ones."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from recover.world.fabrics.etcd.host_lease import MOST_RANKS
 PORT = 2379  # etcd's own
 LEAST_LEASE = 2.0
 MOST = 1e7  # seconds: etcd grants leases of no more than 9e9
-ALONE_LEASE = 60.0  # on one host nobody is lost with the agent but all: a busy machine must not look like it
+ALONE_LEASE = (
+    60.0  # on one host all is lost with the agent: the lease only must not run out on a busy machine
+)
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """What this host brings, and what it expects of the job."""
+    """What this host contributes to a job, and what it expects of it."""
 
     least: int  # hosts to begin with
     most: int
@@ -33,10 +36,10 @@ class HostPart:
     endpoints: tuple[str, ...]
     job: str
     host: str
-    order: int | None  # where this host stands among the others, if somebody says
-    token: str  # "": to be made
+    order: int | None  # of this host among the others, if it is given
+    token: str  # "": the plan brings one
     returns: bool = False
-    standby: int = 0  # replicas that are ready, and wait for a loss
+    standby: int = 0  # replicas that wait, ready, for a loss
     warm_up: float = WARM_UP
 
     @property
@@ -50,19 +53,19 @@ class HostPart:
 
 
 def read_options(options: HostOptions, environment: Mapping[str, str] = os.environ) -> HostPart:
-    """Raises Refusal, naming option, value and mend."""
+    """Raises Refusal, which names the option, its value and the remedy."""
     slurm = environment if "SLURM_JOB_ID" in environment else {}
     if options.rdzv_backend not in (None, "etcd", "etcd-v2", "c10d"):
         raise Refusal(f"--rdzv-backend is {options.rdzv_backend!r}: hosts meet in etcd here; leave it out")
     nnodes = options.nnodes or slurm.get("SLURM_NNODES") or slurm.get("SLURM_JOB_NUM_NODES")
     if nnodes is None:
-        raise Refusal("how many hosts? give --nnodes, as --nnodes 4, or 3:4 to begin with three of four")
+        raise Refusal(
+            "--nnodes is missing; give the number of hosts, as --nnodes 4, or 3:4 to begin with three of four"
+        )
     least, most = _read_nnodes(nnodes)
     endpoint = options.rdzv_endpoint or _slurm_endpoints(slurm)
     if not endpoint:
-        raise Refusal(
-            "where do the hosts meet? give --rdzv-endpoint HOST:PORT, one or three of them, with commas"
-        )
+        raise Refusal("--rdzv-endpoint is missing; give HOST:PORT of etcd, one or three of them, with commas")
     endpoints = tuple(map(_read_endpoint, endpoint.split(",")))
     if UNIX in endpoints and (most > 1 or len(endpoints) > 1):
         raise Refusal(
@@ -71,7 +74,7 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
     job = options.rdzv_id or slurm.get("SLURM_JOB_ID")
     if not job:
         raise Refusal(
-            "what is the job called? give --rdzv-id NAME, the same on every host, and one of its own"
+            "--rdzv-id is missing; give a name for the job, the same on every host, that no other job has"
         )
     if not re.fullmatch(r"[\w.:-]{1,200}", job):
         raise Refusal(f"--rdzv-id is {job!r}; give letters, digits, and . : _ - only")
@@ -99,7 +102,8 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
         job,
         host,
         int(order) if order and order.isdecimal() else None,
-        # With one host nobody else need know it; with several an etcd that is not ours to protect may hold it.
+        # With one host no other process needs it. With several it would have to be stored in etcd,
+        # readable by all.
         _read_secret("--token-file", options.token_file) or (secrets.token_hex(32) if most == 1 else ""),
         options.restarts,
         options.standby,
@@ -108,7 +112,8 @@ def read_options(options: HostOptions, environment: Mapping[str, str] = os.envir
 
 
 def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions:
-    """For a job on this host alone, with an etcd of its own: what `options` say of returns, for so many ranks."""
+    """Options for a job on this host alone, with an etcd of its own; `options`: those of
+    restarts."""
     return replace(
         options,
         nnodes="1",
@@ -120,7 +125,7 @@ def one_host(ranks: int, replica_size: int, options: HostOptions) -> HostOptions
 
 
 def access_to(options: HostOptions, part: HostPart) -> EtcdAccess:
-    """How etcd is reached. Raises Refusal."""
+    """Endpoints and credentials of etcd. Raises Refusal."""
     if options.etcd_cert is not None and options.etcd_ca is None:
         raise Refusal("--etcd-cert needs --etcd-ca: the file that says who signed etcd's own certificate")
     for name, path in (
@@ -162,7 +167,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
     if text in ("gpu", "auto"):
         slots = gpus_on_host() or (1 if text == "auto" else 0)
         if not slots:
-            raise Refusal("--nproc-per-node is gpu, and there is no GPU to be seen here; give a number")
+            raise Refusal("--nproc-per-node is gpu, and no GPU is visible here; give a number")
     elif text.isdecimal():
         slots = int(text)
     else:
@@ -175,7 +180,7 @@ def _read_slots(text: str | None, slurm: Mapping[str, str]) -> int:
 
 
 def _read_endpoint(text: str) -> str:
-    """`unix:` is a socket in the job's own session."""
+    """`unix:` stands for a socket in the session of the job."""
     if text.strip() == UNIX:
         return UNIX
     text = text.strip().removeprefix("http://").removeprefix("https://")
@@ -198,13 +203,13 @@ def _read_secret(option: str, path: Path | None) -> str:
 
 
 def _slurm_endpoints(slurm: Mapping[str, str]) -> str | None:
-    """The first host of the allocation, or the first three where there are so many."""
+    """The first host of the allocation; the first three, if it has three or more."""
     hosts = slurm_hosts(slurm.get("SLURM_JOB_NODELIST") or slurm.get("SLURM_NODELIST") or "")
     return ",".join(f"{host}:{PORT}" for host in hosts[: 3 if len(hosts) > 2 else 1]) or None
 
 
 def slurm_hosts(text: str) -> list[str]:
-    """`n[01-03,7],m1` in full, as Slurm's own `scontrol show hostnames` would say it."""
+    """`n[01-03,7],m1` as a list, as `scontrol show hostnames` prints it."""
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]

@@ -1,8 +1,10 @@
-"""The etcd in which the hosts of a job meet: the one that answers, or, where nobody does, members of our own.
+"""The etcd of a job: the one that answers at --rdzv-endpoint, or else members that the hosts of the
+job start.
 
-A host whose address is named in --rdzv-endpoint, and on whose port nobody listens, starts a member there: the only one,
-or one of three. It listens at that address and on that port, and, for the other members, on the next one. On one host
-alone it may listen on a socket in a directory of the job's instead, which nobody else can enter.
+A host whose address is named in --rdzv-endpoint, and on whose port no process listens, starts a
+member there: the only one, or one of three. It listens at that address and port, and, for the other
+members, on the next port. For a job on one host it may listen on a Unix socket in a directory that
+only this user can enter.
 """
 
 from __future__ import annotations
@@ -22,29 +24,32 @@ from recover.world.fabrics.etcd.access import client_of
 from recover.world.fabrics.etcd.client import UNIX, EtcdClient, EtcdError, UnansweredError
 from recover.world.fabrics.etcd.server import EtcdServer, NoEtcdError, peer_of
 
-_AGAIN = 0.1  # seconds between two looks
+_AGAIN = 0.1  # seconds between two tries
 _PROBE = 1.0  # seconds for a connection
 _READ_ONCE = 0.0
 MAKE_TOKEN = "(umask 077; head -c 32 /dev/urandom | base64 > token)"
 _TRIES = 20
-# What etcd says of a member whose name is known and whose data are lost: by a peer that it reaches, or later.
+# Errors of etcd for a member whose name is known and whose data are lost: by a peer that it
+# reaches, or later.
 _KNOWN_BEFORE = "has already been bootstrapped", "is out of range [lastIndex"
 
 
 def check_token(access: EtcdAccess, alone: bool) -> None:
-    """Raises Refusal where an etcd that this host would start had to hold the job's token, for all to read."""
+    """Raises Refusal if an etcd without access control, started by this host, would have to store
+    the token."""
     if alone or access.token or _is_protected(access):
         return
     if (endpoint := _missing_here(access, alone)) is not None:
         raise Refusal(
-            f"--token-file is not given, and nobody listens at {endpoint}: whoever reaches the etcd that is started "
-            f"there could read the job's token in it, and take part; make a token, {MAKE_TOKEN}, copy it to all hosts, "
-            "and give each of them --token-file token"
+            f"--token-file is not given, and no process listens at {endpoint}: any process that reaches the etcd that "
+            f"is started there could read the job's token, and take part; make a token, {MAKE_TOKEN}, copy it to all "
+            "hosts, and give each of them --token-file token"
         )
 
 
 class OwnEtcd:
-    """Use with `with`: what was started is ended there, and nothing of it stays but data in a given directory."""
+    """A context manager: a member that was started is ended; only data in a directory that was
+    given stay."""
 
     def __init__(self, access: EtcdAccess, directory: Path, alone: bool) -> None:
         self._access, self._directory, self._alone = access, directory, alone
@@ -58,7 +63,8 @@ class OwnEtcd:
             self.server.kill()  # its directory lies in the session, or was given
 
     def find_or_start(self, patience: float, stopped: Callable[[], object]) -> EtcdClient:
-        """A client of an etcd that answers. Raises Refusal, also if nobody answers for so many seconds."""
+        """A client of an etcd that answers. Raises Refusal, also if none answers for `patience`
+        seconds."""
         client = client_of(replace(self._access, patience=_READ_ONCE))
         mine = self._mine()
         deadline = time.monotonic() + patience
@@ -87,28 +93,28 @@ class OwnEtcd:
         return client_of(self._access)
 
     def _mine(self) -> str | None:
-        """The endpoint at which this host is to start a member, if nobody is there."""
+        """The endpoint at which this host is to start a member; None if it is not to."""
         found = _missing_here(self._access, self._alone)
         if found is not None and _is_protected(self._access):
             say(
-                f"nobody listens at {found}; an etcd with users or TLS is not started here, so it is waited for"
+                f"no process listens at {found}; an etcd with users or TLS is not started here: waiting for it"
             )
             return None
         return found
 
     def _start(self, endpoint: str, cluster: EtcdClient | None) -> None:
-        """The member of this endpoint, unless the cluster that answers already has, or had, it."""
+        """Start the member of this endpoint, unless the cluster that answers has it, or had it."""
         endpoints = self._access.endpoints
         if cluster is not None and not _is_awaited(cluster, f"http://{peer_of(_numeric(endpoint))}"):
-            say(f"nobody listens at {endpoint}, and etcd answers without it: no member is started there")
+            say(f"no process listens at {endpoint}, and etcd answers without it: no member is started there")
             return
         if len(endpoints) % 2 == 0:
             raise Refusal(
-                f"--rdzv-endpoint names {len(endpoints)} hosts, and nobody answers: an etcd of {len(endpoints)} "
+                f"--rdzv-endpoint names {len(endpoints)} hosts, and no etcd answers: an etcd of {len(endpoints)} "
                 "members is lost with half of them; give one, or three"
             )
         try:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if endpoint.startswith(UNIX):
                     sockets = Path(endpoint.removeprefix(UNIX)).parent
@@ -117,22 +123,23 @@ class OwnEtcd:
                     host, port = _parts(_numeric(endpoint))
                     members = tuple(map(_numeric, endpoints)) if len(endpoints) > 1 else ()
                     self.server = EtcdServer(self._directory, host, port, members=members)
-            for warning in told:
+            for warning in caught:
                 say(str(warning.message))
             self.server.begin()
         except NoEtcdError as error:
-            raise Refusal(f"nobody answers at {endpoint}, and {error}") from None
+            raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
         where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
-        say(f"nobody answered at {endpoint}: started etcd there, {where}")
+        say(f"no etcd answered at {endpoint}: started one there, {where}")
 
     def _leave_to_others(self) -> None:
-        """They did not answer for a moment, as when their leader is lost, and have had this host's member before."""
+        """Stop the member: the others did not answer for a moment, as when their leader is lost,
+        and know it."""
         assert self.server is not None
         self.server.kill()
         self.server = None
         say(
-            "the other members of etcd know that of this host from before, and its data are lost: it stays away, and "
-            "they are waited for"
+            "the other members of etcd know the member of this host, whose data are lost: it is not started; waiting "
+            "for the others"
         )
 
     def _answers(self, client: EtcdClient) -> bool:
@@ -149,7 +156,7 @@ class OwnEtcd:
         pairs = [_parts(endpoint) for endpoint in self._access.endpoints if not endpoint.startswith(UNIX)]
         if there := [f"{host}:{port}" for host, port in pairs if _listens(host, port)]:
             return (
-                f"somebody listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
+                f"a process listens at {', '.join(there)}, and no etcd answers after {patience:g} s; is it one, does a "
                 "majority of its members run, and, if it wants TLS, was --etcd-ca given?"
             )
         return (
@@ -159,7 +166,7 @@ class OwnEtcd:
 
 
 def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
-    """The endpoint that is one of this host's, and at which nobody listens. Raises Refusal."""
+    """The endpoint of this host at which no process listens, if any. Raises Refusal."""
     found = None
     for endpoint in access.endpoints:
         if endpoint.startswith(UNIX):
@@ -173,7 +180,7 @@ def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
         here = [address for address in addresses if is_of_this_host(address)]
         if any(map(is_loopback, here)) and not alone:
             raise Refusal(
-                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; mend "
+                f"--rdzv-endpoint: {host} is {here[0]} on this host, where no other host can reach it; fix "
                 "/etc/hosts (Debian writes 127.0.1.1 for the host's own name), or give the address itself"
             )
         if here and not _listens(here[0], port):
@@ -182,14 +189,15 @@ def _missing_here(access: EtcdAccess, alone: bool) -> str | None:
 
 
 def _is_protected(access: EtcdAccess) -> bool:
-    """Whether etcd asks for users or TLS. Such a one is never started here."""
+    """Whether etcd needs users or TLS. Such an etcd is never started here."""
     return bool(access.ca or access.user)
 
 
 def _is_awaited(cluster: EtcdClient, peer: str) -> bool:
-    """Whether the cluster expects a member at this place that was never there: one that has lost its data may not come
-    back under its name. Each has a name from the start, and tells where its clients find it once it is there."""
-    for _ in range(_TRIES):  # one that answered just now may be busy; the next one is asked
+    """Whether the cluster expects a member at this address that has never started: a member that
+    has lost its data must not start under its old name. A member has client URLs once it has
+    started."""
+    for _ in range(_TRIES):  # a member that has just answered may be busy; the next one is asked
         try:
             members = cluster.ask("/v3/cluster/member/list", {}).get("members", [])
             break
@@ -216,7 +224,8 @@ def _parts(endpoint: str) -> tuple[str, int]:
 
 
 def _numeric(endpoint: str) -> str:
-    """With the address in place of the name: members must agree about it, whatever each host calls the other."""
+    """With the address in place of the name: members must agree about it, however a host resolves
+    the name."""
     host, port = _parts(endpoint)
     address = resolved(host)[0]
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

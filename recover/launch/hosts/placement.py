@@ -1,4 +1,5 @@
-"""Which rank sits where: a replica on as few hosts as possible, so that a lost host costs as few as it can."""
+"""Placement of ranks on hosts: a replica on as few hosts as possible, so that a lost host costs few
+replicas."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seat:
-    """Of one rank: its host, and its number among the ranks there."""
+    """Of a rank: its host, and its slot there."""
 
     host: str
     slot: int
 
 
 def place(slots: Mapping[str, int], replica_size: int) -> tuple[Seat, ...]:
-    """The seats of all ranks, in order, for hosts with so many slots each, in the order given.
+    """The seats of all ranks, in their order, on hosts with these numbers of slots, in the order
+    given.
 
-    Whole replicas go first, each onto one host. What is left over on the hosts is put together to replicas that lie on
-    several, the largest remainders first. Slots that make no whole replica stay empty.
+    First each host gets whole replicas. Slots that are left are combined to replicas that lie on
+    several hosts, the hosts with most of them first. Slots that make no whole replica stay empty.
     """
     free = dict(slots)
     used = dict.fromkeys(slots, 0)

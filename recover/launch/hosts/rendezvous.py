@@ -1,15 +1,16 @@
-"""How the hosts of a job find each other: each says in etcd what it brings, and one plan is made of it, once.
+"""Rendezvous: each host of a job writes a record of itself to etcd, and one plan is made of the
+records, once.
 
 Keys, under the prefix of the job's name:
 
-    meet/<host>      what this host brings, bound to its agent's lease, for as long as the agent lives
-    refused/<host>   why a host was sent away
-    plan             who takes part, who sits where, the token, and the name of the run, under which all its keys lie
+    meet/<host>      the record of a host, under a lease that its agent keeps while it lives
+    refused/<host>   why a host was refused
+    plan             the hosts, the seats of all ranks, the token, and the name of the run, which prefixes its keys
 
-A plan whose hosts have all gone is a thing of the past: the next job of that name replaces it. Whoever comes while they
-are there is refused, unless lost replicas are started again and there may be more hosts: then it comes late, without
-ranks, and brings free slots. Who brings something else than the host that came first is refused, on the host where it
-is, and the others wait for it to come back mended.
+A plan whose hosts have all gone is replaced by the next job of that name. A host that comes while a
+host of the plan is there is refused, unless lost replicas are restarted and the plan allows more
+hosts: then it joins late, without ranks, and offers free slots. A host whose facts differ from
+those of the first one is refused, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -42,41 +43,41 @@ from recover.world.fabrics.etcd.client import (
     version_is,
 )
 
-LEASE = 10.0  # seconds; a host that is gone is seen by the lease that its ranks stand under
-KEEP = 2.0  # seconds between two signs
-LOOK = 0.2  # seconds between two looks
+LEASE = 10.0  # seconds; longer than that of the ranks (`HostLease`), by which the loss of a host is noticed
+KEEP = 2.0  # seconds between two renewals
+LOOK = 0.2  # seconds between two reads
 LAST_CALL = 5.0  # seconds for more hosts, when enough have come
-SETTLE = 6.0  # seconds for a run of the same name to go away, if it is about to
+SETTLE = 6.0  # seconds for a run of the same name that is about to end
 MEET, PLAN, REFUSED = "meet/", "plan", "refused/"
 
 
 @dataclass(frozen=True)
-class Attendance:
-    """One host, as it presents itself."""
+class HostRecord:
+    """What a host writes of itself."""
 
     host: str
     id: str  # of its agent
     slots: int
     address: str
     order: int | None
-    facts: dict[str, str]  # what must be the same everywhere; by name
+    facts: dict[str, str]  # values by name that must be the same on all hosts
 
     def to_bytes(self) -> bytes:
         return json.dumps(self.__dict__).encode()
 
     @classmethod
-    def of(cls, found: KeyValue) -> Attendance:
+    def of(cls, found: KeyValue) -> HostRecord:
         return cls(**json.loads(found.value))
 
 
 @dataclass(frozen=True)
 class HostPlan:
     run: str
-    token: str  # "": each host was given it
+    token: str  # "": each host has it from a file
     hosts: dict[str, Any]  # name to id and address
     seats: tuple[Seat, ...]
     problem: str = ""
-    most: int = 0  # hosts that there may be; 0: those that are there now, and no more
+    most: int = 0  # hosts that may take part; 0: no more than those of the plan
 
     def to_bytes(self) -> bytes:
         seats = [[seat.host, seat.slot] for seat in self.seats]
@@ -90,26 +91,26 @@ class HostPlan:
     def ranks_of(self, host: str) -> tuple[int, ...]:
         return tuple(rank for rank, seat in enumerate(self.seats) if seat.host == host)
 
-    def present(self, there: Mapping[str, Attendance]) -> list[str]:
-        """Those of its hosts whose agents are still there."""
+    def present(self, there: Mapping[str, HostRecord]) -> list[str]:
+        """The hosts of the plan whose agents are still there."""
         return [name for name, facts in self.hosts.items() if name in there and there[name].id == facts["id"]]
 
 
-class Meeting:
-    """One agent's end of it. `client`: under the prefix of the job's name."""
+class Rendezvous:
+    """The part of one agent. `client`: under the prefix of the job's name."""
 
     def __init__(
         self, client: EtcdClient, part: HostPart, address: str, facts: Mapping[str, str], replica_size: int
     ) -> None:
         self._client, self._part, self._replica_size = client, part, replica_size
-        self.me = Attendance(part.host, secrets.token_hex(8), part.slots, address, part.order, dict(facts))
-        self.late = False  # the job was at work when this host came
+        self.me = HostRecord(part.host, secrets.token_hex(8), part.slots, address, part.order, dict(facts))
+        self.late = False  # the job was running when this host came
         self._lease = 0
         self._left = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="recover-agent-attendance", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, name="recover-rendezvous", daemon=True)
 
     def enter(self, stopped: Callable[[], object]) -> None:
-        """Say that this host is there. Raises Refusal if it cannot take part."""
+        """Write the record of this host. Raises Refusal if it cannot take part."""
         began = time.monotonic()
         while not stopped():
             there, plan, answer, _ = self._look()
@@ -123,7 +124,8 @@ class Meeting:
             if self.me.host not in present and len(present) < plan.most:
                 self.late = True
                 break
-            # One that comes back is there until its agent's lease has run out.
+            # The record of a host that comes back is there until the lease of its last agent has
+            # run out.
             comes_back = self.me.host in present and plan.most
             if time.monotonic() - began > (LEASE if comes_back else 0) + SETTLE:
                 raise Refusal(
@@ -136,7 +138,7 @@ class Meeting:
         writes = [put(key, mine, self._lease), delete(f"{REFUSED}{self.me.host}")]
         answer = self._client.txn([absent(key)], writes, [get(key)])
         if not answer.succeeded and answer.found[0][0].value != mine:
-            other = Attendance.of(answer.found[0][0])
+            other = HostRecord.of(answer.found[0][0])
             raise Refusal(
                 f"a host {self.me.host} is in job {self._part.job} already (at {other.address}); start one agent on "
                 f"each host (srun: --ntasks-per-node=1), or give each a --host-name of its own; after a crash wait "
@@ -145,8 +147,9 @@ class Meeting:
         self._keeper.start()
 
     def wait_for_plan(self, patience: float, stopped: Callable[[], object]) -> HostPlan:
-        """Until it is settled who takes part. Raises Refusal if this host cannot, or too few come."""
-        part, began, told = self._part, time.monotonic(), ("", "")
+        """Return once the plan is decided. Raises Refusal if this host is not in it, or if too few
+        hosts come, and InterruptedError if it is stopped."""
+        part, began, seen = self._part, time.monotonic(), ("", "")
         fresh, count = began, 0
         while not stopped():
             there, plan, answer, version = self._look()
@@ -167,31 +170,32 @@ class Meeting:
                 self._decide(there, answer, version)
                 continue
             sent_away = "; ".join(f"{_host_of(found)}: {found.value.decode()}" for found in answer.found[2])
-            if (told_now := (", ".join(sorted(there)), sent_away)) != told:
-                told = told_now
-                away = f"; sent away: {sent_away}" if sent_away else ""
-                say(f"job {part.job}: {count} of {part.nnodes} hosts are here ({told[0]}){away}")
+            if (seen_now := (", ".join(sorted(there)), sent_away)) != seen:
+                seen = seen_now
+                away = f"; refused: {sent_away}" if sent_away else ""
+                say(f"job {part.job}: {count} of {part.nnodes} hosts are here ({seen[0]}){away}")
             if time.monotonic() - began > patience:
                 raise Refusal(
-                    f"job {part.job}: after {patience:g} s {count} of {part.nnodes} hosts have come ({told[0]}); start "
+                    f"job {part.job}: after {patience:g} s {count} of {part.nnodes} hosts have come ({seen[0]}); start "
                     "the same command on the others, or ask for fewer by --nnodes"
                 )
             time.sleep(LOOK)
         raise InterruptedError
 
     def present(self, plan: HostPlan) -> tuple[HostPlan, set[str]]:
-        """The plan, with the hosts that have come since, and which of them are still there, this one included."""
+        """The plan with the hosts that have joined since, and the names of those that are there,
+        with this one."""
         there, now, _, _ = self._look()
         if now is not None and now.run == plan.run:
             plan = replace(plan, hosts=now.hosts)
         return plan, {*plan.present(there), self.me.host}
 
     def be_brief(self, client: EtcdClient) -> None:
-        """From here on nobody waits for etcd in this: what cannot be said now is said later, or not at all."""
+        """Use a client that does not wait for a silent etcd, from now on."""
         self._client = client
 
     def leave(self, why: str = "") -> None:
-        """Nobody need wait for this host; `why` it was sent away, if it was. Never raises."""
+        """Remove the record of this host. `why`: the reason, if it was refused. Never raises."""
         if not self._lease:
             return
         self._left.set()
@@ -201,7 +205,7 @@ class Meeting:
             self._client.txn([value_is(key, self.me.to_bytes())], [delete(key), *word])
             self._client.revoke(self._lease)
         except EtcdError:
-            pass  # the lease runs out
+            pass  # the record goes with its lease
 
     def others(self, plan: HostPlan) -> list[str]:
         """The hosts of the plan, without this one, whose agents are still there."""
@@ -209,38 +213,42 @@ class Meeting:
         return [name for name in plan.present(there) if name != self.me.host]
 
     def anybody(self) -> bool:
-        """Whether any agent is there, in the plan or not."""
+        """Whether the agent of any host is there, in the plan or not."""
         return bool(self._look()[0])
 
     def clean(self) -> None:
-        """After leaving: if this was the last host, nothing of the run stays in etcd. Never raises."""
+        """After leaving: remove all keys of the run, if this was the last host. Never raises."""
         try:
             there, plan, answer, _ = self._look()
             if plan is None or plan.present(there):
                 return
-            # By its value, which names the run: a version counts from 1 again in the plan of the next one.
+            # The guard is the value, which names the run. Versions of the next run's plan count
+            # from 1 again: by its version, a request that is carried out late would delete that
+            # plan.
             if self._client.txn([value_is(PLAN, answer.found[1][0].value)], [delete(PLAN)]).succeeded:
                 self._client.delete_all(f"{plan.run}/")
         except EtcdError:
-            pass  # whoever comes next under this name finds a plan without hosts
+            pass  # the next job of this name finds a plan without hosts, and replaces it
 
-    def _look(self) -> tuple[dict[str, Attendance], HostPlan | None, Answer, int]:
-        """Who is there, in the order in which they came, and what is planned."""
+    def _look(self) -> tuple[dict[str, HostRecord], HostPlan | None, Answer, int]:
+        """The records in the order in which the hosts came, the plan, the whole answer, and the
+        version of the plan."""
         answer = self._client.read(get_all(MEET), get(PLAN), get_all(REFUSED))
         came = sorted(answer.found[0], key=lambda found: found.modified)
         plan = answer.found[1][0] if answer.found[1] else None
-        # One of an earlier job with another token is a thing of the past, too: it is replaced.
+        # A plan that was sealed with another token is of an earlier job: it is replaced, so its
+        # version counts.
         versions = [found.version for found in (*answer.found[1], *answer.forged) if found.key == PLAN]
         return (
-            {_host_of(found): Attendance.of(found) for found in came},
+            {_host_of(found): HostRecord.of(found) for found in came},
             HostPlan.from_bytes(plan.value) if plan else None,
             answer,
             versions[0] if versions else 0,
         )
 
     def _with_another_token(self, answer: Answer) -> list[str]:
-        """Hosts that came before this one, and whose words were not written with this one's token. None where another
-        host has the same token: then these are strangers, whom nobody heeds."""
+        """Hosts that came before this one, and whose records were sealed with another token. Empty
+        if another host has the token of this one: then the others are strangers."""
         if any(_host_of(found) != self.me.host for found in answer.found[0]):
             return []
         mine = [found.modified for found in answer.found[0] if _host_of(found) == self.me.host]
@@ -266,8 +274,9 @@ class Meeting:
             )
         return plan
 
-    def _compare(self, there: Mapping[str, Attendance]) -> None:
-        """Against the one that came first. Raises Refusal if this host brings something else."""
+    def _compare(self, there: Mapping[str, HostRecord]) -> None:
+        """With the record of the host that came first. Raises Refusal if a fact of this host
+        differs."""
         first = next(iter(there.values()), self.me)
         for name, mine in self.me.facts.items():
             if (theirs := first.facts.get(name)) != mine:
@@ -276,17 +285,20 @@ class Meeting:
                     "which came first; make them the same, and start again on the host that is wrong"
                 )
 
-    def _decide(self, there: Mapping[str, Attendance], answer: Answer, version: int) -> None:
-        """Make the plan of those who are there, unless somebody else has, or one more came or left."""
+    def _decide(self, there: Mapping[str, HostRecord], answer: Answer, version: int) -> None:
+        """Write the plan for the hosts that are there, unless another host has, or the set of hosts
+        has changed."""
         if any(attendance.facts != self.me.facts for attendance in there.values()):
-            time.sleep(LOOK)  # one that is about to be sent away
+            time.sleep(LOOK)  # a host with other facts is about to be refused
             return
         chosen = sorted(there.values(), key=_order)[: self._part.most]
         slots = {attendance.host: attendance.slots for attendance in chosen}
         size, total = self._replica_size, sum(slots.values())
         problem = ""
         if total >= size and not self._seats(slots):
-            problem = f"--standby is {self._part.standby}, which leaves no replica at work; give fewer, or more hosts"
+            problem = (
+                f"--standby is {self._part.standby}, which leaves no replica to start; lower it, or add hosts"
+            )
         elif total < size or (self._part.least == self._part.most and total % size):
             each = ", ".join(f"{host} {count}" for host, count in slots.items())
             problem = (
@@ -302,16 +314,18 @@ class Meeting:
             most=self._part.most if self._part.returns else 0,
         )
         guards = [version_is(PLAN, version), unchanged_since(MEET, answer.revision)]
-        # (A host that has left since is found by the meeting of those who are ready.)
+        # unchanged_since sees records that were written, not those that were deleted: a host that
+        # has left since is noticed when the hosts compare their run directories.
         self._client.txn(guards, [put(PLAN, plan.to_bytes())])
 
     def _seats(self, slots: Mapping[str, int]) -> tuple[Seat, ...]:
-        """Of those who begin: standbys are placed later, on what they leave free."""
+        """Of the first ranks. Standbys are placed later, on the slots that are left free."""
         seats = place(slots, self._replica_size)
         return seats[: max(0, len(seats) - self._part.standby * self._replica_size)]
 
     def _come_late(self, plan: HostPlan, value: bytes) -> None:
-        """Into a job that is at work: its replicas are as they are, and new ones may be placed here."""
+        """Add this host to the plan of a running job. Its seats do not change; new replicas may be
+        placed here."""
         me = {self.me.host: {"id": self.me.id, "address": self.me.address}}
         guards = [value_is(PLAN, value), value_is(f"{MEET}{self.me.host}", self.me.to_bytes())]
         self._client.txn(guards, [put(PLAN, replace(plan, hosts=plan.hosts | me).to_bytes())])
@@ -322,15 +336,18 @@ class Meeting:
                 if not self._client.keep_alive(self._lease):
                     self._come_again()
             except EtcdError:
-                pass  # once etcd is back
-            except Exception as error:  # without a sign of it the others would take this host for gone
+                pass  # again when etcd answers
+            except (
+                Exception
+            ) as error:  # the thread must live: without a record the others take this host for gone
                 say(
                     f"the attendance of host {self.me.host} could not be kept: {type(error).__name__}: {error}"
                 )
 
     def _come_again(self) -> None:
-        """Under a new lease, unless another agent is there under this name. Which of them is the host, their leases
-        tell: this one tries again, and goes when it was given up."""
+        """Write the record under a new lease, unless another agent has this name now. `HostLease`
+        decides which of the two is the host: this one tries again, and ends when it has been given
+        up."""
         lease, _ = self._client.grant(LEASE)
         key, mine = f"{MEET}{self.me.host}", self.me.to_bytes()
         write, look = put(key, mine, lease), get(key)
@@ -345,8 +362,8 @@ def _host_of(found: KeyValue) -> str:
     return found.key.rpartition("/")[2]
 
 
-def _order(attendance: Attendance) -> tuple[Any, ...]:
-    """As somebody says, or by name, in which numbers count as numbers."""
+def _order(attendance: HostRecord) -> tuple[Any, ...]:
+    """By the order that was given (SLURM_NODEID), then by name, with digits as numbers."""
     words = re.split(r"(\d+)", attendance.host)
     natural = [int(word) if word.isdigit() else word for word in words]
     return (attendance.order is None, attendance.order or 0, natural)

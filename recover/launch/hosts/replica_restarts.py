@@ -1,14 +1,15 @@
-"""Replicas that are started while the job runs: on places that a loss has left free, or that came with a host.
+"""Replicas that are started while the job runs: on slots that a loss has left free, or that a host
+brought.
 
 Keys, under the prefix of the run:
 
-    free/<host>     the free slots of a host; its agent adds to them, whoever places a replica takes from them
-    anew/<rank>     the seats of a replica that was placed later, by the id of its first rank
+    free/<host>     the free slots of a host; its agent adds slots, the agent that places a replica removes them
+    anew/<rank>     the seats of a replica that was placed after the start, by the id of its first rank
 
-Any agent may place a replica as soon as there are enough free slots of living hosts, anywhere: in one transaction its
-ids are taken, its seats written down, and its slots taken off the lists; so two agents never use a slot twice. Each
-agent starts those of its ranks that sit on its host. The slots of living ranks of broken replicas are as free as any
-others, and so whole replicas come of what was left of several.
+Any agent places a replica as soon as living hosts have enough free slots. One transaction takes the
+ids, writes the seats and removes the slots from the lists, so two agents never use a slot twice.
+Each agent starts the ranks that sit on its host. When a replica loses a rank, the slots of its
+other ranks become free, too: a new replica may take slots that several broken ones have left.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from recover.world.fabrics.etcd.entry import NoRoomError, NotPlacedError, place_
 from recover.world.fabrics.etcd.host_lease import HOST, PLACED
 
 FREE, ANEW = "free/", "anew/"
-MISSED = 2.0  # seconds after its grace: then a host does not start any more what was placed there
+MISSED = 2.0  # seconds after the grace of its lease, after which a host does not start what was placed there
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """A replica that was placed later. `ranks` and `seats` belong together."""
+class RestartedReplica:
+    """A replica that was placed after the start. `seats` are those of `ranks`, in this order."""
 
     ranks: tuple[int, ...]
     seats: tuple[Seat, ...]
 
     @classmethod
-    def of(cls, found: KeyValue) -> Newcomer:
+    def of(cls, found: KeyValue) -> RestartedReplica:
         first, seats = rank_of(found), tuple(Seat(*seat) for seat in json.loads(found.value))
         return cls(tuple(range(first, first + len(seats))), seats)
 
@@ -63,10 +64,12 @@ class Newcomer:
         return {rank: seat.slot for rank, seat in pairs if seat.host == host}
 
 
-class Returns:
-    """An agent's part in it. `most`: ids that there may be; when they are used up nobody is started any more.
+class ReplicaRestarts:
+    """The part of one agent. `most`: number of ids; when they are used up, no replica is started
+    any more.
 
     `heard` is called with every replica that was placed, before any of its processes is started.
+    `patience`: seconds that a host may be without a lease.
     """
 
     def __init__(
@@ -76,20 +79,21 @@ class Returns:
         slots: HostSlots,
         replica_size: int,
         most: int,
-        heard: Callable[[Newcomer], object],
-        patience: float,  # seconds that a host may be without a lease
+        heard: Callable[[RestartedReplica], object],
+        patience: float,
     ) -> None:
         self._client, self._host, self._slots, self._size = client, host, slots, replica_size
         self._most, self._heard, self._patience = most, heard, patience
-        self.known: dict[int, Newcomer] = {}  # by the first rank: those that are there
-        self.asked: set[int] = set()  # ranks of theirs that have been ready
+        self.known: dict[int, RestartedReplica] = {}  # by the first rank
+        self.asked: set[int] = set()  # ranks of theirs that have asked to join
         self._missed: dict[str, float] = {}  # hosts without a lease, since when
-        self.ended = False  # nobody is started any more
-        self._is_full = False  # nobody could be, for want of ids
+        self.ended = False  # no replica is started any more
+        self._is_full = False  # too few ids are left
 
     def look(self) -> bool:
-        """Publish what is free here, place what can be placed, and hear of what others have placed. Whether anything
-        was written: then there is more to see at once."""
+        """Publish the free slots of this host, place a replica if one fits, and read what others
+        have placed. Returns whether anything was written: then it is worth looking again at
+        once."""
         firsts = sorted(self.known)
         claims = [get(key_of(CLAIM, first)) for first in firsts]
         answer = self._client.read(get_all(FREE), get_all(ANEW), get_all(HOST), get_all(ASKING), *claims)
@@ -98,11 +102,11 @@ class Returns:
         there = {found.key.removeprefix(HOST) for found in hosts}
         for found in anew:
             if (first := rank_of(found)) not in self.known:
-                newcomer = Newcomer.of(found)
-                self._heard(newcomer)
-                for slot in newcomer.on(self._host).values():
+                replica = RestartedReplica.of(found)
+                self._heard(replica)
+                for slot in replica.on(self._host).values():
                     self._slots.take(slot, time.monotonic())
-                self.known[first] = newcomer
+                self.known[first] = replica
         self._forget([first for first, claim in zip(firsts, answer.found[4:], strict=True) if not claim])
         self._miss(there, answer.revision)
         if self.ended:
@@ -112,17 +116,19 @@ class Returns:
         )
 
     def next_free_in(self) -> float:
-        """Seconds until a place of this host has rested for long enough; infinity if none rests."""
+        """Seconds until a resting slot of this host is free; infinity if none rests."""
         return self._slots.next_free_in(time.monotonic())
 
     def _publish(self, lists: Sequence[KeyValue]) -> bool:
-        """Whether the list had to be written: then nothing is placed before the next look."""
+        """Write the list of free slots if it has changed. Then nothing is placed before the next
+        look."""
         key = f"{FREE}{self._host}"
         mine = next((found for found in lists if found.key == key), None)
         free = self._slots.free(time.monotonic())
         if free == (json.loads(mine.value) if mine else []):
             return False
-        # Not if somebody has taken from it since: what is free here is known again once we have heard of that.
+        # Not if an agent has taken a slot from it since: the slot is taken here, too, once we have
+        # read that.
         writes = [put(key, json.dumps(free).encode())]
         self._client.txn([version_is(key, mine.version if mine else 0)], writes)
         return True
@@ -154,25 +160,28 @@ class Returns:
             )
             return False
         except (NotPlacedError, NotAdmittedError):
-            # Somebody else has, or a host has gone; or the job has not begun.
+            # Another agent was first, a host has gone, or the job has not begun.
             return False
         return True
 
     def _forget(self, firsts: list[int]) -> None:
-        """The others have forgotten them, so nobody will join under these ids any more."""
+        """The members have removed the claims of these replicas: no rank will join under these ids
+        any more."""
         for first in firsts:
             self.asked -= set(self.known.pop(first).ranks)
-            # Ids are never used twice, so whoever does it again, and late, does no harm.
+            # Ids are never used twice, so doing it again, or late, does no harm.
             writes = [delete(key_of(ANEW, first)), delete_all(f"replica/{first // self._size}/")]
             self._client.txn([absent(key_of(CLAIM, first))], writes)
 
     def _miss(self, there: set[str], revision: int) -> None:
-        """One that was to be started on a host that has gone will never come; its mates need not wait for it."""
-        hosts = {seat.host for newcomer in self.known.values() for seat in newcomer.seats}
+        """Declare ranks dead that were to be started on a host that has gone: the rest of their
+        replica waits for them."""
+        hosts = {seat.host for replica in self.known.values() for seat in replica.seats}
         now = time.monotonic()
         self._missed = {host: self._missed.get(host, now) for host in hosts - there}
         for host in (host for host, since in self._missed.items() if now - since > self._patience):
-            for rank in (rank for newcomer in self.known.values() for rank in newcomer.on(host)):
-                # Not if one of its name has come since, which may be without a lease for a moment, too.
+            for rank in (rank for replica in self.known.values() for rank in replica.on(host)):
+                # Not if a host of this name has come since: it may be without a lease for a moment,
+                # too.
                 guards = absent(f"{HOST}{host}"), unchanged_since(f"{PLACED}{host}", revision)
                 declare(self._client, rank, f"host {host} has gone", *guards)

@@ -1,6 +1,8 @@
-"""The run directory of a job on several hosts, which they may share or not: one writer for each that there is.
+"""The run directory of a job on several hosts, which may share it or not: each directory has one
+writer.
 
-Every agent leaves a file of its own there before the hosts meet, and afterwards looks whose it can see.
+Every agent leaves a file of its own in its run directory before the rendezvous, and afterwards
+lists the files of other hosts that it can see there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from recover.job.record_files import FILES
 from recover.launch.hosts.placement import Seat
-from recover.launch.hosts.rendezvous import HostPlan, Meeting
+from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.preflight import Refusal, make_run_dir, remove_markers
 from recover.runs.records.job_log import PLACEMENT
 from recover.world.fabrics.etcd.client import EtcdClient
@@ -25,7 +27,7 @@ _AGAIN, _PATIENCE, _TURN = 0.05, 60.0, 2.0  # seconds
 
 
 class SeenDirectories:
-    def __init__(self, run_dir: Path, meeting: Meeting) -> None:
+    def __init__(self, run_dir: Path, meeting: Rendezvous) -> None:
         self._run_dir, self._meeting = run_dir, meeting
         self._mine = self._file(meeting.me.id)
 
@@ -44,9 +46,10 @@ class SeenDirectories:
     def compare(
         self, client: EtcdClient, plan: HostPlan, stopped: Callable[[], object]
     ) -> tuple[tuple[int, ...], ...]:
-        """The ranks by the directory that they see. Returns when all hosts have looked, so all are ready to begin."""
+        """The ranks, grouped by the directory that they see. Returns when all hosts have looked:
+        all are ready."""
         me, first_ones = self._meeting.me.host, {seat.host for seat in plan.seats}
-        if not self._meeting.late:  # those that come late see what they see: it is settled who writes
+        if not self._meeting.late:  # the writers of a running job are decided
             first_ones = set(plan.hosts)
             remove_markers(self._run_dir)
             seen = [host for host, facts in plan.hosts.items() if self._file(facts["id"]).exists()]
@@ -78,13 +81,16 @@ class SeenDirectories:
 
 
 def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
-    """As `preflight.open_run_dir`, but agents of the same job may share it. It is tidied up when it is clear that a job
-    begins: a host that comes back finds there what it has left of one that is at work."""
+    """As `preflight.open_run_dir`, but agents of the same job may share it. Old markers are removed
+    later, when it is known that a job begins: a host that comes back to a running job finds the
+    markers of that job."""
     run_dir, lock = make_run_dir(run_dir)
     try:
         first = _lock(lock, fcntl.LOCK_EX)
         deadline = time.monotonic() + _TURN
-        while not _lock(lock, fcntl.LOCK_SH):  # another agent may be looking whether it is the first
+        while not _lock(
+            lock, fcntl.LOCK_SH
+        ):  # another agent may hold the exclusive lock for a moment, as above
             if time.monotonic() > deadline:
                 raise Refusal(f"run directory {run_dir} is in use by a running job; give another --run-dir")
             time.sleep(_AGAIN)
@@ -99,8 +105,8 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
 
 
 def may_be_at_work(run_dir: Path, job: str) -> bool:
-    """Whether a job of this name has used the directory. Whether it still is at work the meeting tells: a host that has
-    lost its power finds there what it has left itself, and nobody who holds it."""
+    """Whether a job of this name has used the directory. The rendezvous decides whether it still
+    runs: after a power cut a host finds its own files there, and no lock."""
     return _job_of(run_dir) == job
 
 
@@ -129,7 +135,7 @@ def _placement(run_dir: Path) -> dict[str, Any] | None:
 def keep_placement(
     run_dir: Path, job: str, hosts: Mapping[str, Mapping[str, str]], seats: Mapping[int, Seat], later: bool
 ) -> None:
-    """The map from ranks to hosts and slots is one of the job's records; it holds all that there ever were."""
+    """Write the record of which rank sits where. It holds all ranks that there have been."""
     facts: dict[str, Any] = {
         "job": job,
         "hosts": {host: facts["address"] for host, facts in hosts.items()},
@@ -137,6 +143,6 @@ def keep_placement(
     }
     known = _placement(run_dir) if later else None
     if known is not None and known["job"] == job:
-        # Those who came and went before this host did are known from the file alone.
+        # Ranks and hosts that were gone before this host came are known from the file alone.
         facts = {"job": job, **{name: known[name] | facts[name] for name in ("hosts", "ranks")}}
     FILES.replace(run_dir / PLACEMENT, (json.dumps(facts, indent=2) + "\n").encode())

@@ -2,11 +2,11 @@
 
 `mpi`   Open MPI's own collectives on a communicator made for the epoch: the fastest on one machine.
 `gloo`  torch's gloo over sockets of the epoch: makes no MPI communicator at all.
-`nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own. What
-        lies on the host travels by `mpi` (by `gloo`, where the fabric is not Open MPI) beside it.
+`nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own. Data
+        on the host travel by `mpi`, or by `gloo` where the fabric is not Open MPI.
 `auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise
-        `mpi`: it and `gloo` pass the burst tests without losing a bystander (docs/world.md), and it is faster.
-        Where the fabric is not Open MPI, `gloo`.
+        `mpi`: both `mpi` and `gloo` pass the burst tests without losing a healthy rank (docs/world.md), and `mpi` is
+        faster. Where the fabric is not Open MPI, `gloo`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ def choose(
     link_timeout: float = LINK_TIMEOUT,
     token: str = "",
 ) -> DataCarriers:
-    """The maker of carriers of that name. Some need torch, so each is imported only when it is asked for.
+    """Return the factory of the named carrier.
 
-    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it. `link_timeout`: seconds
-    after which a silent connection is lost. `token`: the job's.
+    Some carriers need torch, so each is imported only on demand.
+
+    `mpi`: whether the fabric is Open MPI. `address`: of this host, where the others reach it.
+    `link_timeout`: seconds after which a silent connection counts as lost. `token`: the job's.
     """
     if name == "auto":
         on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
@@ -57,10 +59,10 @@ def choose(
 
         return GlooCarriers(fabric, grid, worker, address, link_timeout, token)
     if name == "nccl":
-        from recover.world.carriers.host_and_device import TwoWireCarriers
+        from recover.world.carriers.host_and_device import HostAndDeviceCarriers
         from recover.world.carriers.nccl import NcclCarriers
 
-        return TwoWireCarriers(
+        return HostAndDeviceCarriers(
             NcclCarriers(fabric, grid, worker),
             choose("mpi" if mpi else "gloo", fabric, grid, worker, mpi, address, link_timeout, token),
             worker,
@@ -69,7 +71,7 @@ def choose(
 
 
 def _computes_on_gpu() -> bool:
-    """Whether this process has made use of a GPU so far, if only by choosing its own."""
+    """Whether this process has used a GPU so far, if only by selecting its own."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 

@@ -1,4 +1,4 @@
-"""What every carrier can do, and the one operation that each must pass before it is trusted."""
+"""The interface of all carriers, and the trial reduction that each must pass before it is used."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ Array = npt.NDArray[Any]
 Data = Any  # a NumPy array, or a torch tensor on whatever device
 WIRE_TYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.int64))
 _WIRE_NAMES = frozenset(map(str, WIRE_TYPES))
-TRIAL_LIMIT = 30.0  # seconds: one that has failed alone, and lives, does not come
+TRIAL_LIMIT = 30.0  # seconds; a member whose own carrier failed does not take part in the trial
 
 
 class Ready:
-    """The moment at which data are complete, in the order of the device that makes them; on the host that is now."""
+    """The moment at which data are complete, in the order of the device that makes them.
+
+    On the host that is now.
+    """
 
     def __init__(self, *data: Data) -> None:
-        """Of all of `data`, as the caller's own stream of work leaves them."""
+        """Record the caller's current stream on every device of `data`."""
         self.events: list[Any] = []
         for device in {each.device: None for each in data if getattr(each, "is_cuda", False)}:
             import torch
 
-            event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+            event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
             torch.cuda.current_stream(device).record_event(event)
             self.events.append(event)
 
     @property
     def is_past(self) -> bool:
-        """Whether it has come."""
+        """Whether the moment has passed."""
         return all(event.query() for event in self.events)
 
     def wait(self) -> None:
-        """The host waits for it."""
+        """Block the calling thread until then."""
         for event in self.events:
             event.synchronize()
 
@@ -47,12 +50,13 @@ class Ready:
 class DataCarrier(ABC):
     """The cross-replica group of one epoch: the ranks of all replicas that hold the same shard.
 
-    Operations run on the communication thread, take arrays and tensors of any real type wherever they are, and raise
-    CarrierError. They block, or return what is left to wait for when a device goes on with them. `follow` is called
-    before each of them. A group of one needs no wire.
+    Operations run on the communication thread, take arrays and tensors of any real type on any
+    device, and raise CarrierError. They block, or return a completion that a device has yet to
+    reach. `follow` is called before each of them. A group of one sends nothing.
     """
 
-    # Whether a sum that has ended well here is right, whoever of the others has given it up, and died since.
+    # Whether a sum that has succeeded on this rank is right even if a peer has aborted it, or died
+    # since.
     ends_cleanly = True
 
     def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int) -> None:
@@ -66,7 +70,7 @@ class DataCarrier(ABC):
 
     @property
     def carried(self) -> int:
-        """A count that grows while an operation is under way and its data travel, as far as this can be seen."""
+        """A count that grows while data of an operation travel, as far as the carrier can see that."""
         return 0
 
     @abstractmethod
@@ -82,14 +86,17 @@ class DataCarrier(ABC):
     def free(self) -> None: ...
 
     def follow(self, ready: Ready) -> None:
-        """Order the next operation behind the caller's work on its buffers: those that it reads, and those that it
-        writes to, which the caller may still be reading. The host waits; a carrier with a stream of its own lets the
-        stream wait."""
+        """Order the next operation behind the caller's work on its buffers.
+
+        That holds for buffers that the operation reads, and for those that it writes to, which the
+        caller's stream may still be reading: without it a receive would overwrite them. The host
+        waits; a carrier with a stream of its own makes the stream wait.
+        """
         ready.wait()
 
     @abstractmethod
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
-        """Sum over the group; `out` may be `source`, otherwise the source stays as it was."""
+        """Sum over the group. `out` may be `source`; otherwise `source` is unchanged."""
 
     @abstractmethod
     def all_max(self, data: Data) -> Rest | None:
@@ -104,9 +111,10 @@ class DataCarrier(ABC):
 
     @abstractmethod
     def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
-        """`out` to members of the group, by their number, and `into` from members, all at once; int64 only.
+        """Send `out` to members of the group, by their number, and receive `into` from members at
+        once; int64 only.
 
-        Only those take part who are named, each in its own exchange: what goes from one to another comes in order.
+        Only the named members take part. Messages from one member to another arrive in order.
         """
 
     @abstractmethod
@@ -129,8 +137,13 @@ class DataCarrier(ABC):
             )
 
     def await_or_free(self, work: Work, alarmed: Callable[[], bool]) -> bool:
-        """Wait for the communication thread; if a member dies meanwhile, free it. Whether it took too long: the first
-        one that finds so frees others a moment before their time, and they have only waited, too."""
+        """Wait for `work`, and free the carrier if a member dies meanwhile.
+
+        Whether it took too long.
+
+        The first member that reaches the limit frees the group, which ends the wait of others a
+        moment before their limit. They have only waited, too: hence 80% of it.
+        """
         began = time.monotonic()
         while not work.wait(0.001) and not work.done:
             if alarmed() or time.monotonic() - began > TRIAL_LIMIT:
@@ -139,7 +152,7 @@ class DataCarrier(ABC):
 
 
 class DataCarriers(Carriers[DataCarrier], ABC):
-    """The maker of carriers, one per epoch."""
+    """Factory of carriers, one per epoch."""
 
     settle: float
 
@@ -148,7 +161,7 @@ class DataCarriers(Carriers[DataCarrier], ABC):
 
 
 def wire_type(data: Data) -> str:
-    """The type in which data travel: their own, or float32. Raises TypeError for what has no sum of that kind."""
+    """The type in which data travel: their own, or float32. Raises TypeError for complex numbers."""
     name = str(data.dtype).removeprefix("torch.")
     if name.startswith("complex"):
         raise TypeError(f"{name} does not travel; pass the real view of the tensor (torch.view_as_real)")

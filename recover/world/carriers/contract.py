@@ -1,4 +1,4 @@
-"""What membership asks of a carrier: an offer, to be built, to be freed. Nothing about data."""
+"""The part of a carrier that membership uses: make an offer, build, free. Nothing about data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CarrierError(Exception):
 
 
 class UnreachedError(CarrierError):
-    """Other members did not answer this one: `ranks`, by how it tried to reach them."""
+    """Members that this rank could not reach: `ranks`, with their addresses."""
 
     def __init__(self, text: str, ranks: Mapping[int, str]) -> None:
         named = ", ".join(f"rank {rank} at {where}" for rank, where in sorted(ranks.items()))
@@ -20,33 +20,39 @@ class UnreachedError(CarrierError):
 
 
 class TookTooLongError(CarrierError):
-    """It was waited for others, who did not come: the fault is not this member's."""
+    """This member waited for others in vain: the fault is not its own."""
 
 
 class Carrier(Protocol):
-    """What moves the data of one epoch among the members, made anew for each epoch."""
+    """Moves the data of one epoch among the members. Each epoch has a new one."""
 
     def offer(self) -> bytes:
-        """What the other members must know before the carrier can be built (addresses, say)."""
+        """What the other members must know before the carrier can be built, such as addresses."""
 
     def build(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        """Build and try it once. Raises CarrierError.
+        """Build the carrier and try it once. Raises CarrierError.
 
-        `confirm(ok)` is an agreement: True if it went well everywhere; all members must call it equally often.
-        `alarmed()` says that a member has died, so that a wait for it must be given up.
+        `confirm(ok)` is an agreement: True if all members passed True. All members must call it
+        equally often. `alarmed()` says that a member has died: then a wait for it must end.
         """
 
     def free(self) -> None:
-        """Free whoever is blocked in an operation, from any thread. The carrier is of no use afterwards."""
+        """Wake all threads that are blocked in an operation.
+
+        From any thread. The carrier cannot be used afterwards.
+        """
 
 
 C_made = TypeVar("C_made", bound=Carrier, covariant=True)
 
 
 class Carriers(Protocol[C_made]):
-    """Makes the carrier of an epoch. `settle`: how long no new death must be noticed before it is built."""
+    """Makes the carrier of an epoch.
+
+    `settle`: seconds without a new death before it may be built.
+    """
 
     settle: float
 

@@ -1,6 +1,8 @@
-"""The order of work on a device: streams, and events in them. Copies are asked for here and made later, in this order.
+"""The order of work on a device: streams, and events in them.
 
-An interface, because what goes wrong with streams is their order, and that can be tried without a device.
+Copies are enqueued here and run later, in stream order.
+
+An interface, so that the order of operations can be tested without a device.
 """
 
 from __future__ import annotations
@@ -13,27 +15,28 @@ from recover.job.process import rank_on_host
 
 
 class Event(Protocol):
-    """A place in the order of a stream."""
+    """A position in the order of a stream."""
 
     def synchronize(self) -> None:
-        """The host waits until the stream has passed it."""
+        """Block the host until the stream has reached it."""
 
     def wait(self) -> None:
-        """What this thread asks of its current device from here on happens behind it; see `hold_back`."""
+        """Order all later work of this thread on its current device behind it. See `hold_back`."""
 
 
 class Stream(Protocol):
     def wait(self, event: Any) -> None:
-        """What is asked for from here on happens after this event of another stream."""
+        """Order all later work of this stream behind an event of another stream."""
 
     def copy(self, target: Any, source: Any) -> None:
-        """One of the two is memory of the host that the device can reach (pinned)."""
+        """Enqueue a copy. One of the two is pinned memory of the host."""
 
     def record(self) -> Event: ...
 
 
 def hold_back(data: Any, event: Any) -> None:
-    """What this thread asks of the device of `data` from here on, whichever is its current one, happens behind it."""
+    """Order all later work of this thread on the device of `data` behind `event`, whatever its
+    current device is."""
     if not getattr(data, "is_cuda", False):
         event.wait()
         return
@@ -43,7 +46,8 @@ def hold_back(data: Any, event: Any) -> None:
 
 
 def own_device() -> Any:
-    """This rank's GPU: the current device if one was chosen, otherwise by the rank's number on its host."""
+    """This rank's GPU: the current device if one was chosen, otherwise by the rank's number on its
+    host."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -52,10 +56,10 @@ def own_device() -> Any:
 
 
 class CudaStream:
-    """A stream of a GPU, and what has to be asked of the GPU itself."""
+    """A stream of a GPU, with the calls of the GPU that carriers need."""
 
     def __init__(self, device: Any, first: bool = False) -> None:
-        """`first`: before other work on the device, where it has a choice."""
+        """`first`: with a higher priority than other work on the device."""
         import torch
 
         self._torch = torch
@@ -64,7 +68,7 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """What CUDA's own functions call it."""
+        """The stream as CUDA's own functions take it."""
         return int(self._own.cuda_stream)
 
     def wait(self, event: Any) -> None:
@@ -75,19 +79,19 @@ class CudaStream:
             target.copy_(source, non_blocking=True)
 
     def record(self) -> Event:
-        event = self._torch.cuda.Event(blocking=True)  # who waits for it sleeps
+        event = self._torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         self._own.record_event(event)
         return event
 
     def holds(self, data: Any) -> bool:
-        """Whether these data lie on a GPU."""
+        """Whether `data` are on a GPU."""
         return bool(getattr(data, "is_cuda", False))
 
     def new(self, shape: Sequence[int], kind: str) -> Any:
-        """Memory on the device, to be used in the order of this stream."""
+        """Allocate memory on the device, for use in the order of this stream."""
         with self._torch.cuda.stream(self._own):
             return self._torch.empty(tuple(shape), dtype=getattr(self._torch, kind), device=self.device)
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Inside, this thread's calls of CUDA's own functions are meant for this device."""
+        """Make this device the current one of the thread."""
         return self._torch.cuda.device(self.device)

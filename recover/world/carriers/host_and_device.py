@@ -1,7 +1,9 @@
-"""Two carriers as one: what lies on a GPU travels by the GPUs' own wire, what lies on the host by a wire of the host.
+"""Two carriers as one: data on a GPU travel by the carrier of the device, data on the host by the
+carrier of the host.
 
-The small sums of a vote are made on the host and read there. To send them by way of a GPU would cost it a turn for each
-copy and for the sum, behind all gradients; this way they travel while gradients are still summed.
+The small sums of a vote are made and read on the host. By way of the GPU they would queue behind
+all gradients, once for each copy and once for the sum; this way they travel while gradients are
+still summed.
 """
 
 from __future__ import annotations
@@ -18,32 +20,32 @@ _MARK, _LENGTH = b"nccl:", struct.Struct("<q")
 
 
 def _parts(rank: int, offer: bytes) -> tuple[bytes, bytes]:
-    """What a member offers of the device's wire, and of the host's."""
+    """The offers of a member for the device's carrier and for the host's."""
     if not offer.startswith(_MARK):
         raise CarrierError(
-            f"rank {rank} has chosen another carrier than nccl (there are not as many GPUs as ranks on its host, or it "
-            "has none): give it GPUs, or say --carrier on all hosts"
+            f"rank {rank} has chosen another carrier than nccl (its host has fewer GPUs than ranks, or none): give it "
+            "GPUs, or set --carrier on all hosts"
         )
     (length,), rest = _LENGTH.unpack_from(offer, len(_MARK)), offer[len(_MARK) + _LENGTH.size :]
     return rest[:length], rest[length:]
 
 
-class TwoWireCarriers(DataCarriers):
+class HostAndDeviceCarriers(DataCarriers):
     def __init__(self, device: NcclCarriers, host: DataCarriers, worker: Worker) -> None:
         self._device, self._host, self._worker = device, host, worker
         self.settle = max(device.settle, host.settle)
 
-    def make(self, members: tuple[int, ...]) -> TwoWires:
+    def make(self, members: tuple[int, ...]) -> HostAndDevice:
         host = self._host.make(members)
         try:
             device = self._device.make(members)
         except BaseException:
             host.free()
             raise
-        return TwoWires(device, host, self._worker)
+        return HostAndDevice(device, host, self._worker)
 
 
-class TwoWires(DataCarrier):
+class HostAndDevice(DataCarrier):
     ends_cleanly = NcclCarrier.ends_cleanly
 
     def __init__(self, device: NcclCarrier, host: DataCarrier, worker: Worker) -> None:
@@ -61,17 +63,21 @@ class TwoWires(DataCarrier):
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        """Each is built, and tried, by itself. The second one where all have the first: it is waited for in vain
-        for long, since the library cannot see that somebody does not come."""
+        """Build and try the host's carrier, then the device's.
+
+        NCCL cannot see that a member does not come, and waits for long. So it is tried only after
+        all members have confirmed the host's carrier.
+        """
         try:
             parts = {rank: _parts(rank, offer) for rank, offer in offers.items()}
-            # The one with agreements in it first: whoever fails in the other would leave the rest alone in them.
+            # The carrier whose build contains agreements goes first: a member that fails in the
+            # other one would otherwise be missing in those agreements.
             self._host.build({rank: of_host for rank, (_, of_host) in parts.items()}, confirm, alarmed)
         except Exception:
             confirm(False)
             raise
         if not confirm(True):
-            raise CarrierError("the host's wire was not built everywhere")
+            raise CarrierError("the carrier of the host was not built everywhere")
         self._device.build({rank: of_device for rank, (of_device, _) in parts.items()}, confirm, alarmed)
 
     def free(self) -> None:
@@ -79,7 +85,7 @@ class TwoWires(DataCarrier):
         self._host.free()
 
     def follow(self, ready: Ready) -> None:
-        self._device.follow(ready)  # data that have events lie on a device, and travel by its wire
+        self._device.follow(ready)  # data with events are on a device, and travel by its carrier
 
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
         return self._wire(source, out).all_reduce(source, out)
@@ -100,5 +106,5 @@ class TwoWires(DataCarrier):
         return self._host.barrier()
 
     def _wire(self, *data: Data) -> DataCarrier:
-        """Where one of them is on a GPU, the sum is made there."""
+        """The device's carrier if any of the data is on a GPU."""
         return self._device if any(map(self._device.holds, data)) else self._host

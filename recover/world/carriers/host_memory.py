@@ -1,4 +1,7 @@
-"""Carriers whose wire begins and ends in the memory of the host: where data lie elsewhere, they are brought there."""
+"""Carriers that send from and receive into the memory of the host.
+
+Data on a device are copied there and back.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,48 @@ from recover.world.carriers.base import Array, Data, DataCarrier, Ready, wire_ty
 from recover.world.carriers.worker import Rest, Worker
 
 if TYPE_CHECKING:
-    from recover.world.carriers.pinned_staging import Lanes
+    from recover.world.carriers.pinned_staging import PinnedStaging
 
 Wait = Callable[[], object]
 
 
-class AllLanes:
-    """The lanes to each device of this process, made when they are first needed; they outlive the epochs."""
+class StagingByDevice:
+    """The pinned staging of each device of this process, made on first use.
+
+    It outlives the epochs.
+    """
 
     def __init__(self) -> None:
-        self._lanes: dict[Any, Lanes] = {}
+        self._staging: dict[Any, PinnedStaging] = {}
 
-    def to(self, device: Any) -> Lanes:
-        if device not in self._lanes:
-            from recover.world.carriers.pinned_staging import cuda_lanes
+    def to(self, device: Any) -> PinnedStaging:
+        if device not in self._staging:
+            from recover.world.carriers.pinned_staging import cuda_staging
 
-            self._lanes[device] = cuda_lanes(device)
-        return self._lanes[device]
+            self._staging[device] = cuda_staging(device)
+        return self._staging[device]
 
 
 class HostCarrier(DataCarrier):
-    """Subclasses move contiguous arrays of `WIRE_TYPES`. Those that are on the host travel without a copy."""
+    """Subclasses move contiguous arrays of `WIRE_TYPES`.
 
-    def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, lanes: AllLanes) -> None:
+    Such arrays on the host travel without a copy.
+    """
+
+    def __init__(self, worker: Worker, peers: tuple[int, ...], rank: int, staging: StagingByDevice) -> None:
         super().__init__(worker, peers, rank)
-        self._lanes = lanes
-        self._epoch = object()  # in place of the carrier, which nobody else must keep
+        self._staging = staging
+        # Stands for this carrier in the staging, which must not keep the carrier alive.
+        self._epoch = object()
         self._failed_views: list[_HostView] = []
 
     @contextmanager
     def _kept_on_failure(self, *views: _HostView) -> Iterator[None]:
         """Keep the host copies of an operation that fails: the library may still write to them.
 
-        The failed work keeps this carrier, and the world keeps that work until the ranks have agreed again. Without
-        this the copies, which only the frames of the operation hold, would be freed as soon as the error is caught.
+        The failed work keeps this carrier, and the world keeps that work until the ranks have
+        agreed again. Without this the copies, which only the frames of the operation hold, would be
+        freed as soon as the error is caught.
         """
         try:
             yield
@@ -55,14 +66,18 @@ class HostCarrier(DataCarrier):
             raise
 
     def arrive(self) -> None:
-        """An operation begins: wait for the peers, where that is cheaper than in the library."""
+        """Wait for the peers at the beginning of an operation, where that is cheaper than in the
+        library."""
         return
 
     @abstractmethod
     def sum(self, source: Array, out: Array) -> None: ...
 
     def begin_sum(self, piece: Array) -> Wait | None:
-        """In place; None if it is through already. Several may be under way, and are waited for in their order."""
+        """Begin a sum in place; None if it has ended already.
+
+        Several may be under way, and are awaited in order.
+        """
         self.sum(piece, piece)
         return None
 
@@ -83,9 +98,9 @@ class HostCarrier(DataCarrier):
     def meet(self) -> None: ...
 
     def all_reduce(self, source: Data, out: Data) -> Rest | None:
-        if _is_laned(source) and _is_laned(out):
+        if _can_be_staged(source) and _can_be_staged(out):
             self.arrive()
-            return self._lanes.to(source.device).through(source, out, self.begin_sum, self._epoch)
+            return self._staging.to(source.device).through(source, out, self.begin_sum, self._epoch)
         send = _HostView(source)
         receive = send if out is source else _HostView(out)
         send.load()
@@ -105,13 +120,13 @@ class HostCarrier(DataCarrier):
         return None
 
     def broadcast(self, data: Data, root: int) -> Rest | None:
-        if _is_laned(data):
+        if _can_be_staged(data):
             self.arrive()
 
             def begin(piece: Array) -> None:
                 self.copy_from(piece, root)
 
-            return self._lanes.to(data.device).through(data, data, begin, self._epoch)
+            return self._staging.to(data.device).through(data, data, begin, self._epoch)
         staged = _HostView(data)
         staged.load()
         with self._kept_on_failure(staged):
@@ -148,12 +163,13 @@ class HostCarrier(DataCarrier):
         return None
 
 
-def _is_laned(data: Data) -> bool:
+def _can_be_staged(data: Data) -> bool:
     return bool(getattr(data, "is_cuda", False)) and bool(data.is_contiguous())
 
 
 class _HostView:
-    """A view of the caller's memory that the wire can use, or a copy on the host where there is none."""
+    """A view of the caller's memory that the carrier can send, or a copy on the host where there is
+    none."""
 
     def __init__(self, data: Data) -> None:
         self._data = data

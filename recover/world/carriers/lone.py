@@ -1,4 +1,7 @@
-"""The carrier of a world of one: a sum over one replica is what that replica has. Data stay where they are."""
+"""The carrier of a world of one: the sum over one replica is its own value.
+
+Data stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,29 @@ class LoneCarrier(DataCarrier):
     def connect(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]
     ) -> None:
-        """To nobody."""
+        """There are no peers."""
 
     def free(self) -> None:
-        """Nobody is blocked."""
+        """No thread is ever blocked."""
 
     def all_reduce(self, source: Data, out: Data) -> None:
         if out is not source:
             _copy(source, out)
 
     def all_max(self, data: Data) -> None:
-        """The maximum over one is what that one has."""
+        """The maximum over one replica is its own value."""
 
     def broadcast(self, data: Data, root: int) -> None:
-        """The one who has it is the one who gets it."""
+        """The root is the only member."""
 
     def all_gather(self, source: Data, out: Data) -> None:
         _copy(source, out[0])
 
     def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> None:
-        """There is nobody to exchange anything with."""
+        """There are no peers."""
 
     def barrier(self) -> None:
-        """All are here."""
+        """The only member is here."""
 
 
 def _copy(source: Data, out: Data) -> None:

@@ -1,9 +1,10 @@
 """The `mpi` carrier: Open MPI's collectives on a communicator that is made for the epoch.
 
-Open MPI crashes healthy ranks when a death is noticed inside a communicator constructor, or when somebody revokes
-a communicator that is half built elsewhere. Two rules keep it whole: constructors run only after notices of
-deaths have stopped coming for a while (`settle`), and nobody revokes a communicator before an agreement has
-confirmed that everyone has it. Communicators are never freed: that is a collective, and the members are not whole.
+Open MPI crashes healthy ranks when a death is noticed inside a communicator constructor, or when a
+rank revokes a communicator that is half built on another rank. Two rules prevent both: constructors
+run only after no new death was noticed for a while (`settle`), and no rank revokes a communicator
+before an agreement has confirmed that all members have it. Communicators are never freed: freeing
+is a collective, and some members are dead.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from mpi4py import MPI
 from recover.job.grid import Grid
 from recover.world.carriers.base import Array, DataCarriers
 from recover.world.carriers.contract import CarrierError
-from recover.world.carriers.host_memory import AllLanes, HostCarrier
+from recover.world.carriers.host_memory import HostCarrier, StagingByDevice
 from recover.world.carriers.worker import Worker
 from recover.world.fabrics.openmpi import OpenMPIFabric
 
-# A piece fits the cache, so that summing does not wait for memory. A large buffer at once was slower.
+# A piece fits the cache, so that summing does not wait for memory. A large buffer at once was
+# slower.
 PIECE = 4 << 20
 
 
@@ -30,12 +32,12 @@ class MpiCarriers(DataCarriers):
 
     def __init__(self, fabric: OpenMPIFabric, grid: Grid, worker: Worker) -> None:
         self._fabric, self._grid, self._worker = fabric, grid, worker
-        self._lanes = AllLanes()
+        self._staging = StagingByDevice()
         self._made = 0
 
     def make(self, members: tuple[int, ...]) -> MpiCarrier:
-        self._made += 1  # the same on all members: they make a carrier after the same agreements
-        return MpiCarrier(self._fabric, self._grid, self._worker, members, self._lanes, self._made << 32)
+        self._made += 1  # the same on all members: they make carriers after the same agreements
+        return MpiCarrier(self._fabric, self._grid, self._worker, members, self._staging, self._made << 32)
 
 
 class MpiCarrier(HostCarrier):
@@ -45,10 +47,10 @@ class MpiCarrier(HostCarrier):
         grid: Grid,
         worker: Worker,
         members: tuple[int, ...],
-        lanes: AllLanes,
+        staging: StagingByDevice,
         first_operation: int,
     ) -> None:
-        super().__init__(worker, grid.peers(fabric.rank, members), fabric.rank, lanes)
+        super().__init__(worker, grid.peers(fabric.rank, members), fabric.rank, staging)
         self._fabric, self._grid = fabric, grid
         self._confirmed: list[MPI.Comm] = []
         self._lock = threading.Lock()
@@ -82,7 +84,7 @@ class MpiCarrier(HostCarrier):
             comm = constructor()
             comm.Set_errhandler(MPI.ERRORS_RETURN)
         except MPI.Exception:
-            self.free()  # others may be blocked in this constructor, on the communicator before it
+            self.free()  # wakes members that are blocked in this constructor, on the communicator before it
         if not confirm(comm is not None):
             raise CarrierError("a communicator could not be made everywhere")
         assert comm is not None
@@ -132,7 +134,10 @@ class MpiCarrier(HostCarrier):
         self._call(self._comm.Barrier)
 
     def arrive(self) -> None:
-        """Wait for the peers without spinning; a group that is freed meanwhile runs into its error at once."""
+        """Wait for the peers without spinning.
+
+        In a group that is freed meanwhile the operation then fails at once.
+        """
         self._operation += 1
         operation, board = self._operation, self._fabric.board
         board.arrive(self._fabric.rank, operation)

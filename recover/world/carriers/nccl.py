@@ -1,12 +1,15 @@
-"""The `nccl` carrier: gradients stay on the GPUs. Its group is made for the epoch, and aborted, never repaired.
+"""The `nccl` carrier: gradients stay on the GPUs.
 
-The address of a group travels in the census, which members alone take part in: nothing listens for it. NCCL itself is
-asked (`recover.world.carriers.nccl_library`), not torch's process group, which has watchers of its own that may end the
-process, and needs a store that somebody hosts.
+Its group is made for the epoch, and aborted, never repaired.
 
-A kernel of NCCL that waits for a dead peer spins for ever. So whoever learns of the death aborts the group, on a thread
-of its own, since that may take a while; it ends the kernel, and so whoever waits for the stream behind it. No other
-thread may be inside NCCL meanwhile. The next group is made when the abort is through.
+The address of a group travels in the census, in which members alone take part: nothing listens for
+it. NCCL is called directly (`recover.world.carriers.nccl_library`), not through torch's process
+group, whose own watchdog may end the process, and which needs a store.
+
+A kernel of NCCL that waits for a dead peer spins for ever. So the thread that learns of the death
+starts a thread that aborts the group, which may take a while. The abort ends the kernel, and with
+it the wait of every thread for the stream behind it. No other thread may be inside NCCL meanwhile.
+The next group is made when the abort has ended.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from recover.world.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
 from recover.world.carriers.worker import Rest, Worker
 from recover.world.fabrics.base import Fabric
 
-PATIENCE = 60.0  # seconds; the first group of a process takes one, and all members make it at the same moment
-ABORT_LIMIT = 20.0  # seconds; measured were up to 0.5
-POLL = 0.0001  # seconds between two looks at what NCCL has under way
+PATIENCE = 60.0  # seconds; the first group of a process takes one second, and all members make it at once
+ABORT_LIMIT = 20.0  # seconds; up to 0.5 were measured
+POLL = 0.0001  # seconds between two polls of a call of NCCL
 
 
 class NcclCarriers(DataCarriers):
-    settle = 0.0  # nothing here minds a death while it is built
+    settle = 0.0  # a death while a group is made does no harm
 
     def __init__(
         self,
@@ -46,12 +49,12 @@ class NcclCarriers(DataCarriers):
         stream: Any = None,
     ) -> None:
         if on_one_host():
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nobody outside has business with its sockets
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # no other host needs to reach its sockets
         self._rank, self._grid, self._worker = fabric.rank, grid, worker
         self._library = library or Nccl()
         self._stream = stream or CudaStream(own_device(), first=True)
         self._aborts: list[threading.Thread] = []
-        self._unused: list[bytes] = []  # addresses: behind each there is a thread that waits for its group
+        self._unused: list[bytes] = []  # addresses; behind each a thread of NCCL waits for its group
 
     def make(self, members: tuple[int, ...]) -> NcclCarrier:
         self._await_aborts()
@@ -65,12 +68,13 @@ class NcclCarriers(DataCarriers):
         for thread in self._aborts:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._aborts):
-            raise CarrierError(f"NCCL has not come back from aborting a group in {ABORT_LIMIT:g} s")
+            raise CarrierError(f"NCCL did not finish aborting a group within {ABORT_LIMIT:g} s")
         self._aborts.clear()
 
 
 class NcclCarrier(DataCarrier):
-    # An abort ends the kernels of peers, too, which may take for the sum what was left in its buffers.
+    # An abort ends the kernels of peers, too: they may take the contents of their buffers for the
+    # sum.
     ends_cleanly = False
 
     def __init__(
@@ -85,9 +89,9 @@ class NcclCarrier(DataCarrier):
     ) -> None:
         super().__init__(worker, peers, rank)
         self._library, self._stream, self._aborts, self._unused = library, stream, aborts, unused
-        self._address = b""  # that this rank has offered, and nobody has used yet
+        self._address = b""  # offered by this rank, and not used yet
         self._comm: int | None = None
-        self._inside = threading.Lock()  # held by whoever is inside NCCL
+        self._inside = threading.Lock()  # held by the thread that is inside NCCL
         self._freeing = threading.Lock()
         self._freed = False
         self._abort_thread: threading.Thread | None = None
@@ -120,7 +124,7 @@ class NcclCarrier(DataCarrier):
             if self._freed:
                 return
             self._freed = True
-            if self._address:  # the census came to nothing, on all members: the next round can have it
+            if self._address:  # the census failed on all members, so the next round can use the address
                 self._unused.append(self._address)
             self._abort_thread = threading.Thread(target=self._abort, name="recover-nccl-abort", daemon=True)
             self._aborts.append(self._abort_thread)
@@ -182,11 +186,11 @@ class NcclCarrier(DataCarrier):
         return self.all_reduce(word, word)
 
     def holds(self, data: Data) -> bool:
-        """Whether these data lie on a GPU."""
+        """Whether `data` are on a GPU."""
         return bool(self._stream.holds(data))
 
     def _on_wire(self, data: Data, kind: str) -> torch.Tensor:
-        """The data themselves, or a copy of them that NCCL can take."""
+        """The data themselves, or a copy that NCCL can send."""
         tensor = torch.as_tensor(data).detach()
         if self._is_direct(data, kind):
             return tensor
@@ -195,20 +199,22 @@ class NcclCarrier(DataCarrier):
         return wire
 
     def _room_for(self, out: Data, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-        """Where the result goes: to its place, or, if NCCL cannot write there, beside it."""
+        """Where NCCL writes the result: `out` itself, or new memory if NCCL cannot write there."""
         room: torch.Tensor = out if self._is_direct(out, kind) else self._stream.new(shape, kind)
         return room
 
     def _is_direct(self, data: Data, kind: str) -> bool:
-        """Whether NCCL can take these data where they are."""
+        """Whether NCCL can read and write these data in place."""
         return self._stream.holds(data) and data.is_contiguous() and str(data.dtype) == f"torch.{kind}"
 
     def _run(
         self, operation: Callable[..., None], kept: object, results: Sequence[tuple[torch.Tensor, Data]]
     ) -> Rest:
-        """Hand an operation to the device; what is left is to wait for it, and to bring its results to their places.
+        """Enqueue an operation on the device.
 
-        `kept`: what the device reads until then.
+        The completion waits for it, and copies results to the host.
+
+        `kept`: buffers that the device reads until then.
         """
         try:
             with self._inside:
@@ -242,7 +248,7 @@ class NcclCarrier(DataCarrier):
         return Rest(wait, passed if on_device else None)
 
     def _is_through(self) -> bool:
-        """Whether NCCL has nothing of the last call left to do on the host. Raises CarrierError."""
+        """Whether the last call has been enqueued completely. Raises CarrierError."""
         with self._inside:
             self._refuse_if_freed()
             return bool(self._library.is_through(self._comm))
@@ -252,7 +258,8 @@ class NcclCarrier(DataCarrier):
             raise CarrierError("the group was freed after a death")
 
     def _give_up(self) -> None:
-        """After an error: nothing of this group runs on the device any more, so that its buffers can be used again."""
+        """After an error: return when no work of this group runs on the device, so that its buffers
+        can be reused."""
         self.free()
         assert self._abort_thread is not None
         self._abort_thread.join()

@@ -1,7 +1,7 @@
-"""NCCL's own functions, those few that a carrier needs, from the library that torch has loaded.
+"""The functions of NCCL that a carrier needs, from the library that torch has loaded.
 
-All communicators are made non-blocking: every call returns at once, and what it began is asked after. So no thread is
-ever inside NCCL while another one aborts the communicator, which would be undefined.
+All communicators are non-blocking: every call returns at once, and its progress is polled. So no
+thread is inside NCCL while another one aborts the communicator, which would be undefined behaviour.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7
 SUM, MAX = 0, 2
 TYPES = {"int32": 2, "int64": 4, "float32": 7, "float64": 8}
-_MAGIC, _VERSION = (
-    0xCAFEBEEF,
-    21400,
-)  # the first version whose settings have `blocking`; later ones take these, too
+# The first version whose settings have `blocking`; later versions accept it, too.
+_MAGIC, _VERSION = 0xCAFEBEEF, 21400
 
 
 class _Id(ctypes.Structure):
@@ -32,27 +30,28 @@ class _Settings(ctypes.Structure):
 
 
 class Nccl:
-    """The library. A communicator is what NCCL calls so: an opaque pointer."""
+    """The library. A communicator is an opaque pointer of NCCL's."""
 
     def __init__(self) -> None:
-        import torch  # brings the library along; by its name it is found again
+        import torch  # loads the library, which is then found by its name
 
         if not torch.cuda.is_available():
             raise CarrierError(
-                "carrier 'nccl' needs a GPU that torch can use; take carrier=mpi or carrier=gloo"
+                "carrier 'nccl' needs a GPU that torch can use; use carrier=mpi or carrier=gloo"
             )
         try:
             self._library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
             raise CarrierError(
-                f"carrier 'nccl': torch was built without NCCL, or it is not found ({error}); take carrier=mpi"
+                f"carrier 'nccl': torch was built without NCCL, or it is not found ({error}); use carrier=mpi"
             ) from None
         self._library.ncclGetErrorString.restype = c_char_p
         self._library.ncclGetLastError.restype = c_char_p
         self._library.ncclGetLastError.argtypes = [c_void_p]
         made, settings = POINTER(c_void_p), POINTER(_Settings)
         self._library.ncclCommInitRankConfig.argtypes = [made, c_int, _Id, c_int, settings]
-        # Two buffers, a count, a type and, but for a gather, an operation or a root; then communicator and stream.
+        # Two buffers, a count, a type and, but for a gather, an operation or a root; then
+        # communicator and stream.
         gather: list[Any] = [c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p]
         self._library.ncclAllGather.argtypes = gather
         self._library.ncclAllReduce.argtypes = [*gather[:4], c_int, *gather[4:]]
@@ -70,13 +69,13 @@ class Nccl:
         return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
     def new_id(self) -> bytes:
-        """The address of a group that does not exist yet. Its root listens in this process."""
+        """The address of a new group. Its root listens in this process."""
         made = _Id()
         self._check(self._library.ncclGetUniqueId(byref(made)))
         return ctypes.string_at(byref(made), ID_BYTES)
 
     def begin_group(self, address: bytes, size: int, index: int) -> int:
-        """A communicator in the making, on the current device of this thread."""
+        """Begin to make a communicator, on the current device of this thread."""
         made, where = c_void_p(), _Id()
         ctypes.memmove(byref(where), address, ID_BYTES)
         settings = _Settings(ctypes.sizeof(_Settings), _MAGIC, _VERSION, 0)
@@ -116,19 +115,22 @@ class Nccl:
             for peer, data, count in into:
                 code = self._library.ncclRecv(data, count, TYPES[kind], peer, comm, stream)
                 self._check(code, comm, in_progress_too=True)
-        finally:  # in one that stays open, nothing that this thread asks for would ever begin, in no group
+        finally:  # while a group of calls is open, no call of this thread begins, in any communicator
             ended = self._library.ncclGroupEnd()
         self._check(ended, comm, in_progress_too=True)
 
     def is_through(self, comm: int) -> bool:
-        """Whether the last call has been handed to the device. Raises CarrierError if the group is broken."""
+        """Whether the last call has been enqueued on the device.
+
+        Raises CarrierError if the group is broken.
+        """
         state = c_int()
         self._check(self._library.ncclCommGetAsyncError(comm, byref(state)), comm)
         self._check(state.value, comm, in_progress_too=True)
         return state.value == SUCCESS
 
     def abort(self, comm: int) -> None:
-        """Whatever runs on the device for this group is ended. The communicator is gone afterwards."""
+        """End all kernels of this group. The communicator does not exist afterwards."""
         self._library.ncclCommAbort(comm)
 
     def _check(self, code: int, comm: int | None = None, in_progress_too: bool = False) -> None:

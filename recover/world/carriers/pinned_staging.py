@@ -1,5 +1,8 @@
-"""From a device through the host's wire and back, in pieces: while one piece travels down, another is on the wire, and
-a third travels up. Memory that the device can reach by itself (pinned) is taken once, and kept."""
+"""Pinned staging: data of a device travel through the host in pieces.
+
+While one piece is copied down, another is on the wire, and a third is copied up. The pinned memory
+is allocated once, and kept.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from recover.world.carriers.worker import Rest
 
 PIECE = 8 << 20  # bytes
 SLOTS = 4
-ON_THE_WIRE = 2  # pieces, where the carrier can have several under way
+ON_THE_WIRE = 2  # pieces at a time, where the carrier can have several under way
 
 Wait = Callable[[], object]
 
 
 class _Slot:
-    """Room for a piece, and the moments at which it is full and empty again."""
+    """Pinned memory for a piece, and the events at which it is loaded, and stored again."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -35,7 +38,10 @@ class _Slot:
 
 
 class _OnTheWire:
-    """A piece that was begun: it goes up once, whoever comes first to see that it is through."""
+    """A piece whose operation was begun.
+
+    The first thread that finds it complete copies it up, once.
+    """
 
     def __init__(self, slot: _Slot, room: torch.Tensor, target: torch.Tensor, wait: Wait | None) -> None:
         self._slot, self._room, self._target, self._wait = slot, room, target, wait
@@ -49,15 +55,21 @@ class _OnTheWire:
             if self._gone_up is None:
                 up.copy(self._target, self._room)
                 self._slot.stored = self._gone_up = up.record()
-                # It may stay on the list until the next operation, and must keep no memory until then.
+                # This object may stay on the list until the next operation, and must keep no memory
+                # until then.
                 del self._target, self._room
                 self._wait = None
             return self._gone_up
 
 
-class Lanes:
-    """The way down, the way up, and the slots between them. One operation at a time is begun; the last pieces of the
-    one before it may still be on the wire, which would have nothing to do otherwise."""
+class PinnedStaging:
+    """A stream down, a stream up, and the slots between them.
+
+    One operation at a time is begun. The last pieces of the one before may still be on the wire.
+
+    Order within a slot: the copy down waits for the copy up of the slot's last piece (`stored`),
+    the wire waits for the copy down (`loaded`), and the copy up waits for the wire.
+    """
 
     def __init__(
         self,
@@ -69,9 +81,9 @@ class Lanes:
         self._down, self._up, self._pinned, self._piece = down, up, pinned, piece
         self._slots = self._make()
         self._spare: deque[_Slot] | None = None
-        self._on_the_wire: deque[_OnTheWire] = deque()  # begun, and not seen to be through by who begins them
-        self._group: object = None  # whose operations these are
-        self._failed = False  # one of them
+        self._on_the_wire: deque[_OnTheWire] = deque()  # begun, and not yet copied up by this thread
+        self._group: object = None  # the carrier that uses the slots
+        self._failed = False  # an operation of that carrier has failed
 
     def _make(self) -> deque[_Slot]:
         return deque(_Slot(self._pinned(self._piece)) for _ in range(SLOTS))
@@ -83,10 +95,10 @@ class Lanes:
         begin: Callable[[Array], Wait | None],
         group: object,
     ) -> Rest:
-        """Each piece of `source` goes through `begin` on the host, in place, and from there to `out`. `group`: of whom.
+        """Pass each piece of `source` through `begin` on the host, in place, and copy it to `out`.
 
-        `begin` returns what to wait for, if its result is not there yet. What is left in the end is the way up and, of
-        those that are waited for, the last pieces on the wire.
+        `begin` returns a wait if its result is not complete yet. `group` identifies the carrier.
+        The completion waits for the last pieces on the wire and the copies up.
         """
         wire: torch.dtype = getattr(torch, wire_type(source))
         down, up = source.detach().view(-1), out.detach().view(-1)
@@ -97,7 +109,10 @@ class Lanes:
         loaded: deque[tuple[_Slot, slice]] = deque()
 
         def load() -> None:
-            """Into the slots that nothing is in: those of pieces on the wire are the last ones of `slots`."""
+            """Copy pieces into free slots.
+
+            The slots of pieces on the wire are the last ones of `slots`.
+            """
             while pieces and len(loaded) + len(on_the_wire) < SLOTS:
                 piece, slot = pieces.popleft(), slots[0]
                 slots.rotate(-1)
@@ -130,7 +145,10 @@ class Lanes:
         return Rest(passed.synchronize, passed)
 
     def _end(self, last: _OnTheWire) -> None:
-        """Of an operation whose last piece is on the wire still; another one may have been begun meanwhile."""
+        """Complete an operation whose last piece is on the wire.
+
+        The next operation may have begun meanwhile.
+        """
         try:
             last.store(self._up).synchronize()
         except Exception:
@@ -138,23 +156,27 @@ class Lanes:
             raise
 
     def _fail(self) -> None:
-        """What went up must have arrived before somebody else writes there."""
+        """Copies up must be complete before the caller writes to the same memory again."""
         self._up.record().synchronize()
         self._failed = True
 
     def _take_turns(self, group: object) -> None:
-        """A library may still write to slots of a group that has failed, until all have been through another agreement;
-        so they rest while the next group is at work. Which of them are free nobody knows, so it uses them no more."""
+        """Give the slots to `group`.
+
+        The library may still write to the slots of a carrier that has failed, until all members
+        have been through another agreement. So the next carrier gets other slots, and these are
+        reused only by the one after it.
+        """
         if group is self._group and self._failed:
-            raise CarrierError("an operation of this group has failed before")
+            raise CarrierError("an earlier operation of this group has failed")
         if self._failed:
             self._slots, self._spare, self._failed = self._spare or self._make(), self._slots, False
             self._on_the_wire = deque()
         self._group = group
 
 
-def cuda_lanes(device: Any) -> Lanes:
+def cuda_staging(device: Any) -> PinnedStaging:
     def pinned(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    return Lanes(CudaStream(device), CudaStream(device), pinned)
+    return PinnedStaging(CudaStream(device), CudaStream(device), pinned)

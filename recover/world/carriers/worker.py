@@ -1,4 +1,4 @@
-"""The communication thread: reductions run here while Python computes."""
+"""The communication thread: reductions run on it while the main thread computes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 
 
 class Rest:
-    """What is left of an operation that a device goes on with: `wait` until it is through. May raise.
+    """The end of an operation that a device has yet to reach.
 
-    `passed`: the device's own event of that, if there is one: what is asked of the device behind it finds the result.
+    `wait` blocks until then, and may raise.
+
+    `passed`: the device's event of that end, if there is one: work that is ordered behind it finds
+    the result.
     """
 
     def __init__(self, wait: Callable[[], object], passed: Any = None) -> None:
@@ -20,21 +23,21 @@ class Rest:
 
 
 class Work:
-    """One operation handed to the communication thread. Errors are kept here and never raised elsewhere."""
+    """One operation on the communication thread. Its error is kept in `error`, and not raised."""
 
     def __init__(self, task: Callable[[], object], is_ready: Callable[[], bool] = lambda: True) -> None:
         self._task: Callable[[], object] | None = task
-        self.is_ready = is_ready  # whether its data are there: on a device they come in the device's own time
+        self.is_ready = is_ready  # whether its data are complete: on a device they may be under way
         self._finished = threading.Event()
         self._handed_on = threading.Event()
         self._passed: Any = None
         self.started = threading.Event()
         self.error: BaseException | None = None
-        self.refused = False  # before it began: no library has seen its buffers
+        self.refused = False  # it failed before it began: no library has seen its buffers
 
     @classmethod
     def failed(cls, error: BaseException) -> Work:
-        """A work that was refused before it began."""
+        """An operation that failed before it began."""
         work = cls(lambda: None)
         work.error, work.refused = error, True
         work.started.set()
@@ -50,38 +53,43 @@ class Work:
         return self.done and self.error is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; whether it ended well. Local success means nothing before the vote."""
+        """Wait for the end; whether it succeeded on this rank.
+
+        Only the vote says whether it succeeded on all.
+        """
         self._finished.wait(timeout)
         return self.ok
 
     def behind(self) -> Any:
-        """Wait until it has ended, or a device goes on with it: then the device's event of its end, else None."""
+        """Wait until it has ended, or is enqueued on a device: then return the device's event of
+        its end, else None."""
         self._handed_on.wait()
         return self._passed
 
     def run(self) -> Rest | None:
-        """Run it, or, if a device goes on with it, begin it: then `finish` must be called with what is left."""
+        """Run it, or enqueue it on a device: then `finish` must be called with the returned
+        completion."""
         self.started.set()
         assert self._task is not None
-        rest = self._try(self._task)
-        if isinstance(rest, Rest) and self.error is None:
-            if rest.passed is not None:
-                self._passed = rest.passed
+        completion = self._try(self._task)
+        if isinstance(completion, Rest) and self.error is None:
+            if completion.passed is not None:
+                self._passed = completion.passed
                 self._handed_on.set()
-            return rest
+            return completion
         self._end()
         return None
 
-    def finish(self, rest: Rest) -> None:
-        self._try(rest.wait)
+    def finish(self, completion: Rest) -> None:
+        self._try(completion.wait)
         self._end()
 
     def _try(self, part: Callable[[], object]) -> object:
         try:
             return part()
         except Exception as error:
-            # What it says is told; its frames hold this work, and so buffers, threads and sockets, until Python's own
-            # search for cycles comes to them.
+            # Its frames refer to this work, and so keep buffers, threads and sockets until the
+            # garbage collector finds the cycle.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
             return None
@@ -94,15 +102,18 @@ class Work:
 
 
 class Worker:
-    """A thread that runs what it is given, in order. A second one waits for what devices go on with, in that order, so
-    that the next operation is handed to the device while it is busy with the one before."""
+    """A thread that runs operations in order.
+
+    A second thread waits for completions of devices, in the same order, so that the next operation
+    is enqueued while the device is busy with the one before.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[tuple[Work, Rest]] | None = None
         # The library may still write to the buffers of an operation that failed.
         self._failed: list[Work] = []
-        self._open: deque[Work] = deque()  # posted, and perhaps not ended
+        self._open: deque[Work] = deque()  # posted, and may not have ended
         self._ended = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._loop, name="recover-communication", daemon=True).start()
@@ -116,34 +127,37 @@ class Worker:
         return work
 
     def drain(self) -> None:
-        """Wait until everything that was posted has ended."""
+        """Wait until all posted operations have ended."""
         with self._lock:
             posted = list(self._open)
         for work in posted:
             work.wait()
 
     def take_failed(self) -> list[Work]:
-        """The works that have failed so far, to be kept until nothing can write to their buffers any more."""
+        """The operations that failed.
+
+        The caller keeps them until no library can write to their buffers any more.
+        """
         failed, self._failed = self._failed, []
         return failed
 
     @property
     def busy(self) -> bool:
-        """Whether something that was posted has not ended."""
+        """Whether a posted operation has not ended."""
         with self._lock:
             self._forget_ended()
             return bool(self._open)
 
     @property
     def ended(self) -> int:
-        """How many of those that were posted have ended, one after the other."""
+        """How many of the posted operations have ended, in order."""
         with self._lock:
             self._forget_ended()
             return self._ended
 
     @property
     def is_at_wire(self) -> bool:
-        """Whether an operation is under way that has its data, so that only others can hold it up."""
+        """Whether the first open operation has its data, so that only peers can hold it up."""
         with self._lock:
             self._forget_ended()
             first = self._open[0] if self._open else None
@@ -157,25 +171,25 @@ class Worker:
     def _loop(self) -> None:
         while True:
             work = self._queue.get()
-            rest = work.run()
-            if rest is not None:
-                self._hand_on(work, rest)
+            completion = work.run()
+            if completion is not None:
+                self._hand_on(work, completion)
             elif work.error is not None:
                 self._failed.append(work)
-            del work, rest  # while it waits for the next one, it must not keep the buffers of this one
+            del work, completion  # must not keep the buffers while the thread waits for the next operation
 
-    def _hand_on(self, work: Work, rest: Rest) -> None:
+    def _hand_on(self, work: Work, completion: Rest) -> None:
         if self._begun is None:
             self._begun = queue.SimpleQueue()
             threading.Thread(
                 target=self._complete, args=[self._begun], name="recover-completion", daemon=True
             ).start()
-        self._begun.put((work, rest))
+        self._begun.put((work, completion))
 
     def _complete(self, begun: queue.SimpleQueue[tuple[Work, Rest]]) -> None:
         while True:
-            work, rest = begun.get()
-            work.finish(rest)
+            work, completion = begun.get()
+            work.finish(completion)
             if work.error is not None:
                 self._failed.append(work)
-            del work, rest
+            del work, completion

@@ -1,1 +1,2 @@
-"""Agreement, known deaths and small messages: what the protocol asks of a library that survives deaths."""
+"""Agreement, known deaths and small messages: what the protocol asks of a library that survives
+deaths."""

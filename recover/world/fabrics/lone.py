@@ -1,4 +1,7 @@
-"""The fabric of a world of one: every agreement is with oneself, and nobody else can die. Needs no MPI."""
+"""The fabric of a world of one: agreements need no other rank, and no other rank can die.
+
+Needs no MPI.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class LoneFabric:
 
     @property
     def participants(self) -> frozenset[int]:
-        return frozenset(range(self.size))  # nobody can come later
+        return frozenset(range(self.size))  # no rank can join
 
     def asking(self) -> frozenset[int]:
         return frozenset()
@@ -58,10 +61,10 @@ class LoneFabric:
         self.receive(source, tag)
 
     def linger(self, seconds: float) -> None:
-        """Nobody is late."""
+        """There are no other ranks."""
 
     def fence(self, rank: int) -> None:
-        """There is nobody to end."""
+        """There are no other ranks."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -1,7 +1,7 @@
-"""The real fabric: mpi4py on Open MPI with ULFM, on the original communicator only.
+"""The fabric on Open MPI: mpi4py with ULFM, on the original communicator only.
 
-Which error a rank sees when somebody dies is chance (process failed, revoked, "other"), so every MPI error is a
-failure. MPI_Finalize is never called: after a death it can hang.
+Which error a rank sees after a death is chance (process failed, revoked, "other"), so every MPI
+error counts as a failure. MPI_Finalize is never called: after a death it can hang.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from recover.world.liveness.board import Board  # noqa: E402
 
 
 class NotFaultTolerantError(RuntimeError):
-    """What was found cannot survive a death; the message says what to do about it."""
+    """This MPI cannot survive a death; the message names the remedy."""
 
 
 def start_mpi() -> int:
-    """Initialise MPI and refuse whatever would break at the first death. Returns the number of ranks."""
+    """Initialise MPI; return the number of ranks.
+
+    Raises NotFaultTolerantError if it cannot survive a death.
+    """
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     name = MPI.Get_library_version().splitlines()[0]
@@ -52,7 +55,7 @@ def start_mpi() -> int:
 
 
 def fault_tolerance_enabled() -> bool:
-    """Open MPI keeps this in a variable of its library; there is no MPI call that tells."""
+    """Read a variable of Open MPI's library; there is no MPI call for it."""
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_ftmpi_enabled").value
     except (OSError, ValueError):
@@ -60,7 +63,10 @@ def fault_tolerance_enabled() -> bool:
 
 
 class OpenMPIFabric:
-    """One rank's end. The lock keeps other threads out of MPI while a protocol phase is under way."""
+    """The fabric of one rank.
+
+    The lock keeps other threads out of MPI during a phase of the protocol.
+    """
 
     def __init__(self, board: Board) -> None:
         self.comm = MPI.COMM_WORLD
@@ -69,16 +75,15 @@ class OpenMPIFabric:
         self.rank = self.comm.Get_rank()
         self.size = self.comm.Get_size()
         self.lock = threading.RLock()
-        self.waiting_in: int | None = None  # the agreement that this rank is in now, for its watchdog
+        self.waiting_in: int | None = None  # the agreement that this rank waits in, for its watcher
         self.board = board
         self._group = self.comm.Get_group()
-        self._notices: tuple[int, ...] = ()  # in the order in which they came
+        self._notices: tuple[int, ...] = ()  # in the order of their arrival
         self._failed: frozenset[int] = frozenset()
         self._acknowledged: frozenset[int] = frozenset()
         self._agreements = 0
-        self._abandoned: list[
-            _Send | _Receive
-        ] = []  # MPI may still write to buffers of transfers that were given up
+        # MPI may still write to buffers of transfers that were given up.
+        self._abandoned: list[_Send | _Receive] = []
 
     @property
     def agreements(self) -> int:
@@ -86,7 +91,7 @@ class OpenMPIFabric:
 
     @property
     def participants(self) -> frozenset[int]:
-        return frozenset(range(self.size))  # MPI's world keeps its size: nobody can come later
+        return frozenset(range(self.size))  # MPI's world keeps its size: no rank can join
 
     def asking(self) -> frozenset[int]:
         return frozenset()
@@ -120,9 +125,10 @@ class OpenMPIFabric:
     def doze_until(
         self, there: Callable[[int], bool], ranks: Iterable[int], excused: Callable[[], Collection[int]]
     ) -> None:
-        """Sleep until these ranks are there, as far as they are on this host and not excused.
+        """Sleep until `there(rank)` holds for all of `ranks` that are on this host and not excused.
 
-        Open MPI spins while it waits. A rank that is early would take the core from the one that it waits for.
+        Open MPI spins while it waits. A rank that is early would take the core from the rank that
+        it waits for.
         """
         missing = [rank for rank in ranks if self.board.is_here(rank) and not there(rank)]
         if missing:
@@ -140,7 +146,7 @@ class OpenMPIFabric:
 
     def failed(self) -> frozenset[int]:
         with self.lock:
-            MPI.COMM_SELF.Iprobe()  # any call drives progress, and with it the notices of deaths
+            MPI.COMM_SELF.Iprobe()  # any call drives progress, and with it notices of deaths
             group = self.comm.Get_failed()
             if group.Get_size() != len(self._notices):
                 ranks = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), self._group)
@@ -209,7 +215,7 @@ class _Send:
 
 
 class _Receive:
-    """The length is not known beforehand: wait for the message to show up, then fetch it."""
+    """A receive of unknown length: probe for the message, then fetch it."""
 
     def __init__(self, fabric: OpenMPIFabric, source: int, tag: int) -> None:
         self.finished = False

@@ -1,8 +1,9 @@
-"""The progress board: one line of counters per rank, in memory that every process of the host can read.
+"""The progress board: one row of counters per rank, in memory that every process of the host can
+read.
 
-It is written without any communication library, so it still tells the truth when communication is stuck.
-The launcher reads it to see whether a job makes progress; a rank reads it to see whether it is the one
-that an agreement has forgotten.
+It is written without any communication library, so it is right even when communication is stuck.
+The launcher reads from it whether a job makes progress; a rank reads from it whether an agreement
+has forgotten it, and which ranks hang.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from recover.job import process
 from recover.job.grid import Grid
 from recover.world.liveness.signs import Now, Sign, Suspects
 
-# Who it is, and what it has accomplished for good: the launcher's progress.
+# The process, and its permanent progress, for the launcher.
 PID, STARTED, JOINED, ACCOMPLISHED = range(4)
-# Where it is: what the other ranks go by.
+# Its position in the protocol, for the other ranks.
 ENTERED, FINISHED, ARRIVED, ACTIVITY, VOTES, STEP, HEARTBEAT = range(4, 11)
-# What it computes just now: the first slot (from 1 on; 0: none), which slots after it, as bits, and how far the
-# numbers of their samples lie above theirs.
+# What it computes: the first slot (from 1 on; 0: none), the slots after it, as bits, and the
+# difference between the numbers of samples and slots.
 SLOT, SLOTS, OFFSET = range(11, 14)
-# The epoch in which it waits for others, 0 if it does not, and a count that grows with what it has carried.
+# The epoch in which it waits for others (0: it does not), and a count that grows with the data it
+# has carried.
 WAITS, CARRIED = range(14, 16)
-# What it does, for whoever looks on (one of DOING), and since when, by the clock that all processes of a host share.
+# Its activity, for monitoring (one of DOING), and since when, by the clock that all processes of a
+# host share.
 DOES, SINCE = range(16, 18)
-# The collective call that it is in (0: none), and the position of that in the order of calls.
+# Its collective call (0: none), and the position of the call in the order of calls.
 CALL, POSITION = range(18, 20)
 DOING = (
     *("starting", "warming up", "preparing", "computing", "reducing"),
     *("voting", "repairing", "updating", "between steps", "ending"),
 )
 STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATING, BETWEEN, ENDING = range(10)
-# By itself, so that it comes to an end of it without the others.
+# Activities that end without other ranks.
 AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
 ENDED = -1  # in the column of steps: the script has ended
 COLUMNS = 24  # three cache lines per rank, so that writers do not disturb each other
@@ -47,7 +50,7 @@ _SHOWN = 62  # slots that fit into the bits
 
 
 class Board:
-    """A table of `size` ranks by a few 64-bit counters; each rank writes its own row only."""
+    """A table of `size` rows of 64-bit counters; each rank writes its own row only."""
 
     def __init__(self, path: Path, size: int) -> None:
         nbytes = size * COLUMNS * 8
@@ -61,7 +64,7 @@ class Board:
             ) from None
         try:
             if os.fstat(fd).st_size < nbytes:
-                os.ftruncate(fd, nbytes)  # idempotent: whoever comes first makes room, filled with zeros
+                os.ftruncate(fd, nbytes)  # idempotent: the first process makes room, filled with zeros
             self._memory = mmap.mmap(fd, nbytes)
         finally:
             os.close(fd)
@@ -69,10 +72,13 @@ class Board:
         self._table = np.frombuffer(self._memory, dtype=np.int64).reshape(size, COLUMNS)
 
     def claim(self, rank: int) -> None:
-        """Write this process's pid into its row: from here on the launcher can ask it for its stack."""
+        """Write this process's pid into its row.
+
+        The launcher can ask it for its stack afterwards.
+        """
         me = os.getpid(), start_time(os.getpid())
         if (self._table[rank, PID], self._table[rank, STARTED]) != me:
-            self._table[rank] = 0  # whatever a process before has counted says nothing of this one
+            self._table[rank] = 0  # counts of an earlier process say nothing about this one
             self._does(rank, STARTING)
         self._table[rank, STARTED] = me[1]
         self._table[rank, PID] = me[0]
@@ -82,17 +88,18 @@ class Board:
         return bool(self._table[rank, PID])
 
     def forget(self, rank: int) -> None:
-        """Its process has ended, and nobody of its number comes again: nobody need look it up any more."""
+        """Clear the row of a rank whose process has ended, and whose number is not used again."""
         self._table[rank] = 0
 
     def pid(self, rank: int) -> int:
         """The pid of a rank on this host while it lives, otherwise 0."""
         pid = int(self._table[rank, PID])
-        # A pid is used again by strangers once its process is gone; the time of its start is not.
+        # The pid of an ended process is used again by others; together with the start time it is
+        # unique.
         return pid if pid and start_time(pid) == self._table[rank, STARTED] else 0
 
     def _state(self, row: Sequence[int]) -> str:
-        """The kernel's letter for the process of a row while it lives, otherwise nothing."""
+        """The state of the process of a row, as the kernel's letter; "" if it is dead."""
         state, started = _look_up(row[PID])
         return state if row[PID] and started == row[STARTED] else ""
 
@@ -102,10 +109,10 @@ class Board:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # another peer was faster
+                pass  # it has died meanwhile
 
     def join(self, rank: int) -> None:
-        """MPI is up on this rank, and so it is on all others, or will be."""
+        """MPI is initialised on this rank."""
         self._table[rank, JOINED] = 1
         self._does(rank, WARMING_UP)
 
@@ -115,7 +122,7 @@ class Board:
     def enter(self, rank: int, agreement: int) -> None:
         """This rank is about to take part in agreement number `agreement`."""
         self._table[rank, ENTERED] = agreement
-        # Agreements outside of a step, and inside a repair, are no votes.
+        # Agreements outside a step, and inside a repair, are no votes.
         if self._table[rank, DOES] == REDUCING:
             self._does(rank, VOTING)
 
@@ -123,28 +130,30 @@ class Board:
         return int(self._table[rank, ENTERED])
 
     def arrive(self, rank: int, operation: int) -> None:
-        """This rank is about to take part in operation number `operation` of its cross-replica group."""
+        """This rank is about to take part in operation number `operation` of its cross-replica
+        group."""
         self._table[rank, ARRIVED] = operation
 
     def arrived(self, rank: int) -> int:
         return int(self._table[rank, ARRIVED])
 
     def wait(self, rank: int, epoch: int, carried: int) -> None:
-        """This rank waits for others in this epoch (0: it does not), and has carried so much."""
+        """This rank waits for others in this epoch (0: it does not); `carried` grows with the data
+        it has carried."""
         self._table[rank, CARRIED] = carried
         self._table[rank, WAITS] = epoch
 
     def row(self, rank: int) -> list[int]:
-        """All that a rank shows."""
+        """The row of a rank."""
         row: list[int] = self._table[rank].tolist()
         return row
 
     def is_here(self, rank: int) -> bool:
-        """Whether a rank writes to this board; those of other hosts have boards of their own."""
+        """Whether a rank writes to this board; other hosts have boards of their own."""
         return bool(self._table[rank, PID])
 
     def here(self) -> list[int]:
-        """All those who do, or did until they died."""
+        """All ranks that write to this board, or did until they died."""
         return [int(rank) for rank in np.flatnonzero(self._table[:, PID])]
 
     def finish(self, rank: int, agreement: int) -> None:
@@ -154,15 +163,18 @@ class Board:
             self._does(rank, UPDATING)
 
     def touch(self, rank: int) -> None:
-        """This rank has done something: nobody may take it for stuck."""
+        """This rank is active, so it is not stuck."""
         self._table[rank, ACTIVITY] += 1
 
     def accomplish(self, rank: int) -> None:
-        """Something was done that need not be done again: a job that does nothing of the kind makes no progress."""
+        """Count permanent progress: work that never has to be repeated."""
         self._table[rank, ACCOMPLISHED] += 1
 
     def compute(self, rank: int, suspects: Sequence[tuple[int, int]]) -> None:
-        """This rank computes these slots (and samples) now, as far as they can be shown; none of them: it is done."""
+        """This rank computes these slots (and samples), as far as the row can hold them.
+
+        None: it has finished.
+        """
         row = self._table[rank]
         row[SLOT] = 0
         if suspects:
@@ -177,7 +189,7 @@ class Board:
             self._does(rank, COMPUTING)
 
     def come_to_vote(self, rank: int) -> None:
-        """This rank has done its part, and waits for the others."""
+        """This rank has done its share of a step, and waits for the others."""
         self._table[rank, VOTES] += 1
         self._does(rank, REDUCING)
 
@@ -190,12 +202,12 @@ class Board:
         return int(self._table[rank, VOTES])
 
     def catch_up(self, rank: int, votes: int, step: int) -> None:
-        """A rank that joins stands where the others do, and is not late."""
+        """Set a joining rank to the position of the members, so that it does not count as late."""
         self._table[rank, VOTES] = votes
         self.in_step(rank, step)
 
     def in_step(self, rank: int, step: int) -> None:
-        """This rank is inside this step now; 0: between two steps, where it may do whatever it likes."""
+        """This rank is inside this step; 0: between two steps, where no hang limit applies."""
         self._table[rank, STEP] = step
         self._does(rank, PREPARING if step > 0 else ENDING if step == ENDED else BETWEEN)
 
@@ -204,15 +216,16 @@ class Board:
         return int(self._table[rank, STEP])
 
     def announce(self, rank: int, call: int, position: int) -> None:
-        """This rank is in this collective call now, at this position in the order of calls; 0: in none."""
+        """This rank is in this collective call, at this position in the order of calls; 0: in none."""
         row = self._table[rank]
-        row[CALL] = 0  # a reader between the two writes must not see the call before at the new position
+        row[CALL] = 0  # a reader between the two writes must not see the last call at the new position
         row[POSITION] = position
         row[CALL] = call
 
     def calls_beside(self, rank: int) -> dict[int, int]:
-        """The calls of the living ranks of this host that are at the position of `rank`, its own included; empty while
-        it is in none. A look in the middle of an announcement may show a call that was never made there."""
+        """The calls of the living ranks of this host that are at the position of `rank`, its own
+        included; empty while it is in none. A read in the middle of an announcement may show a call
+        that was never made there."""
         call, position = self._table[rank, [CALL, POSITION]].tolist()
         if not call:
             return {}
@@ -227,15 +240,16 @@ class Board:
         return self.step(rank) != ENDED and self.entered(rank) <= agreement and bool(self.pid(rank))
 
     def beat(self, rank: int) -> None:
-        """This process runs: its watcher does."""
+        """The watcher of this process runs."""
         self._table[rank, HEARTBEAT] += 1
 
     def signs_of_life(self, me: int) -> dict[int, Sign]:
-        """What the ranks of this host show of themselves, from when they have claimed their place until they die."""
+        """The signs of life of the ranks of this host, from their claim to their death."""
         return signs_of(self.living(), self._table[me].tolist())
 
     def living(self) -> dict[int, tuple[list[int], str]]:
-        """The rows of the ranks that live on this host, each with the kernel's letter for its process."""
+        """The rows of the living ranks of this host, each with the state of its process as the
+        kernel's letter."""
         claimed = np.flatnonzero(self._table[:, PID])
         rows = zip(claimed.tolist(), self._table[claimed].tolist(), strict=True)
         return {rank: (row, state) for rank, row in rows if (state := self._state(row))}
@@ -244,11 +258,11 @@ class Board:
         return int(self._table[rank, FINISHED])
 
     def now(self, rank: int) -> Now:
-        """What a rank does, or did when it died, and for how long."""
+        """The activity of a rank, or the one in which it died, and for how long."""
         return now_of(self._table[rank].tolist(), time.monotonic_ns())
 
     def state(self, rank: int) -> str:
-        """The kernel's letter for the process of a rank while it lives, otherwise nothing."""
+        """The state of a rank's process, as the kernel's letter; "" if it is dead."""
         return self._state(self._table[rank].tolist())
 
     def _does(self, rank: int, what: int) -> None:
@@ -257,20 +271,25 @@ class Board:
             self._table[rank, DOES] = what
 
     def held_by_others(self, agreement: int) -> bool:
-        """Whether a living rank of this host holds the result of an agreement. What only the dead held is gone."""
-        if int(self._table[:, FINISHED].max()) < agreement:  # nearly always: the living need not be looked up
+        """Whether a living rank of this host holds the result of an agreement.
+
+        A result that only dead ranks held is lost.
+        """
+        if (
+            int(self._table[:, FINISHED].max()) < agreement
+        ):  # nearly always, and cheaper than checking processes
             return False
         return any(self._table[rank, FINISHED] >= agreement and self.pid(rank) for rank in range(self.size))
 
     def accomplished(self) -> bytes:
-        """What all ranks have accomplished; two equal answers mean that nothing came of what was done in between."""
+        """The permanent progress of all ranks: two equal values mean no progress in between."""
         return self._table[:, : ACCOMPLISHED + 1].tobytes()
 
 
 def signs_of(rows: Mapping[int, tuple[list[int], str]], me: Sequence[int]) -> dict[int, Sign]:
-    """What rows show, to one that is where the row `me` says."""
+    """The signs of life in rows, as a rank with the row `me` sees them."""
     mine, here = me[STEP], (me[VOTES], me[ENTERED])
-    # Those behind me may themselves wait for the last of them.
+    # Ranks behind this one may themselves wait for the last of them.
     behind = [(row[VOTES], row[ENTERED]) for row, _ in rows.values() if row[STEP] == mine]
     last = min(behind, default=here)
     return {
@@ -287,19 +306,22 @@ def signs_of(rows: Mapping[int, tuple[list[int], str]], me: Sequence[int]) -> di
 
 
 def furthest(rows: Iterable[Sequence[int]]) -> Sequence[int]:
-    """The row of one that is as far as anybody is, inside a step; if nobody is inside one, a row of zeros."""
+    """The row that is furthest inside a step; a row of zeros if no rank is inside one."""
     inside = [row for row in rows if row[STEP] > 0]
     return max(inside, key=lambda row: (row[STEP], row[VOTES], row[ENTERED]), default=[0] * COLUMNS)
 
 
 def can_go_on(rows: Mapping[int, tuple[list[int], str]], grid: Grid) -> bool:
-    """Whether a whole replica runs that has the state of the run: one that is about to join has none yet."""
+    """Whether a whole replica runs that has the state of the run; a joining replica has none yet."""
     running = [rank for rank, (_, state) in rows.items() if state not in "Tt"]
     return bool(grid.whole(rank for rank in running if rank < grid.ranks or rows[rank][0][VOTES]))
 
 
 def now_of(row: Sequence[int], clock: int) -> Now:
-    """What a row shows; `clock`: the one that its column `SINCE` goes by, in nanoseconds."""
+    """The activity in a row.
+
+    `clock`: the time by the clock of its column `SINCE`, in nanoseconds.
+    """
     return Now(
         DOING[row[DOES]],
         max(0.0, (clock - row[SINCE]) / 1e9) if row[SINCE] else 0.0,
@@ -316,22 +338,21 @@ def _suspects(row: Sequence[int]) -> Suspects:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in ticks since boot; 0 if there is none (or only its zombie)."""
+    """When a process started, in ticks since boot; 0 if there is none, or a zombie."""
     return _look_up(pid)[1]
 
 
 def age() -> float:
-    """Seconds since this process was started, or told which rank it is, if it has waited for that."""
+    """Seconds since this process was started, or, if it was prewarmed, since it was given its rank."""
     began = start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - max(began, process.waited_until)
 
 
 def _look_up(pid: int) -> tuple[str, int]:
-    """The kernel's letter for the state of a process, and its start time; "" and 0 if there is none."""
+    """The state of a process as the kernel's letter, and its start time; "" and 0 if there is none."""
     try:
-        fd = os.open(
-            f"/proc/{pid}/stat", os.O_RDONLY
-        )  # every rank looks at all others: without Python's own layers
+        # Every rank reads this of all others, so without Python's buffered files.
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     except OSError:
         return "", 0
     try:

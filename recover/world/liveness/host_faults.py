@@ -1,6 +1,6 @@
-"""What a host knows of its own troubles: memory that ran out, a full disk, GPUs and memory that fail.
+"""Faults of this host: memory that ran out, a full disk, failing GPUs and memory.
 
-All of it is read where it can be read, by an ordinary user too; what cannot be read is not known, and nothing else.
+Everything is read with the rights of an ordinary user. A source that cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 _GROUPS = Path("/sys/fs/cgroup")
 _KEPT = 200  # lines of the kernel's log
-_RECENT = 30.0  # seconds: what hardware said longer before a death has nothing to do with it
+_RECENT = 30.0  # seconds: older messages of hardware have nothing to do with a death
 _ROOM = 64 * 1024  # bytes; with less a disk counts as full
 _HARDWARE = re.compile(
     r"NVRM: Xid|\[Hardware Error\]|mce: |EDAC .* UE |GPU has fallen off the bus", re.IGNORECASE
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class HostTroubles:
-    """What has happened on this host since this was made."""
+    """The faults of this host since this object was made."""
 
     def __init__(self) -> None:
         self._kernel = _KernelLog()
@@ -31,12 +31,13 @@ class HostTroubles:
         self._memory_errors = _uncorrected()
 
     def poll(self) -> None:
-        """Called again and again, so that it is known when something was said."""
+        """Read new messages. To be called often, since messages are dated when they are read."""
         self._kernel.poll()
         self._gpus.poll()
 
     def look(self, pid: int) -> tuple[list[str], list[str]]:
-        """What the kernel has said of a process that has just died, or of failing hardware, and what the GPUs have."""
+        """Messages of the kernel about a process that has just died, or about hardware, and
+        messages of the GPUs."""
         self.poll()
         since = time.monotonic() - _RECENT
         said = [
@@ -66,7 +67,7 @@ def cgroup_of(pid: int) -> str:
             name = "memory.events"
         else:
             continue
-        # Inside a container the path may be that of the outside, and the group itself is mounted at the top.
+        # Inside a container the path may be the host's, and the group itself is mounted at the top.
         for candidate in candidates:
             if (candidate / name).exists():
                 return str(candidate / name)
@@ -90,7 +91,7 @@ def disk_is_full(place: Path) -> bool:
 
 
 def _uncorrected() -> int:
-    """Memory errors that could not be corrected, as the memory controllers count them."""
+    """Uncorrected memory errors, as the memory controllers count them."""
     total = 0
     for path in Path("/sys/devices/system/edac/mc").glob("mc*/ue_count"):
         try:
@@ -101,7 +102,7 @@ def _uncorrected() -> int:
 
 
 class _KernelLog:
-    """What the kernel says from now on; nothing where its log may not be read."""
+    """New messages of the kernel; none where its log cannot be read."""
 
     def __init__(self) -> None:
         self.said: deque[tuple[float, str]] = deque(maxlen=_KEPT)
@@ -145,7 +146,7 @@ class _Gpus:
             self._nvml = pynvml
             for card in self._cards:
                 pynvml.nvmlDeviceRegisterEvents(card, pynvml.nvmlEventTypeXidCriticalError, self._events)
-        except Exception:  # no library, no permission, a card that cannot tell: then nothing is known
+        except Exception:  # no library, no permission, no such counter: then nothing is known
             pass
         self._errors = self._uncorrected()
 

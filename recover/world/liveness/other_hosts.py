@@ -1,7 +1,8 @@
-"""What the ranks of other hosts do, where whoever looks on finds it: beside the board of this host.
+"""The rows of ranks on other hosts, as a file in the session of this host.
 
-Agents tell each other how far their ranks are; each leaves what it hears in its session. Rows are as on the board, but
-for the clock: the column `SINCE` is in nanoseconds since 1970, for the clocks of a host mean nothing on another one.
+Agents exchange the rows of their ranks; each writes what it receives into its session. The rows are
+those of the board, except that the column `SINCE` is in nanoseconds since 1970: the monotonic clock
+of a host means nothing on another one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from recover.world.liveness.board import SINCE, now_of
 from recover.world.liveness.signs import Now
 
 _NAME = "elsewhere.json"
-Rows = Mapping[int, tuple[list[int], str]]  # by rank: its row, and the kernel's letter for its process
+Rows = Mapping[int, tuple[list[int], str]]  # by rank: its row, and the state of its process
 
 
 def told(rows: Rows) -> dict[str, list[object]]:
-    """The rows of this host's ranks as others can read them."""
+    """The rows of this host's ranks, for other hosts."""
     later = time.time_ns() - time.monotonic_ns()
     return {
         str(rank): [[*row[:SINCE], row[SINCE] + later if row[SINCE] else 0, *row[SINCE + 1 :]], state]
@@ -29,7 +30,7 @@ def told(rows: Rows) -> dict[str, list[object]]:
 
 
 def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
-    """All that was heard of other hosts. Nobody's training depends on it."""
+    """Write the rows of other hosts. Errors are ignored: training does not depend on it."""
     draft = session / f".{_NAME}"
     try:
         draft.write_text(json.dumps(heard))
@@ -39,12 +40,12 @@ def leave(session: Path, heard: Mapping[int, Sequence[object]]) -> None:
 
 
 def found(session: Path) -> dict[int, tuple[Now, str]]:
-    """By rank: what it does, and the kernel's letter for its process, half a second ago or so."""
+    """By rank: its activity and the state of its process, about half a second ago."""
     return {rank: (now_of(row, time.time_ns()), state) for rank, (row, state) in _heard(session).items()}
 
 
 def rows(session: Path) -> dict[int, Sequence[int]]:
-    """By rank: its row, half a second ago or so."""
+    """By rank: its row, about half a second ago."""
     return {rank: row for rank, (row, _) in _heard(session).items()}
 
 

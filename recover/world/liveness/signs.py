@@ -1,29 +1,29 @@
-"""What a rank shows of itself to the others."""
+"""Signs of life and activities of ranks, as the board shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Suspects = tuple[tuple[int, int], ...]  # slots, and the samples that they stand for
+Suspects = tuple[tuple[int, int], ...]  # slots and their samples
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank shows of itself on the board."""
+    """The signs of life of a rank."""
 
     heartbeat: int
     progress: tuple[int, ...]
-    late: bool  # it is in the step that this rank is in, this rank has voted, and nobody has come less far than it
-    stopped: bool = False  # as the kernel says: by a signal, or by a debugger
+    late: bool  # it is in this rank's step, this rank has voted, and no rank is further behind
+    stopped: bool = False  # by a signal or a debugger, as the kernel says
     step: int = 0
-    suspects: Suspects = ()  # what it computes just now
+    suspects: Suspects = ()  # what it computes
 
 
 @dataclass(frozen=True)
 class Now:
-    """What a rank does just now, for whoever looks on."""
+    """The activity of a rank, for monitoring."""
 
     doing: str
-    seconds: float  # for so long
-    step: int  # that it is inside of; 0: none
+    seconds: float  # since it began
+    step: int  # 0: between steps
     slots: tuple[int, ...] = ()  # that it computes

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from recover.job.machine import machine
 from recover.launch.launcher import launch
+from recover.launch.request import LaunchRequest
 from recover_lab.peers.ended import BenchmarkError, check
 from recover_lab.publish.measured_sources import LAB, sources
 
@@ -40,15 +41,10 @@ def launched(
     """Run a program of this package under the launcher; its run directory, removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="recover-bench-") as directory:
         run_dir = Path(directory)
-        code = launch(
-            ranks,
-            PROGRAMS / program,
-            list(arguments),
-            replica_size=replica_size,
-            run_dir=run_dir,
-            timeout=timeout,
-            carrier=carrier,
+        request = LaunchRequest(
+            PROGRAMS / program, list(arguments), replica_size, run_dir, timeout, carrier=carrier
         )
+        code = launch(ranks, request)
         check(code, f"{Path(program).name} on {ranks} ranks ended with code {code}")
         yield run_dir
 

@@ -22,6 +22,7 @@ from recover.job.host_options import HostOptions
 from recover.launch import preflight
 from recover.launch.hosts.agent import launch_alone
 from recover.launch.launcher import launch
+from recover.launch.request import LaunchRequest
 from recover.runs.records.kinds import Event
 from recover.train.config import Config, parse
 from recover.train.learning_rate import lr_factor
@@ -46,11 +47,13 @@ def run_ours(scene: Scene, place: Path) -> list[Event]:
     config = configure(scene, place)
     code = launch(
         scene.ranks,
-        PROGRAMS / "forward.py",
-        [config.model_dump_json(), "0", *scene.kill_words()],
-        replica_size=scene.replica_size,
-        run_dir=place,
-        timeout=120,
+        LaunchRequest(
+            PROGRAMS / "forward.py",
+            [config.model_dump_json(), "0", *scene.kill_words()],
+            scene.replica_size,
+            place,
+            timeout=120,
+        ),
     )
     check(code, f"our run ended with code {code}; what its ranks said stands above")
     return read_events(place)
@@ -63,11 +66,13 @@ def run_returning(scene: Scene, place: Path, awaited: int = 0, ready: bool = Tru
     code = launch_alone(
         scene.ranks,
         HostOptions(returns=True, return_delay=0.0, ready=ready),
-        PROGRAMS / "forward.py",
-        [config.model_dump_json(), str(awaited), *scene.kill_words()],
-        replica_size=scene.replica_size,
-        run_dir=place,
-        timeout=120,
+        LaunchRequest(
+            PROGRAMS / "forward.py",
+            [config.model_dump_json(), str(awaited), *scene.kill_words()],
+            scene.replica_size,
+            place,
+            timeout=120,
+        ),
     )
     check(code, f"our run ended with code {code}; what its ranks said stands above")
     return read_events(place)

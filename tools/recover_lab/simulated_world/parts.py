@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from recover.world.carriers.worker import Work, Worker
 from recover.world.hooks import NoHooks
-from recover.world.interfaces import Looks, Parts
+from recover.world.interfaces import Looks, WorldParts
 from recover.world.rank_exit import End
 from recover.world.slot_notes import Note
 from recover_lab.simulated_world.carriers import SimulatedCarriers
@@ -108,13 +108,13 @@ class SimulatedNotes:
         yield from [note for (of_step, _), note in sorted(self._all.items()) if of_step == step]
 
 
-def simulated_parts(simulation: Simulation, fabric: SimulatedFabric) -> Parts:
+def simulated_parts(simulation: Simulation, fabric: SimulatedFabric) -> WorldParts:
     worker = InlineWorker()
 
     def watch(watcher: Looks) -> None:
         simulation.watchers[fabric.rank] = watcher.look
 
-    return Parts(
+    return WorldParts(
         fabric=fabric,
         liveness=simulation.board,
         hooks=NoHooks(),

@@ -1,4 +1,4 @@
-"""From what a job was told about its etcd to a client of it."""
+"""Makes the client of a job's etcd from the job's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from recover.job.spec import EtcdAccess
 from recover.world.fabrics.etcd.client import EtcdClient
 
-LOST = "etcd-lost"  # in the session of a host: its agent has waited for etcd for long enough
+LOST = "etcd-lost"  # file in the session of a host: its agent has given etcd up
 
 
 Client = TypeVar("Client", bound=EtcdClient)

@@ -1,4 +1,5 @@
-"""What an agreement in etcd is made of: its keys, votes, what is decided from them, and one consistent look at all."""
+"""The contents of an agreement in etcd: keys, votes, decisions, and the transactions that read and
+write them."""
 
 from __future__ import annotations
 
@@ -29,22 +30,25 @@ from recover.world.fabrics.etcd.client import (
 DECISION, ENDED = "seen/decision", "seen/ended"
 DEAD, ASKING, CLAIM, VOTE = "seen/dead/", "seen/asking/", "claim/", "vote/"
 TOLD = "seen/told/"
-# Once an agreement is decided, all the living have voted, so they are through with the messages before it.
+# Once an agreement is decided, all living ranks have voted, so they have received all messages
+# before it.
 THROUGH = (delete_all(VOTE), delete_all("mail/"), delete_all(TOLD))
-# Every transaction about an agreement brings back a glance: how many have voted, not what.
-GLANCE = (get(DECISION), get_all(DEAD), count(VOTE))
-# One consistent look at all of it, for whoever is about to decide.
-LOOK = (*GLANCE, get_all(VOTE), get_all(ASKING))
-FORGOTTEN, JOINED = (
-    20,
-    15,
-)  # replicas in one decision, at the most: etcd takes 128 operations in a transaction
-OPERATIONS = 120  # that may be in a transaction and the one inside of it together, by etcd's count
-COMPARED = 8  # others whose votes are compared by every vote: with more of them, by the one that finds that it is last
+# Every transaction about an agreement reads this: how many have voted, not what they voted.
+VOTE_COUNT = (get(DECISION), get_all(DEAD), count(VOTE))
+# All of it at one revision, for a rank that is about to decide.
+VOTE_SNAPSHOT = (*VOTE_COUNT, get_all(VOTE), get_all(ASKING))
+# Replicas that one decision may delete and admit, at the most: etcd takes 128 operations in a
+# transaction.
+FORGOTTEN, JOINED = 20, 15
+# Operations in a transaction and the one inside of it together, as etcd counts them, at the most.
+OPERATIONS = 120
+# Others whose votes every vote compares with its own. With more of them, only the last voter
+# compares.
+COMPARED = 8
 
 
 def key_of(kind: str, rank: int) -> str:
-    """Of the same length for all ranks, so that those of a replica lie side by side."""
+    """The key of a rank. All have the same length, so the keys of a replica are one range."""
     return f"{kind}{rank:010d}"
 
 
@@ -57,11 +61,11 @@ class Vote:
     word: int
     acknowledged: frozenset[int]
     admit: frozenset[int] = frozenset()
-    number: int = 1  # of the agreement: a vote of an earlier one that somebody puts back does not count
+    number: int = 1  # of the agreement: a vote of an earlier one that is put back does not count
 
     @classmethod
     def of_all(cls, votes: Sequence[Vote]) -> Vote:
-        """What several say as one: no more than all of them do."""
+        """The vote of several ranks: the AND of their words, and the sets that all of them have."""
         word = -1
         for vote in votes:
             word &= vote.word
@@ -86,7 +90,7 @@ class Decision:
     dead: frozenset[int]
     joined: frozenset[int]
     participants: frozenset[int]  # of the next agreement
-    value: bytes = b""  # as it is in etcd
+    value: bytes = b""  # the bytes in etcd
 
     @classmethod
     def before_all(cls, size: int) -> Decision:
@@ -94,7 +98,7 @@ class Decision:
 
     @classmethod
     def of(cls, found: KeyValue) -> Decision:
-        """As its writer meant it. See `in_place`."""
+        """Parse a decision, also one that was put back (see `in_place`)."""
         content = json.loads(found.value)
         return cls(
             content["number"],
@@ -107,14 +111,16 @@ class Decision:
 
     @classmethod
     def in_place(cls, found: KeyValue) -> Decision | None:
-        """None for an earlier decision that somebody has put back: its key has another version than it had."""
+        """Parse a decision; None for an earlier one that was put back: its key's version is not its
+        number."""
         decision = cls.of(found)
         return decision if decision.number == found.version else None
 
 
 @dataclass(frozen=True)
-class Glance:
-    """What was there at one revision of the store."""
+class VoteCount:
+    """How many agreements were decided, how many votes there were, and the dead, at one revision of
+    the store."""
 
     revision: int
     decided: int  # how many agreements
@@ -122,45 +128,47 @@ class Glance:
     cast: int  # how many votes
 
     @classmethod
-    def of(cls, answer: Answer) -> Glance:
+    def of(cls, answer: Answer) -> VoteCount:
         decision, dead = answer.found[:2]
         decided = decision[0].version if decision else 0
         return cls(answer.revision, decided, frozenset(map(rank_of, dead)), answer.counts[2])
 
 
 @dataclass(frozen=True)
-class Look:
-    """A glance, and what the votes are."""
+class VoteSnapshot:
+    """A count, and the votes themselves, at one revision of the store."""
 
-    glance: Glance
+    count: VoteCount
     votes: dict[int, Vote]
     asking: frozenset[int]
 
     @classmethod
-    def of(cls, answer: Answer) -> Look:
-        glance = Glance.of(answer)
+    def of(cls, answer: Answer) -> VoteSnapshot:
+        count = VoteCount.of(answer)
         votes = {rank_of(found): Vote.from_bytes(found.value) for found in answer.found[3]}
-        current = {rank: vote for rank, vote in votes.items() if vote.number == glance.decided + 1}
-        return cls(glance, current, frozenset(map(rank_of, answer.found[4])))
+        current = {rank: vote for rank, vote in votes.items() if vote.number == count.decided + 1}
+        return cls(count, current, frozenset(map(rank_of, answer.found[4])))
 
 
 def decided(
-    look: Look, participants: frozenset[int], replica_size: int, by: int
+    snapshot: VoteSnapshot, participants: frozenset[int], replica_size: int, by: int
 ) -> tuple[bytes, list[Operation]]:
-    """What follows from the votes of all the living: the decision, and what nobody needs from then on."""
-    declared = participants & look.glance.dead
-    # A replica that has lost one of its ranks is lost.
+    """The decision that follows from the votes of all living replicas, and the deletions that go
+    with it."""
+    declared = participants & snapshot.count.dead
+    # A replica that has lost a rank is lost.
     dead = participants - intact(participants, declared, replica_size)
-    votes = [vote for rank, vote in look.votes.items() if rank in participants - dead]
+    votes = [vote for rank, vote in snapshot.votes.items() if rank in participants - dead]
     word, joined = None, frozenset[int]()
     if all(declared <= vote.acknowledged for vote in votes):
         counted = Vote.of_all(votes)
-        word, admitted = counted.word, counted.admit & look.asking - look.glance.dead
+        word, admitted = counted.word, counted.admit & snapshot.asking - snapshot.count.dead
         joined = first_of(whole(admitted, replica_size), replica_size * JOINED)
         participants = participants - dead | joined
-    content = _content(look.glance.decided + 1, word, dead, joined, participants, by)
-    # Of those who have left, and of those who died while they asked. A replica that lacks one can never be whole again.
-    gone = {rank // replica_size for rank in look.glance.dead - participants}
+    content = _content(snapshot.count.decided + 1, word, dead, joined, participants, by)
+    # Keys of replicas that have left, or lost a rank while they asked: such a replica can never be
+    # whole again.
+    gone = {rank // replica_size for rank in snapshot.count.dead - participants}
     cleaned = [
         delete_range(*(key_of(kind, rank * replica_size) for rank in (replica, replica + 1)))
         for replica in sorted(gone)[:FORGOTTEN]
@@ -174,13 +182,16 @@ def decided(
 
 
 def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int) -> list[Operation]:
-    """A vote; and the decision at once, where it is the last one, all say the same, and nobody is dead or let in.
+    """Write a vote; and the decision with it, if it is the last vote, all are equal, and nobody is
+    dead or admitted.
 
-    For a writer whose vote was not there before, and whose agreement is not decided. That the others say the same is
-    compared in etcd, with what each of them would have signed: so no forged vote can take part in it.
+    The caller guards that there is no such vote yet and that the agreement is open. Etcd itself
+    compares the others' votes with the bytes that each of them would have signed: so no forged vote
+    can take part.
     """
     write = [put(key_of(VOTE, rank), vote.to_bytes())]
-    # A vote is guarded by the lives of its replica's ranks, and by the leases of their hosts.
+    # The guards of the vote take up to two operations for each rank of the replica: its death, and
+    # its host's lease.
     decision = unanimous(rank, vote, participants, replica_size, min(COMPARED, OPERATIONS - 2 * replica_size))
     return write if decision is None else [either(*decision, write)]
 
@@ -188,9 +199,11 @@ def cast(rank: int, vote: Vote, participants: frozenset[int], replica_size: int)
 def unanimous(
     rank: int, vote: Vote, participants: frozenset[int], replica_size: int, most: int
 ) -> tuple[list[Operation], list[Operation]] | None:
-    """Guards that all others say what this one does, and the decision that follows. None where more than `most` others
-    would have to be compared, or somebody is let in."""
-    others = sorted(speakers(participants, replica_size) - {rank})
+    """Guards that all other votes equal this one, and the decision that follows.
+
+    None where more than `most` others would have to be compared, or somebody is admitted.
+    """
+    others = sorted(leaders(participants, replica_size) - {rank})
     if vote.admit or len(others) > most:
         return None
     value = vote.to_bytes()
@@ -199,54 +212,56 @@ def unanimous(
     return last, [put(DECISION, alike), *THROUGH]
 
 
-def check_kept(glance: Glance, through: int) -> None:
-    """Etcd must know of all agreements that a rank has been through. Raises LostDataError."""
-    if glance.decided < through:
+def check_kept(count: VoteCount, through: int) -> None:
+    """Raise LostDataError if etcd has fewer agreements than this rank has been through."""
+    if count.decided < through:
         raise LostDataError(
-            f"etcd has lost its data: it knows of {glance.decided} agreements, and this rank has been through "
-            f"{through}; go on from the last checkpoint, with an etcd that keeps them"
+            f"etcd has lost its data: it knows of {count.decided} agreements, and this rank has been through "
+            f"{through}; resume from the last checkpoint, with an etcd that keeps its data"
         )
 
 
 def declare(client: EtcdClient, rank: int, why: str, *guards: Operation) -> None:
-    """`rank` is dead, for all and for good. For whoever has seen its process end, or must end it.
+    """Declare `rank` dead, for all ranks and permanently.
 
-    Not if it is forgotten already: those that have started the job have claimed their numbers before its first
-    agreement, and the numbers of others have a claim from the start.
+    The caller has seen its process end, or must end it.
+
+    Nothing is written if its keys were deleted already (it has no claim any more). Before the first
+    agreement a rank may not have its claim yet, so it is written then in any case.
     """
     key = key_of(DEAD, rank)
     write = [put(key, why.encode())]
     early = either([version_is(DECISION, 0)], write)
     known = either([present(key_of(CLAIM, rank))], write, [early])
     while forged := client.txn([absent(key), *guards], [known], [get(key)]).forged:
-        client.remove_forged(forged)  # it would keep a real death from being declared
+        client.remove_forged(forged)  # a forged key would prevent the declaration of a real death
 
 
 def intact(ranks: Iterable[int], dead: frozenset[int], replica_size: int) -> frozenset[int]:
-    """Those whose replica has lost nobody."""
+    """The ranks whose replica has lost nobody."""
     lost = {rank // replica_size for rank in dead}
     return frozenset(rank for rank in ranks if rank // replica_size not in lost)
 
 
-def speakers(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
-    """Who votes for the replicas of these ranks: the lowest of each."""
+def leaders(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
+    """The ranks that vote for the replicas of these ranks: the lowest of each."""
     return frozenset(rank - rank % replica_size for rank in ranks)
 
 
 def whole(ranks: Iterable[int], replica_size: int) -> frozenset[int]:
-    """Those whose replica is there completely."""
+    """The ranks whose replica is complete."""
     there = frozenset(ranks)
     return frozenset(rank for rank in there if there.issuperset(mates(rank, replica_size)))
 
 
 def mates(rank: int, replica_size: int) -> range:
-    """All ranks of its replica, itself included."""
+    """All ranks of the replica of `rank`, itself included."""
     first = rank - rank % replica_size
     return range(first, first + replica_size)
 
 
 def first_of(ranks: frozenset[int], most: int | None) -> frozenset[int]:
-    """The lowest of them, so many at the most; None: all."""
+    """The lowest `most` ranks; None: all."""
     return ranks if most is None else frozenset(sorted(ranks)[: max(0, most)])
 
 
@@ -258,13 +273,13 @@ def _content(
     participants: Iterable[int],
     by: int,
 ) -> bytes:
-    """A decision as it is in etcd. The participants are those of the next agreement."""
+    """The bytes of a decision. The participants are those of the next agreement."""
     told = {"number": number, "word": word, "dead": sorted(dead), "joined": sorted(joined)}
     return json.dumps(told | {"participants": _to_runs(participants), "by": by}).encode()
 
 
 def _to_runs(ranks: Iterable[int]) -> str:
-    """`0-3,7`: as short as what it says, however high the numbers are."""
+    """`0-3,7`: short for consecutive ranks, however high their numbers are."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

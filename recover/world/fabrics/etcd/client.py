@@ -1,18 +1,21 @@
 """A small client of etcd's JSON gateway, on the standard library alone.
 
-Timeouts are short: a member of the cluster that does not answer is left for the next one, and the timeout is how long a
-job pauses when one is lost. They grow while nobody answers in time, and shrink again: a network may be slow. A request
-without an answer may have been carried out all the same. So whatever is written goes into a transaction that does no
-harm when it is carried out twice, or late, and is asked for again.
+Timeouts are short: the client fails over to the next member of the cluster, and the timeout is how
+long a job pauses when a member is lost. They grow while no member answers in time, and shrink
+again: a network may be slow. A request without an answer may have been carried out all the same. So
+every write is a transaction that does no harm when it is carried out twice, or late, and it is
+repeated until there is an answer.
 
-A client that is given the job's token seals every value that it writes or compares, for its key, and checks every value
-that it reads: one that was not written with the token, for this very key, is left out and named in the log. Guards on
-values still work, since the same value under the same key is sealed to the same bytes.
+A client that has the job's token seals every value that it writes or compares, for its key, and
+checks every value that it reads: a value that was not written with the token, for this very key, is
+left out and named in the log. Guards on values still work, since the same value under the same key
+is sealed to the same bytes.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import os
@@ -27,14 +30,14 @@ from recover.job.authentication import Authenticator
 from recover.job.output import say
 from recover.world.fabrics.base import WorldLostError
 from recover.world.fabrics.etcd.errors import PERMISSION_DENIED, Kind, classify, read_error
-from recover.world.fabrics.etcd.http_connection import Line
+from recover.world.fabrics.etcd.http_connection import HttpConnection
 
-TIMEOUT = 0.5  # seconds for one request at one endpoint ...
-SLOWEST = 8  # ... and up to so many times as long where the network is slow
+TIMEOUT = 0.5  # seconds for one request at one endpoint
+SLOWEST = 8  # times TIMEOUT at the most, where the network is slow
 PATIENCE = 30.0  # seconds that a request is repeated while no endpoint answers
-BREATH = 0.02  # seconds between two tries
-UNIX = "unix:"  # before the path of a socket of this host
-MOST_NAMED = 1000  # forged values that are remembered, so that each is named once
+BREATH = 0.02  # seconds between two attempts
+UNIX = "unix:"  # before the path of a Unix socket
+MOST_NAMED = 1000  # forged values that are remembered, so that each is logged once
 LOGIN = "/v3/auth/authenticate"
 LOGIN_PAUSE = 0.5  # seconds between two logins for one request: each costs etcd a tenth of a second of a core
 
@@ -42,16 +45,22 @@ Operation = Mapping[str, Any]
 
 
 class EtcdError(WorldLostError):
-    """Etcd has refused a request: to ask again would not help. A rank that meets it can take part in no agreement."""
+    """Etcd has refused a request, and would refuse it again.
+
+    This rank cannot take part in agreements any more.
+    """
 
 
 class LostDataError(EtcdError):
-    """What was agreed on is not there any more."""
+    """Etcd has lost what was agreed on."""
 
 
 class UnansweredError(EtcdError):
-    """No endpoint has answered, or none that could. What was asked for may have been done, or not, or may be done
-    later. `remedy`: what helps, where an endpoint has said why it cannot."""
+    """No endpoint has answered the request.
+
+    It may have been carried out, or not, or may be carried out later. `remedy`: what helps, if an
+    endpoint has given a reason.
+    """
 
     def __init__(self, text: str, remedy: str = "") -> None:
         super().__init__(text)
@@ -64,26 +73,27 @@ class LoginError(UnansweredError):
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A key as it is, or (version 0) the news that it was deleted."""
+    """A key and its value, or (version 0) its deletion."""
 
     key: str
     value: bytes
-    version: int  # how often it was written since it was made
+    version: int  # how often it was written since its creation
     modified: int  # the store's revision when it was last written
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a transaction: which branch was taken, the store's revision, and what each of its reads has found."""
+    """The result of a transaction: which branch ran, the store's revision, and what each of its
+    reads has found."""
 
     succeeded: bool
     revision: int
     found: tuple[tuple[KeyValue, ...], ...]
-    counts: tuple[int, ...] = ()  # how many keys each of its reads has found, forged ones included
-    forged: tuple[KeyValue, ...] = ()  # what was left out of `found`, as it lies there
+    counts: tuple[int, ...] = ()  # the number of keys that each read has found, forged ones included
+    forged: tuple[KeyValue, ...] = ()  # the forged values that were left out of `found`
 
 
-# What a transaction may ask ...
+# Guards of a transaction.
 
 
 def absent(key: str) -> Operation:
@@ -111,12 +121,15 @@ def none_under(prefix: str) -> Operation:
 
 
 def unchanged_since(prefix: str, revision: int) -> Operation:
-    """No key under `prefix` was written after `revision`. (True as well if there is none at all.)"""
+    """No key under `prefix` was written after `revision`.
+
+    (True as well if there is no such key.)
+    """
     end = {"range_end": after(prefix)}
     return {"key": prefix, **end, "target": "MOD", "result": "LESS", "mod_revision": revision + 1}
 
 
-# ... and do.
+# Operations of a transaction.
 
 
 def get(key: str) -> Operation:
@@ -128,7 +141,7 @@ def get_all(prefix: str) -> Operation:
 
 
 def count(prefix: str) -> Operation:
-    """How many keys there are, and not what they are."""
+    """The number of keys under a prefix, without their contents."""
     return {"request_range": {"key": prefix, "range_end": after(prefix), "count_only": True}}
 
 
@@ -151,20 +164,23 @@ def delete_range(key: str, end: str) -> Operation:
 def either(
     compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
 ) -> Operation:
-    """A transaction inside of one."""
+    """A transaction inside a transaction."""
     return {"request_txn": {"compare": list(compare), "success": list(then), "failure": list(otherwise)}}
 
 
 def after(prefix: str) -> str:
-    """The first key behind all that begin with `prefix`."""
+    """The end of the range of all keys that begin with `prefix`."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 
 class EtcdClient:
-    """Of one or several endpoints (`host:port`, `unix:/path`) of one cluster. Each thread has a connection of its own.
+    """A client of one cluster, by one or several endpoints (`host:port`, `unix:/path`).
 
-    All keys are those under `prefix`. `patience`: seconds that a request is repeated while nobody answers.
-    `token`: the job's; values are sealed and checked with it. None: they are written and read as they are.
+    Each thread has its own connection.
+
+    All keys are relative to `prefix`. `patience`: seconds that a request is repeated while no
+    endpoint answers. `token`: the job's; values are sealed and checked with it. None: they are
+    written and read unchanged.
     """
 
     def __init__(
@@ -179,26 +195,29 @@ class EtcdClient:
         token: str | None = None,
     ) -> None:
         if not prefix:
-            raise ValueError("a client of etcd needs a prefix for its keys; give one, / at the least")
+            raise ValueError("a client of etcd needs a prefix for its keys; give one, at least /")
         names = endpoints.split(",") if isinstance(endpoints, str) else endpoints
         self.endpoints = [_read_endpoint(name.strip()) for name in names]
         self.prefix, self.timeout, self.patience = prefix, timeout, patience
-        self.unanswered = 0  # how often nobody has answered so far: times of silence say nothing about ranks
+        self.unanswered = 0  # requests without an answer so far: a silence of etcd says nothing about ranks
         self._user, self._password, self._tls = user, password, tls
         self._token: str | None = None
         self._authenticator = None if token is None else Authenticator(token, "etcd")
-        self._named: set[tuple[str, int]] = set()  # forged values that the log knows of: key and revision
+        self._named: set[tuple[str, int]] = set()  # forged values that were logged: key and revision
         self._mine = threading.local()
         self._has_given_up = False
 
     def give_up(self) -> None:
-        """Whoever waits for an answer, or will, has waited long enough."""
+        """End all waits for an answer, now and later."""
         self._has_given_up = True
 
     def txn(
         self, compare: Iterable[Operation], then: Iterable[Operation], otherwise: Iterable[Operation] = ()
     ) -> Answer:
-        """If all of `compare` holds, do `then`, else `otherwise`; at once for all who look. (`read` is for reading.)"""
+        """If all of `compare` holds, do `then`, else `otherwise`, atomically.
+
+        (Use `read` for reading.)
+        """
         body = {"compare": list(compare), "success": list(then), "failure": list(otherwise)}
         out = self.ask("/v3/kv/txn", self._encoded(body))
         reads = [one["response_range"] for one in out.get("responses", []) if "response_range" in one]
@@ -210,10 +229,11 @@ class EtcdClient:
         )
 
     def read(self, *reads: Operation) -> Answer:
-        """Several reads, of one moment.
+        """Several reads at one revision.
 
-        Etcd before 3.5.7 may crash over a transaction that only reads, when its asker has gone meanwhile
-        (etcd-io/etcd#14110). So this one could write, if a key had a version that none has.
+        Etcd before 3.5.7 may crash over a transaction that only reads, if its client disconnects
+        meanwhile (etcd-io/etcd#14110). So this transaction has a write, behind a guard that never
+        holds.
         """
         return self.txn([version_is("", -1)], [put("never", b"")], reads)
 
@@ -222,14 +242,15 @@ class EtcdClient:
         return next(iter(self.authentic(out.get("kvs", []))), None)
 
     def get_all(self, prefix: str = "", since: int = 0) -> tuple[tuple[KeyValue, ...], int]:
-        """All keys under `prefix` that were written at revision `since` or later; the store's revision just then."""
+        """All keys under `prefix` that were written at revision `since` or later, and the store's
+        revision."""
         keys = {"key": self.prefix + prefix, "range_end": after(self.prefix + prefix)}
         body = {name: to_base64(key) for name, key in keys.items()} | {"min_mod_revision": since}
         out = self.ask("/v3/kv/range", body)
         return self.authentic(out.get("kvs", [])), int(out["header"]["revision"])
 
     def remove_forged(self, forged: Iterable[KeyValue]) -> None:
-        """Remove values that were left out of an answer, unless their keys were written again meanwhile."""
+        """Delete forged values, unless their keys were written again meanwhile."""
         for found in forged:
             self.txn([modified_at(found.key, found.modified)], [delete(found.key)])
 
@@ -241,26 +262,30 @@ class EtcdClient:
         self.ask("/v3/kv/deleterange", body)
 
     def grant(self, ttl: float) -> tuple[int, int]:
-        """A new lease of so many seconds, and how many they are: etcd counts whole ones, and grants none too short."""
+        """A new lease, and its seconds as granted: etcd counts whole seconds, and grants no very
+        short lease."""
         granted = self.ask("/v3/lease/grant", {"TTL": math.ceil(ttl)})
         return int(granted["ID"]), int(granted["TTL"])
 
     def keep_alive(self, lease: int) -> bool:
-        """Let it count from the start again. False if there is no such lease any more."""
+        """Restart the lease's time. False if it does not exist any more."""
         return int(self.ask("/v3/lease/keepalive", {"ID": lease})["result"].get("TTL", 0)) > 0
 
     def revoke(self, lease: int) -> None:
         self.ask("/v3/lease/revoke", {"ID": lease})
 
     def compact(self, revision: int) -> None:
-        """Forget all that was before this revision."""
+        """Delete the history before this revision."""
         self.ask("/v3/kv/compaction", {"revision": revision, "physical": True})
 
     def version(self) -> str:
         return str(self.ask("/v3/maintenance/status", {})["version"])
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask one endpoint after the other until one answers. Raises UnansweredError when patience is at its end."""
+        """Ask one endpoint after the other until one answers.
+
+        Raises UnansweredError after `patience` seconds.
+        """
         deadline, logins = time.monotonic() + self.patience, 0
         while True:
             try:
@@ -273,18 +298,18 @@ class EtcdClient:
                 time.sleep(BREATH if logins < 2 else LOGIN_PAUSE)
 
     def _silence(self, error: UnansweredError) -> str:
-        """For how long, where, and what helps."""
+        """The second half of an error: for how long, where, and the remedy."""
         names = ", ".join(map(_name, self.endpoints))
         if error.remedy:
             return f"so for {self.patience:g} s, at {names}: {error.remedy}"
         return f"nobody has answered for {self.patience:g} s: is etcd running at {names}, and does a majority of it?"
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask once, one endpoint; the next call goes to the next one if this one does not answer."""
+        """Ask one endpoint once. If it does not answer, the next call goes to the next endpoint."""
         where, limit, started = _name(self.endpoint()), self._limit, time.monotonic()
         headers = self._headers(path)
         try:
-            status, data = self._connection().ask(path, json.dumps(body).encode(), headers)
+            status, data = self._connection().ask(path, _to_json(body), headers)
         except ssl.SSLCertVerificationError as error:
             raise EtcdError(
                 f"the certificate of etcd at {where} is not trusted: {error}; give a context that knows who signed it"
@@ -328,50 +353,51 @@ class EtcdClient:
         )
 
     def forget_login(self, headers: Mapping[str, str] | None = None) -> None:
-        """Log in again for the next request; unless another thread has, since a request was sent with `headers`."""
+        """Log in again for the next request, unless another thread has since a request was sent
+        with `headers`."""
         if headers is None or headers.get("Authorization", "") == self._token:
             self._token = None
 
     @property
     def _limit(self) -> float:
-        """Seconds that this thread waits for an answer."""
+        """Seconds that this thread waits for an answer at present."""
         return float(getattr(self._mine, "limit", self.timeout))
 
     def endpoint(self) -> tuple[str, int]:
-        """The one that this thread asks next."""
+        """The endpoint that this thread asks next."""
         return self.endpoints[getattr(self._mine, "at", 0) % len(self.endpoints)]
 
     def go_on(self) -> None:
-        """To the next endpoint, by a new connection."""
+        """Fail over to the next endpoint, with a new connection."""
         if connection := getattr(self._mine, "connection", None):
             connection.close()
         self._mine.connection = None
         self._mine.at = getattr(self._mine, "at", 0) + 1
 
-    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> Line:
-        """The answer to a request as lines that come in their own time; on a connection of its own."""
+    def stream(self, path: str, body: Mapping[str, Any], timeout: float) -> HttpConnection:
+        """Send a request on a new connection whose answer is a stream of lines."""
         line = self._open(self._limit)
         try:
             line.limit(timeout)
-            line.post(path, json.dumps(body).encode(), self._headers(path))
+            line.post(path, _to_json(body), self._headers(path))
             line.begin_stream()
             return line
         except BaseException:
             line.close()
             raise
 
-    def _connection(self) -> Line:
-        """This thread's own; a forked child has none yet."""
+    def _connection(self) -> HttpConnection:
+        """The connection of this thread. A forked child opens its own."""
         if getattr(self._mine, "pid", None) != os.getpid():
             self._mine.pid, self._mine.connection = os.getpid(), None
         if self._mine.connection is None:
             self._mine.connection = self._open(self._limit)
-        connection: Line = self._mine.connection
+        connection: HttpConnection = self._mine.connection
         connection.limit(self._limit)
         return connection
 
-    def _open(self, timeout: float) -> Line:
-        return Line(*self.endpoint(), timeout, self._tls)
+    def _open(self, timeout: float) -> HttpConnection:
+        return HttpConnection(*self.endpoint(), timeout, self._tls)
 
     def _headers(self, path: str) -> dict[str, str]:
         if self._user is None or path == LOGIN:
@@ -382,7 +408,7 @@ class EtcdClient:
         return {"Authorization": token} if token else {}
 
     def _log_in(self) -> str:
-        """A token; "" where authentication is turned off, so that none is needed."""
+        """A token; "" where authentication is turned off."""
         try:
             return str(self.call(LOGIN, {"name": self._user, "password": self._password})["token"])
         except UnansweredError:
@@ -393,19 +419,20 @@ class EtcdClient:
             raise
 
     def _encoded(self, part: Any) -> Any:
-        """As the gateway wants it: keys under the prefix, values sealed for their keys, both in base64."""
+        """A request as the gateway takes it: keys under the prefix, values sealed for their keys,
+        both in base64."""
         if isinstance(part, list):
             return [self._encoded(one) for one in part]
-        if not isinstance(part, Mapping):
-            return part
-        return {
-            name: to_base64(self.prefix + value)
-            if name in ("key", "range_end")
-            else to_base64(self._sealed(part["key"], value))
-            if name == "value"
-            else self._encoded(value)
-            for name, value in part.items()
-        }
+        encoded = {}
+        for name, value in part.items():
+            if name in ("key", "range_end"):
+                value = _key_to_base64(self.prefix, value)
+            elif name == "value":
+                value = to_base64(self._sealed(part["key"], value))
+            elif isinstance(value, (dict, list)):
+                value = self._encoded(value)
+            encoded[name] = value
+        return encoded
 
     def _sealed(self, key: str, value: bytes) -> bytes:
         return self._authenticator.seal(self.prefix + key, value) if self._authenticator else value
@@ -413,12 +440,16 @@ class EtcdClient:
     def authentic(
         self, found: Iterable[Mapping[str, Any]], forged: list[KeyValue] | None = None
     ) -> tuple[KeyValue, ...]:
-        """The values that carry the job's MAC, opened, and deletions, which have no value. Others go into `forged`."""
+        """The values that carry the job's MAC, unsealed, and deletions, which have no value.
+
+        Others go into `forged`.
+        """
         kept = []
         for one in map(self._decoded, found):
-            value: bytes | None = one.value
-            if self._authenticator is not None and one.version:
-                value = self._authenticator.unsealed(self.prefix + one.key, one.value)
+            if self._authenticator is None or not one.version:
+                kept.append(one)
+                continue
+            value = self._authenticator.unsealed(self.prefix + one.key, one.value)
             if value is not None:
                 kept.append(replace(one, value=value))
                 continue
@@ -441,7 +472,7 @@ class EtcdClient:
 
 
 def _refused_by_tls(error: ssl.SSLError) -> str:
-    """What to do about a handshake that would end the same way again; "" if it was cut short by something else."""
+    """The remedy for a handshake that would fail again; "" if it failed for another reason."""
     if "ALERT" in (error.reason or ""):
         return "it refuses what we show of ourselves, or that we show nothing: see --etcd-cert and --etcd-key"
     return "it does not speak TLS: leave out --etcd-ca" if error.reason == "WRONG_VERSION_NUMBER" else ""
@@ -449,6 +480,16 @@ def _refused_by_tls(error: ssl.SSLError) -> str:
 
 def to_base64(data: str | bytes) -> str:
     return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+# Every agreement names the same keys: those of the votes, the deaths and the decision.
+@functools.lru_cache(4096)
+def _key_to_base64(prefix: str, key: str) -> str:
+    return to_base64(prefix + key)
+
+
+def _to_json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _name(endpoint: tuple[str, int]) -> str:

@@ -1,8 +1,9 @@
-"""How a process comes into a job that lives in etcd: it is the right job, and nobody else is or was this rank.
+"""How a process enters a job in etcd: it checks that it is the right job, and claims its rank.
 
-Ids are never used twice. Those from 0 on start the job; each is claimed once, before the first agreement is decided.
-Whoever places a replica that is to join takes the next ids: the version of the key `ids` counts the replicas that were
-placed, and each of their ids has a claim from then on, which waits for its process.
+Numbers of ranks are never used twice. Those from 0 on start the job; each is claimed once, before
+the first agreement is decided. An agent that places a joining replica takes the next numbers: the
+version of the key `ids` counts the placed replicas, and each of their ranks has an empty claim from
+then on, which its process fills.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from recover.world.fabrics.etcd.agreement import ASKING, CLAIM, DEAD, DECISION, 
 from recover.world.fabrics.etcd.client import EtcdClient, Operation, absent, get, put, value_is, version_is
 
 JOB, IDS = "job", "ids"
-UNCLAIMED, CLAIMED = 1, 2  # versions of the claim of one that joins
+UNCLAIMED, CLAIMED = 1, 2  # versions of the claim of a joining rank
 CLOSED = "admits nobody after its start: start it with --return, or with --nnodes MIN:MAX"
 
 
 class OtherJobError(RuntimeError):
-    """What is there under this prefix belongs to another job, or another process is this rank."""
+    """The keys under this prefix belong to another job, or another process is this rank."""
 
 
 class NotPlacedError(RuntimeError):
-    """What was to be true for a replica to be placed is not."""
+    """The guards for placing a replica do not hold."""
 
 
 class NoRoomError(NotPlacedError):
-    """All ids of ranks that the job may have are used."""
+    """All numbers of ranks that the job may have are used."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ class EnteredJob:
 
 
 def place(client: EtcdClient) -> range:
-    """Ids for a replica that is to join, for whoever starts its processes. Raises NotAdmittedError if there is no job.
+    """Take the numbers of a joining replica, before its processes are started.
 
-    If they come to nothing, `declare` one of them: the next decision forgets them all.
+    Raises NotAdmittedError without a job.
+
+    If the replica does not start, `declare` one of them dead: the next decision deletes the keys of
+    all.
     """
     return place_replica(client)
 
@@ -59,9 +63,10 @@ def place_replica(
     guards: Sequence[Operation] = (),
     record: Callable[[range], list[Operation]] = lambda ranks: [],
 ) -> range:
-    """The same, in one transaction with what else is to be written down about these ids.
+    """The same, in one transaction with `record`, the writes about these numbers.
 
-    Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most` ids.
+    Raises NotPlacedError if the guards do not hold, NoRoomError if there would be more than `most`
+    numbers.
     """
     me = uuid.uuid4().hex.encode()
     while True:
@@ -83,14 +88,14 @@ def place_replica(
         if answer.succeeded:
             return ranks
         ids_now = [(found.value, found.version) for found in answer.found[0]]
-        if ids_now == [(me, placed + 1)]:  # the answer to a first try was lost
+        if ids_now == [(me, placed + 1)]:  # the answer to an earlier attempt was lost
             return ranks
         if guards and [version for _, version in ids_now] in ([], [placed]):
             raise NotPlacedError("what was to be true is not any more")
 
 
 def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> bytes:
-    """See that this is the job that is meant, and be this rank, for good. Returns the claim."""
+    """Check that this is the right job, and claim this rank permanently. Returns the claim."""
     content, joins = job.to_bytes(), rank >= job.size
     create = [] if joins else [put(JOB, content)]
     answer = client.txn([absent(JOB)], [*create, get(JOB)], [get(JOB)])
@@ -126,13 +131,16 @@ def enter(client: EtcdClient, job: EnteredJob, rank: int, address: str = "") -> 
 
 
 def ask(client: EtcdClient, rank: int, claim: bytes) -> None:
-    """It is ready, and wants to be admitted. Once only, also if it is carried out late. The request names its process,
-    as the claim does."""
+    """Ask to be admitted.
+
+    The request names the process, as the claim does; the guards let it happen once only, also if it
+    is carried out late.
+    """
     mine = key_of(CLAIM, rank)
     guards = [version_is(mine, CLAIMED), value_is(mine, claim), absent(key_of(DEAD, rank)), absent(ENDED)]
     client.txn(guards, [put(mine, claim), put(key_of(ASKING, rank), claim)])
 
 
 def end_job(client: EtcdClient, why: str) -> None:
-    """The members have come to their end: whoever asks to join is told so."""
+    """The members have ended: ranks that ask to join are refused from now on."""
     client.txn([absent(ENDED)], [put(ENDED, why.encode())])

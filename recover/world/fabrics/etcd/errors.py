@@ -1,8 +1,9 @@
-"""Etcd's errors in one table: which of them pass, which ask for a new login, which are final, and what helps.
+"""The errors of etcd in one table: which are retried, which need a new login, which are final, and
+the remedies.
 
-Etcd answers with gRPC's code and a text. The text decides first: some codes cover both kinds of error
-(RESOURCE_EXHAUSTED: too many requests, or a full database), and some errors reach the gateway without a code of their
-own (`auth: revision in header is old` comes as UNKNOWN, status 500).
+Etcd answers with gRPC's code and a text. The text decides first: some codes cover both kinds of
+error (RESOURCE_EXHAUSTED: too many requests, or a full database), and some errors reach the gateway
+without a code of their own (`auth: revision in header is old` comes as UNKNOWN, status 500).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 class Kind(StrEnum):
     """The client's reaction to an error."""
 
-    RETRY = "retry"  # this member later, or another one now: until the client's patience is at its end
+    RETRY = "retry"  # ask this member later, or another one now, until the client's patience ends
     LOGIN = "log in again"  # the token is not valid any more; where no user is given, final
     FINAL = "final"  # the same request would be refused again
 
@@ -60,8 +61,9 @@ TEXTS: tuple[tuple[str, Kind, str], ...] = (
     ),
 )
 
-# gRPC's codes, for texts that are not in the table. UNKNOWN and INTERNAL are retried: to ask again does no harm, since
-# every write may be carried out twice, and a member in trouble must not end a job that has two others.
+# gRPC's codes, for texts that are not in the table. UNKNOWN and INTERNAL are retried: that does no
+# harm, since every write may be carried out twice, and one failing member must not end a job that
+# has two others.
 CODES: dict[int, Kind] = {
     1: Kind.RETRY,  # CANCELLED
     2: Kind.RETRY,  # UNKNOWN
@@ -84,20 +86,24 @@ PERMISSION_DENIED = 7
 
 
 def classify(code: int, status: int, said: str) -> tuple[Kind, str]:
-    """The reaction to an error, and the remedy, if one is known. `code`: gRPC's, 0 if none came; `status`: HTTP's."""
+    """The reaction to an error, and the remedy, if one is known.
+
+    `code`: gRPC's, 0 if none came; `status`: HTTP's.
+    """
     for text, kind, remedy in TEXTS:
         if text in said:
             return kind, remedy
     if code in CODES:
         return CODES[code], ""
-    # Not etcd's own words: a proxy's, or those of something else that listens there.
+    # The error is not etcd's: a proxy, or another program, has answered.
     if status == 404:
         return Kind.FINAL, "is this etcd 3.4 or later, with its JSON gateway on?"
     return (Kind.RETRY if status >= 500 or status in (408, 429) else Kind.FINAL), ""
 
 
 def read_error(answer: object) -> tuple[int, str]:
-    """The code and the text of an error as the gateway writes it: flat, or, in a stream, inside of `error`."""
+    """The code and the text of an error as the gateway writes it: flat, or, in a stream, inside of
+    `error`."""
     if not isinstance(answer, dict):
         return 0, str(answer)
     inner = answer["error"] if isinstance(answer.get("error"), dict) else answer

@@ -1,14 +1,17 @@
-"""Hosts in etcd: whoever starts the ranks of one holds a lease for all of them, and the ranks see when it is gone.
+"""Hosts in etcd: the agent of a host holds a lease for all its ranks, and all ranks notice when it
+expires.
 
-A lease that has gone is no proof: a member of etcd that was paused and comes back may revoke those of living hosts. So
-the others wait for a grace before they declare the ranks of such a host dead, all at once, and meanwhile its holder may
-get a new one, unless it is too late. That etcd is silent is no reason for either to do anything.
+An expired lease is no proof: a member of etcd that was paused may revoke leases of living hosts
+when it resumes. So the ranks wait for a grace period before they declare the ranks of such a host
+dead, all at once. Meanwhile its agent may register a new lease. While etcd is silent, neither side
+does anything.
 
-What users call a lease is all of it, etcd's and the grace: about so long after its last sign a host is dead to all.
+The lease that users set is both together, etcd's and the grace: a host is dead to all about so long
+after its last sign.
 
-A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are placed. An agent that
-was stopped for so long that its host was given up may find a successor of the same name there when it wakes: all that
-it writes is guarded by its id, so it changes nothing, and ends.
+A key of its own holds the id of the agent that has placed a host's ranks, for as long as they are
+placed. An agent that was stopped until its host was declared dead may find a successor of the same
+name when it resumes: all its writes are guarded by its id, so it changes nothing, and ends.
 """
 
 from __future__ import annotations
@@ -37,16 +40,16 @@ from recover.world.fabrics.etcd.client import (
 )
 
 HOST, PLACED, AGENT = "seen/host/", "seen/placed/", "seen/agent/"
-EXPIRY = 0.5  # seconds between two looks of etcd at what has run out
-KEEP = 0.15  # seconds between two requests to keep a lease: one that was revoked must be renewed within the grace
-KEEPERS = 8  # of these that may be under way: on a bad cable, or a busy machine, one may take seconds
-LEAST_GRACE = 0.5  # seconds: three requests to keep a lease, and an answer
-LOOK = 0.1  # seconds between two looks at the hosts that seem lost
+EXPIRY = 0.5  # seconds between two checks of etcd for expired leases
+KEEP = 0.15  # seconds between two keep-alive requests: a revoked lease must be replaced within the grace
+KEEPERS = 8  # requests that may be under way: on a bad network, or a busy machine, one may take seconds
+LEAST_GRACE = 0.5  # seconds: three keep-alive requests, and an answer
+LOOK = 0.1  # seconds between two checks of hosts without a lease
 MOST_RANKS = 120  # of one host: etcd takes 128 operations in a transaction
 
 
 def parts_of(lease: float) -> tuple[int, float]:
-    """Of so many seconds without a sign: those of the lease in etcd, which counts whole ones, and the grace."""
+    """Split the seconds of a lease into etcd's, which counts whole ones, and the grace."""
     ttl = max(1, int(min(lease * 0.7, lease - EXPIRY - LEAST_GRACE)))
     return ttl, lease - EXPIRY - ttl
 
@@ -55,12 +58,15 @@ TTL, GRACE = parts_of(LEASE)
 
 
 def without_lease(host: str) -> str:
-    """Why its ranks are dead."""
+    """The reason for the death of its ranks."""
     return f"host {host} has lost its lease"
 
 
 def held_by(host: str, agent: str) -> list[Operation]:
-    """The ranks of the host were placed by this agent. (Values are sealed, and can be compared as a whole only.)"""
+    """Guards: this agent has placed the ranks of the host.
+
+    (Sealed values can be compared as a whole only.)
+    """
     return [value_is(f"{AGENT}{host}", agent.encode())]
 
 
@@ -69,8 +75,10 @@ def _holder(value: bytes) -> str:
 
 
 class HostLease:
-    """Held by the process that starts a host's ranks. `lost` is called if the others have given the host up. `agent`:
-    an id that no other process has."""
+    """The lease of a host, held by its agent.
+
+    `lost` is called if the host was declared dead. `agent`: a unique id of the process.
+    """
 
     def __init__(
         self,
@@ -88,8 +96,8 @@ class HostLease:
         self.ranks = self._checked(ranks)
         self._client, self._ttl, self._lost = client, ttl, lost
         self._lease, self._placings = 0, 1
-        self.granted = 0  # seconds; etcd may grant no lease as short as it was asked for
-        self._asked, self._asking = 0.0, threading.Lock()  # when a keeper went to etcd for the last time
+        self.granted = 0  # seconds; etcd may grant a longer lease than it was asked for
+        self._asked, self._asking = 0.0, threading.Lock()  # when a keeper sent the last request
         self._left = threading.Event()
         self._ending = threading.Lock()
         self._threads = [
@@ -98,30 +106,37 @@ class HostLease:
         ]
 
     def start(self) -> None:
-        """Register the host. From here on its ranks may vote."""
+        """Register the host. Its ranks may vote afterwards.
+
+        The lease is granted before the keys are written: a key without a lease would belong to a
+        host that never expires.
+        """
         self._lease, self.granted = self._client.grant(self._ttl)
         bound = self._bound_to(self._lease)
         writes = [put(self._placed, self._placing(self.ranks)), put(self._by, self._agent.encode())]
         writes.append(put(self._host, bound, self._lease))
-        # One of this name that was lost while it had no ranks was missed by nobody.
+        # A host of this name that was lost while it had no ranks was never declared dead: remove
+        # its keys.
         there = self._client.get(self._placed)
         if there is not None and not _ranks_in(there.value):
             guards = [value_is(self._placed, there.value), absent(self._host)]
             self._client.txn(guards, [delete(self._placed), delete(self._by)])
         answer = self._client.txn([absent(self._placed)], writes, [get(self._host)])
-        # The answer to a first try may have been lost.
+        # The answer to an earlier attempt may have been lost.
         if not answer.succeeded and [found.value for found in answer.found[0]] != [bound]:
             raise ValueError(f"a host {self.name!r} is in this job already; give each host a name of its own")
         for thread in self._threads:
             thread.start()
 
     def guards(self) -> list[Operation]:
-        """They hold while this agent holds its host, and fail once the host was given up or has a successor."""
+        """Guards that fail once the host was declared dead or has a successor."""
         return held_by(self.name, self._agent)
 
     def place(self, ranks: Sequence[int]) -> bool:
-        """These are the host's ranks from now on: new ones before they start, without those that have ended. False if
-        the host was given up: its holder is told."""
+        """Set the host's ranks: new ones before they start, without those that have ended.
+
+        False if the host was declared dead: then `lost` is called.
+        """
         ranks = self._checked(ranks)
         value = self._placing(ranks)
         while True:
@@ -134,7 +149,7 @@ class HostLease:
             if not there:
                 self._give_up()
                 return False
-            self._placings = there[0].version  # the answer to an earlier try was lost
+            self._placings = there[0].version  # the answer to an earlier attempt was lost
             if there[0].value == value:
                 break
         self.ranks = ranks
@@ -152,24 +167,24 @@ class HostLease:
         return tuple(ranks)
 
     def abandon(self) -> None:
-        """Its ranks have ended, and not all of them may know: let it run out, so that the others miss it."""
+        """Let the lease expire: its ranks have ended, and the others must declare them dead."""
         self._left.set()
 
     def leave(self) -> None:
-        """All its ranks have ended, and were declared dead or have finished: nobody need miss it."""
+        """Remove the host: all its ranks have finished, or were declared dead."""
         self._left.set()
         for thread in self._threads:
-            if thread.is_alive():  # not even begun, where etcd has refused the lease
+            if thread.is_alive():  # not started, if etcd has refused the lease
                 thread.join()
         self._client.txn(self.guards(), [delete(key) for key in (self._placed, self._by, self._host)])
         try:
             self._client.revoke(self._lease)
         except EtcdError:
-            pass  # it has run out
+            pass  # it has expired
 
     def _keep(self, keeper: int) -> None:
         for _ in range(keeper):
-            self._client.go_on()  # each begins with another member
+            self._client.go_on()  # each keeper begins with another member
         while not self._left.wait(max(0.0, self._asked + KEEP - time.monotonic())):
             if not self._my_turn():
                 continue
@@ -177,12 +192,12 @@ class HostLease:
                 if not self._client.keep_alive(self._lease) and not self._registered_anew():
                     self._give_up()
             except EtcdError:
-                pass  # without etcd nobody can agree on anything, and when it is back leases count from the start
-            except Exception as error:  # a keeper that ends is one fewer, and without any the host is lost
+                pass  # without etcd nobody agrees on anything, and when it is back leases count from zero
+            except Exception as error:  # a keeper must not end: without any the host is lost
                 say(f"the lease of host {self.name} could not be kept: {type(error).__name__}: {error}")
 
     def _my_turn(self) -> bool:
-        """One of the keepers that wait for no answer goes, every so often."""
+        """One keeper sends a request every KEEP seconds: the first that waits for no answer."""
         with self._asking:
             now = time.monotonic()
             turn = now - self._asked >= KEEP
@@ -191,12 +206,15 @@ class HostLease:
             return turn
 
     def _registered_anew(self) -> bool:
-        """By the first keeper that gets through. False if the others have given this host up."""
+        """Register a new lease; the first keeper that gets through does.
+
+        False if the host was declared dead.
+        """
         lease, _ = self._client.grant(self._ttl)
         guards, look = [*self.guards(), absent(self._host)], [get(self._placed), get(self._host)]
         answer = self._client.txn(guards, [put(self._host, self._bound_to(lease), lease), *look], look)
         there, bound = ([_holder(found.value) == self._agent for found in one] for one in answer.found)
-        if all(bound) and bound:  # by this keeper, or by another one of ours
+        if all(bound) and bound:  # by this keeper, or by another one of this agent
             self._lease = int(answer.found[1][0].value.split()[1])
         return any(there)
 
@@ -208,7 +226,10 @@ class HostLease:
 
 
 class HostsSeen:
-    """A rank's view of the hosts. Those whose lease stays away are declared dead, with all their ranks."""
+    """A rank's view of the hosts.
+
+    It declares hosts dead, with all their ranks, whose lease does not come back.
+    """
 
     def __init__(self, client: EtcdClient, grace: float = GRACE) -> None:
         self._client, self._grace = client, grace
@@ -227,10 +248,10 @@ class HostsSeen:
         self._stopped.set()
         self._alarm.set()
 
-    def heard(self, news: Iterable[KeyValue]) -> None:
-        about_hosts = [found for found in news if found.key.startswith((PLACED, HOST))]
+    def apply(self, changes: Iterable[KeyValue]) -> None:
+        about_hosts = [found for found in changes if found.key.startswith((PLACED, HOST))]
         if not about_hosts:
-            return  # nearly always: a decision
+            return  # nearly always: the change is a decision
         with self._lock:
             for found in about_hosts:
                 if found.key.startswith(PLACED):
@@ -247,7 +268,7 @@ class HostsSeen:
             self._alarm.set()
 
     def missed(self) -> frozenset[int]:
-        """The ranks of hosts whose lease is gone just now."""
+        """The ranks of hosts that have no lease at present."""
         with self._lock:
             return frozenset(rank for host in self._missed for rank in self._placed[host])
 
@@ -259,12 +280,12 @@ class HostsSeen:
                 calm = not self._missed
                 if calm:
                     self._alarm.clear()
-            if calm:  # nearly always, and there may be many ranks on a host
+            if calm:  # nearly always; a host may have many ranks, and each has this thread
                 self._alarm.wait()
                 looked = time.monotonic()
                 continue
             with self._lock:
-                if now - looked > self._grace:  # this process has slept, and its news with it
+                if now - looked > self._grace:  # this process was suspended, and its watch with it
                     self._missed = dict.fromkeys(self._missed, now)
                 due = [host for host, since in self._missed.items() if now - since > self._grace]
                 ranks = {host: (self._placed[host], self._agents[host]) for host in due}
@@ -276,7 +297,8 @@ class HostsSeen:
             looked = time.monotonic()
 
     def _declare(self, host: str, ranks: Sequence[int], agent: str) -> None:
-        """All its ranks at once, unless it has come back, or somebody else was faster, or has come in its place."""
+        """Declare all its ranks dead at once, unless it has a lease again, a successor, or was
+        declared dead already."""
         why = without_lease(host).encode()
         deaths = [either([absent(key)], [put(key, why)]) for key in (key_of(DEAD, rank) for rank in ranks)]
         guards = [absent(f"{HOST}{host}"), *held_by(host, agent)]

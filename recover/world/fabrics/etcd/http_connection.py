@@ -1,7 +1,8 @@
-"""One connection to a member of etcd: as much of HTTP as its JSON gateway speaks, in one packet each way.
+"""One connection to a member of etcd: the part of HTTP that its JSON gateway speaks, in one packet
+each way.
 
-An agreement is made of a few such requests, and every rank hears of every decision by one, so their price matters: the
-standard library's client spends most of its time on headers that nobody reads.
+An agreement takes a few such requests, so their cost matters: the standard library's client spends
+most of its time on headers that nobody reads.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ LOST = 10.0  # seconds; requests have limits of their own, far shorter
 LONGEST = 100  # characters of a socket's path that the kernel takes
 
 
-class Line:
-    """To `host` and `port`, or to a socket of this host, whose path is the host.
+class HttpConnection:
+    """A connection to `host` and `port`, or to a Unix socket, whose path is the host.
 
-    Whatever goes wrong on it is an OSError; then it is of no use any more.
+    Every failure is an OSError; the connection cannot be used any more afterwards.
     """
 
     def __init__(self, host: str, port: int, timeout: float, tls: ssl.SSLContext | None = None) -> None:
@@ -38,14 +39,14 @@ class Line:
             opened.close()
             raise
         self._file = self._socket.makefile("rb")
-        self._left = b""  # of a stream: what has come of the next line
+        self._left = b""  # of a stream: the part of the next line that has arrived
 
     def limit(self, seconds: float) -> None:
-        """For whatever is waited for from now on."""
+        """Set the timeout of all later reads and writes."""
         self._socket.settimeout(seconds)
 
     def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """The status of the answer, and the answer."""
+        """Send a request; return the status and the body of the answer."""
         self.post(path, body, headers)
         status, length, chunked = self._head()
         if chunked:
@@ -64,7 +65,7 @@ class Line:
         self._socket.sendall(head.encode("latin-1") + body)
 
     def begin_stream(self) -> None:
-        """After `post`: the answer has begun."""
+        """After `post`: wait until the answer begins."""
         status, _, chunked = self._head()
         if status != 200 or not chunked:
             raise ConnectionError(f"status {status} instead of a stream")
@@ -79,19 +80,19 @@ class Line:
         line, _, self._left = self._left.partition(b"\n")
         return line
 
-    def cut(self) -> None:
-        """Whoever waits on it is freed."""
+    def shut_down(self) -> None:
+        """Wake the thread that waits on it."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # it has gone by itself
+            pass  # it is closed already
 
     def close(self) -> None:
         self._file.close()
         self._socket.close()
 
     def _head(self) -> tuple[int, int | None, bool]:
-        """The status, how long the answer is if that is told, and whether it comes in chunks."""
+        """The status, the length of the answer if it is given, and whether it comes in chunks."""
         try:
             status = int(self._line().split(None, 2)[1])
             length, chunked = None, False
@@ -123,7 +124,10 @@ class Line:
 
 
 def _connected(path: str, timeout: float) -> socket.socket:
-    """To a socket of this host. One whose path is too long for the kernel is reached through its directory."""
+    """Connect to a Unix socket.
+
+    One whose path is too long for the kernel is reached through its directory.
+    """
     opened = socket.socket(socket.AF_UNIX)
     directory = os.open(os.path.dirname(path), os.O_PATH) if len(path) > LONGEST else None
     try:

@@ -1,6 +1,7 @@
 """Small messages as keys in etcd, from one agreement to the next.
 
-One to a single rank is looked for; one to all lies where all watch, so that it is written once and nobody asks for it.
+A message to one rank is read by polling. A message to all is written once, under a prefix that all
+ranks watch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from recover.world.fabrics.base import FabricError
 from recover.world.fabrics.etcd.agreement import TOLD
 from recover.world.fabrics.etcd.client import EtcdClient, KeyValue
 
-Fetch = Callable[
-    [int, int, int, bool], bytes | None
-]  # by agreement, source, tag, and whether that one is gone
-MAIL_INTERVAL = 0.002  # seconds between two looks for messages
+# Arguments: agreement, source, tag, and whether the source is dead.
+Fetch = Callable[[int, int, int, bool], bytes | None]
+MAIL_INTERVAL = 0.002  # seconds between two reads
 MESSAGE_LIMIT = 1 << 20  # bytes; etcd takes 1.5 MiB in a request
 
 
@@ -30,13 +30,13 @@ def told_key(agreement: int, tag: int, source: int) -> str:
 def check_size(data: bytes, source: int) -> None:
     if len(data) > MESSAGE_LIMIT:
         raise ValueError(
-            f"a message of {len(data)} bytes from rank {source}: etcd takes {MESSAGE_LIMIT} at most; census records "
-            "must be small, or the world smaller"
+            f"a message of {len(data)} bytes from rank {source}: etcd takes {MESSAGE_LIMIT} at most; send smaller "
+            "census records, or run fewer ranks"
         )
 
 
 class Sent:
-    """Etcd has it."""
+    """A message that was sent: the write is committed."""
 
     data = b""
 
@@ -45,7 +45,7 @@ class Sent:
 
 
 class Mailbox:
-    """What has come for this rank since an agreement."""
+    """The messages for this rank since the last agreement."""
 
     def __init__(self, client: EtcdClient, rank: int) -> None:
         self._client, self._rank = client, rank
@@ -54,7 +54,10 @@ class Mailbox:
         self._told: dict[str, bytes] = {}
 
     def fetch(self, agreement: int, source: int, tag: int, gone: bool) -> bytes | None:
-        """A message that has come. Raises FabricError if none will, since its sender is gone."""
+        """A message to this rank; None if it has not arrived.
+
+        Raises FabricError if it never will: its sender died.
+        """
         now = time.monotonic()
         if (agreement, source, tag) not in self._arrived and (gone or now > self._asked + MAIL_INTERVAL):
             self._asked = now
@@ -67,12 +70,12 @@ class Mailbox:
             self._seen = revision
         data = self._arrived.get((agreement, source, tag))
         if data is None and gone:
-            raise FabricError(f"rank {source} is dead, and has not sent what was waited for")
+            raise FabricError(f"rank {source} died before it sent the message that this rank waits for")
         return data
 
-    def heard(self, news: Iterable[KeyValue]) -> None:
-        """What was told to all, and when it is of no use any more."""
-        for found in news:
+    def apply(self, changes: Iterable[KeyValue]) -> None:
+        """Take in messages to all, and their deletion by the next decision."""
+        for found in changes:
             if not found.key.startswith(TOLD):
                 continue
             if found.version:
@@ -81,19 +84,19 @@ class Mailbox:
                 self._told.pop(found.key, None)
 
     def told(self, agreement: int, source: int, tag: int, gone: bool) -> bytes | None:
-        """As `fetch`, of what was told to all."""
+        """As `fetch`, for a message to all."""
         key = told_key(agreement, tag, source)
         data = self._told.get(key)
-        if data is None and gone:  # its death may be known before what it said
+        if data is None and gone:  # its death may arrive before its message
             found = self._client.get(key)
             if found is None:
-                raise FabricError(f"rank {source} is dead, and has not told what was waited for")
+                raise FabricError(f"rank {source} died before it sent the message that all wait for")
             data = found.value
         return data
 
 
 class Expected:
-    """A message that is waited for."""
+    """A message that this rank waits for."""
 
     def __init__(self, fetch: Callable[[], bytes | None]) -> None:
         self.data = b""

@@ -1,6 +1,6 @@
-"""How far the ranks of every host are, as their agents write it into etcd twice a second.
+"""The progress of the ranks of every host, which its agent writes into etcd twice a second.
 
-pulse/<host>   of its living ranks, what `recover.world.liveness.other_hosts` tells others
+pulse/<host>   the rows of its living ranks, as `recover.world.liveness.other_hosts` converts them
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def tell_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[object
 
 
 def pulses(client: EtcdClient) -> dict[str, dict[int, tuple[list[int], str]]]:
-    """By host and rank: its row, and the kernel's letter for its process. They lag."""
+    """By host and rank: its row, and the state of its process as the kernel's letter. They lag."""
     return {
         found.key.removeprefix(PULSE): {
             int(rank): (row, state) for rank, (row, state) in json.loads(found.value).items()

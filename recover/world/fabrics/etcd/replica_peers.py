@@ -1,9 +1,12 @@
-"""Inside a replica: its lowest rank speaks for all of it, so that etcd sees one vote per replica, and one watch.
+"""Connections inside a replica: its lowest rank, the leader, talks to etcd for all ranks of the
+replica.
 
-The others, its mates, tell it what they vote, over a connection on which every message is signed with the job's token,
-and it passes on to them whatever it hears from etcd. Where it listens is part of its claim. Nothing is
-lost with a connection: a mate connects again, reads for itself what there is, and says again what it votes. Nothing
-that is decided depends on this: who dies, or is silent, is declared in etcd like any other.
+So etcd has one vote and one watch per replica. The other ranks, the followers, send the leader
+their votes over a connection on which every message is signed with the job's token, and the leader
+passes every change that it hears from etcd on to them. The leader's address is part of its claim. A
+lost connection loses nothing: a follower connects again, reads etcd itself, and sends its vote
+again. No decision depends on these connections: a rank that dies or is silent is declared dead in
+etcd like any other.
 """
 
 from __future__ import annotations
@@ -27,17 +30,15 @@ from recover.world.fabrics.etcd.agreement import CLAIM, Vote, key_of
 from recover.world.fabrics.etcd.client import EtcdClient, KeyValue
 from recover.world.fabrics.etcd.watch import EtcdWatch
 
-CONNECT, SEND = 2, 1  # seconds; who does not take what it is sent is left, and may come again
-AGAIN = 0.02  # seconds between two tries to reach the speaker
-MOST = 1 << 16  # bytes of what a mate says
-LOST = (
-    10.0  # seconds without an answer of the other's kernel: a mate then connects again, and nothing is lost
-)
+CONNECT, SEND = 2, 1  # seconds; a follower that does not read is disconnected, and may connect again
+AGAIN = 0.02  # seconds between two attempts to reach the leader
+MOST = 1 << 16  # bytes in a message of a follower
+LOST = 10.0  # seconds without an answer of the peer's kernel; a follower then connects again
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a mate votes in an agreement, and the host whose lease its vote needs."""
+class PeerVote:
+    """The vote of one rank of a replica, and the host whose lease it needs."""
 
     vote: Vote
     host: str | None
@@ -50,23 +51,24 @@ class Said:
         return json.dumps([self.vote.to_bytes().decode(), self.host]).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Said:
+    def from_bytes(cls, data: bytes) -> PeerVote:
         vote, host = json.loads(data)
         return cls(Vote.from_bytes(vote.encode()), host)
 
 
 class Channel:
-    """A connection on which every message is signed: for the session, who speaks, and how many came before.
+    """A connection on which every message is signed: for the session, the sender, and the number of
+    the message.
 
-    The session is what both ends have drawn for it, so nothing of another connection can be brought into it.
+    Both ends draw a part of the session's name, so no message of another connection is valid in it.
     """
 
     def __init__(
-        self, connection: Connection, authenticator: Authenticator, speaks: bool, session: str
+        self, connection: Connection, authenticator: Authenticator, leads: bool, session: str
     ) -> None:
         self.connection, self.session = connection, session
         self._authenticator = authenticator
-        self._mine, self._theirs = ("speaker", "mate") if speaks else ("mate", "speaker")
+        self._mine, self._theirs = ("speaker", "mate") if leads else ("mate", "speaker")
         self._sent = self._received = 0
 
     def send(self, data: bytes) -> None:
@@ -75,7 +77,7 @@ class Channel:
         self.connection.send_bytes(self._authenticator.sign(place, data))
 
     def receive(self, most: int | None = None) -> bytes:
-        """Raises AuthenticationError for what the other end has not signed."""
+        """Raises AuthenticationError for a message that the other end has not signed."""
         place = f"{self.session} {self._theirs} {self._received}"
         self._received += 1
         data = self._authenticator.opened(place, self.connection.recv_bytes(most))
@@ -84,8 +86,8 @@ class Channel:
         return data
 
     @classmethod
-    def of_speaker(cls, connection: Connection, authenticator: Authenticator) -> tuple[Channel, int]:
-        """And the rank of the mate, which has shown that it knows the token."""
+    def of_leader(cls, connection: Connection, authenticator: Authenticator) -> tuple[Channel, int]:
+        """The leader's end, and the rank of the follower, which has proved that it knows the token."""
         mine = secrets.token_hex(16)
         connection.send_bytes(mine.encode())
         channel = cls(connection, authenticator, True, mine)
@@ -94,8 +96,11 @@ class Channel:
         return channel, rank
 
     @classmethod
-    def of_mate(cls, connection: Connection, authenticator: Authenticator, rank: int) -> Channel:
-        """Returns when the speaker has shown that it knows the token, and tells this mate all from here on."""
+    def of_follower(cls, connection: Connection, authenticator: Authenticator, rank: int) -> Channel:
+        """The follower's end.
+
+        Returns when the leader has proved that it knows the token, and passes on all changes.
+        """
         theirs, mine = connection.recv_bytes(MOST).decode(), secrets.token_hex(16)
         channel = cls(connection, authenticator, False, theirs)
         channel.send(json.dumps([rank, mine]).encode())
@@ -104,152 +109,157 @@ class Channel:
         return channel
 
 
-class Speaker:
-    """The end of the rank that speaks. `woken` is called when a mate has said something."""
+class ReplicaLeader:
+    """The leader's end of all connections. `on_vote` is called when a follower has voted."""
 
-    def __init__(self, address: str, token: str, woken: Callable[[], None]) -> None:
+    def __init__(self, address: str, token: str, on_vote: Callable[[], None]) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._door = socket.create_server((address, 0), family=family)
-        self.address = f"{address}:{self._door.getsockname()[1]}"
-        self._authenticator, self._woken = Authenticator(token, "mates"), woken
+        self._listener = socket.create_server((address, 0), family=family)
+        self.address = f"{address}:{self._listener.getsockname()[1]}"
+        self._authenticator, self._on_vote = Authenticator(token, "mates"), on_vote
         self._lock = threading.Lock()
-        self._said: dict[int, Said] = {}
-        self._mates: dict[int, Channel] = {}
-        threading.Thread(target=self._accept, name="recover-etcd-speaker", daemon=True).start()
+        self._votes: dict[int, PeerVote] = {}
+        self._followers: dict[int, Channel] = {}
+        threading.Thread(target=self._accept, name="recover-etcd-leader", daemon=True).start()
 
-    def said(self, number: int) -> dict[int, Said]:
-        """What the mates have said in this agreement so far."""
+    def votes(self, number: int) -> dict[int, PeerVote]:
+        """The votes that followers have sent for this agreement so far, by rank."""
         with self._lock:
-            return {mate: said for mate, said in self._said.items() if said.number == number}
+            return {rank: vote for rank, vote in self._votes.items() if vote.number == number}
 
-    def tell(self, news: Sequence[KeyValue]) -> None:
-        told = [[one.key, base64.b64encode(one.value).decode(), one.version, one.modified] for one in news]
-        data = json.dumps(told).encode()
+    def pass_on(self, changes: Sequence[KeyValue]) -> None:
+        rows = [[one.key, base64.b64encode(one.value).decode(), one.version, one.modified] for one in changes]
+        data = json.dumps(rows).encode()
         with self._lock:
-            for mate, channel in list(self._mates.items()):
+            for rank, channel in list(self._followers.items()):
                 try:
                     channel.send(data)
                 except OSError:
-                    self._leave(mate)
+                    self._disconnect(rank)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)  # frees the thread
-        self._door.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
+        self._listener.close()
         with self._lock:
-            for mate in list(self._mates):
-                self._leave(mate)
+            for rank in list(self._followers):
+                self._disconnect(rank)
 
     def _accept(self) -> None:
         while True:
             try:
-                opened, _ = self._door.accept()
+                opened, _ = self._listener.accept()
             except OSError:
                 return
             threading.Thread(
-                target=self._listen, args=[opened], name="recover-etcd-mate", daemon=True
+                target=self._serve, args=[opened], name="recover-etcd-follower", daemon=True
             ).start()
 
-    def _listen(self, opened: socket.socket) -> None:
-        """To one mate, until its connection is lost."""
-        with suppress(OSError, EOFError, ValueError, AuthenticationError), _made_ready(opened) as connection:
-            channel, mate = Channel.of_speaker(connection, self._authenticator)
+    def _serve(self, opened: socket.socket) -> None:
+        """Receive the votes of one follower until its connection is lost."""
+        with suppress(OSError, EOFError, ValueError, AuthenticationError), _configured(opened) as connection:
+            channel, rank = Channel.of_leader(connection, self._authenticator)
             with self._lock:
-                self._leave(mate)
-                self._mates[mate] = channel
-                channel.send(b"[]")  # from here on it misses nothing
-            _limit(connection, socket.SO_RCVTIMEO, 0)
+                self._disconnect(rank)
+                self._followers[rank] = channel
+                # Sent after it was registered, under the lock: the follower reads etcd when this
+                # arrives, and every change after that read is passed on.
+                channel.send(b"[]")
+            _set_timeout(connection, socket.SO_RCVTIMEO, 0)
             while True:
-                said = Said.from_bytes(channel.receive(MOST))
+                vote = PeerVote.from_bytes(channel.receive(MOST))
                 with self._lock:
-                    self._said[mate] = said
-                self._woken()
+                    self._votes[rank] = vote
+                self._on_vote()
 
-    def _leave(self, mate: int) -> None:
-        if channel := self._mates.pop(mate, None):
-            _cut(channel.connection)
+    def _disconnect(self, rank: int) -> None:
+        if channel := self._followers.pop(rank, None):
+            _shut_down(channel.connection)
 
 
-class Spoken(EtcdWatch):
-    """A watch that hears from the speaker what a mate is to hear of etcd."""
+class ReplicaFollower(EtcdWatch):
+    """A watch of etcd by way of the leader, and the sender of this rank's votes."""
 
     def __init__(
         self,
         client: EtcdClient,
         prefix: str,
-        on_news: Callable[[Sequence[KeyValue]], None],
+        on_change: Callable[[Sequence[KeyValue]], None],
         rank: int,
-        speaker: int,
+        leader: int,
         token: str,
     ) -> None:
-        super().__init__(client, prefix, on_news)
-        self._rank, self._speaker, self._authenticator = rank, speaker, Authenticator(token, "mates")
+        super().__init__(client, prefix, on_change)
+        self._rank, self._leader, self._authenticator = rank, leader, Authenticator(token, "mates")
         self._lock = threading.Lock()
         self._channel: Channel | None = None
-        self._last: Said | None = None
+        self._last: PeerVote | None = None
 
-    def say(self, said: Said) -> None:
-        """To the speaker, now if it is reached, or else as soon as it is."""
+    def send_vote(self, vote: PeerVote) -> None:
+        """Send it to the leader now, or as soon as there is a connection."""
         with self._lock:
-            self._last = said
+            self._last = vote
             if self._channel is not None:
                 with suppress(OSError):
-                    self._channel.send(said.to_bytes())
+                    self._channel.send(vote.to_bytes())
 
     def _follow(self, revision: int) -> None:
-        claim = self._client.get(key_of(CLAIM, self._speaker))
+        claim = self._client.get(key_of(CLAIM, self._leader))
         if claim is None or not claim.value:
-            time.sleep(AGAIN)  # it has not come yet
+            time.sleep(AGAIN)  # the leader has not started yet
             return
         host, _, port = json.loads(claim.value)["address"].rpartition(":")
         try:
-            with _made_ready(socket.create_connection((host, int(port)), CONNECT)) as connection:
-                channel = Channel.of_mate(connection, self._authenticator, self._rank)
-                _limit(connection, socket.SO_RCVTIMEO, 0)
-                self._hear(channel)
+            with _configured(socket.create_connection((host, int(port)), CONNECT)) as connection:
+                channel = Channel.of_follower(connection, self._authenticator, self._rank)
+                _set_timeout(connection, socket.SO_RCVTIMEO, 0)
+                self._receive(channel)
         except (OSError, EOFError, ValueError, AuthenticationError):
             time.sleep(AGAIN)
 
-    def _hear(self, channel: Channel) -> None:
+    def _receive(self, channel: Channel) -> None:
         with self._lock:
             self._channel = channel
             if self._last is not None:
                 channel.send(self._last.to_bytes())
         try:
-            self._read_all()  # what has happened before the speaker knew of this connection
+            # Changes before the leader registered this connection are read from etcd, later ones
+            # are passed on.
+            self._read_all()
             while not self._stopped:
-                told = json.loads(channel.receive())
-                self._tell(
-                    [KeyValue(key, base64.b64decode(value), *numbers) for key, value, *numbers in told]
+                rows = json.loads(channel.receive())
+                self._deliver(
+                    [KeyValue(key, base64.b64decode(value), *numbers) for key, value, *numbers in rows]
                 )
         finally:
             with self._lock:
                 self._channel = None
 
-    def _free(self) -> None:
+    def _interrupt(self) -> None:
         with self._lock:
             if self._channel is not None:
-                _cut(self._channel.connection)
+                _shut_down(self._channel.connection)
 
 
-def _made_ready(opened: socket.socket) -> Connection:
-    """Prompt, and not to be blocked for long by one who says nothing at first, or does not read later."""
+def _configured(opened: socket.socket) -> Connection:
+    """Set timeouts: a peer that sends nothing at first, or does not read later, must not block this
+    end for long."""
     opened.settimeout(None)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     notice_loss(opened, LOST)
     connection = Connection(opened.detach())
-    _limit(connection, socket.SO_RCVTIMEO, CONNECT)
-    _limit(connection, socket.SO_SNDTIMEO, SEND)
+    _set_timeout(connection, socket.SO_RCVTIMEO, CONNECT)
+    _set_timeout(connection, socket.SO_SNDTIMEO, SEND)
     return connection
 
 
-def _limit(connection: Connection, what: int, seconds: int) -> None:
+def _set_timeout(connection: Connection, what: int, seconds: int) -> None:
     with _socket(connection) as opened:
         opened.setsockopt(socket.SOL_SOCKET, what, struct.pack("ll", seconds, 0))
 
 
-def _cut(connection: Connection) -> None:
-    """Whoever reads from it is freed, and closes it."""
+def _shut_down(connection: Connection) -> None:
+    """Wake the thread that reads from it, which closes it."""
     with suppress(OSError), _socket(connection) as opened:
         opened.shutdown(socket.SHUT_RDWR)
 
@@ -260,4 +270,4 @@ def _socket(connection: Connection) -> Iterator[socket.socket]:
     try:
         yield opened
     finally:
-        opened.detach()  # it stays the connection's
+        opened.detach()  # the connection still owns the descriptor

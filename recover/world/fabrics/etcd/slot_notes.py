@@ -1,4 +1,4 @@
-"""Notes on slots where hosts share no directory: in etcd, so that all survivors read the same."""
+"""Notes on slots for hosts that share no directory: in etcd, so that all survivors read the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ NOTES = "notes/"
 
 
 class EtcdNotes:
-    """One for each rank that was lost over its slots; the run directory of its host has them, too, for people."""
+    """One note for each rank that was lost over its slots.
+
+    The run directory of its host has a copy for people.
+    """
 
     def __init__(self, client: EtcdClient, rank: int, files: RunNotes) -> None:
         self._client, self._rank, self._files = client, rank, files

@@ -1,4 +1,5 @@
-"""News from etcd: a thread that follows all keys under a prefix, over lost connections and compactions."""
+"""A watch of etcd: a thread that follows all keys under a prefix, over lost connections and
+compactions."""
 
 from __future__ import annotations
 
@@ -8,31 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 
 from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, after, to_base64
-from recover.world.fabrics.etcd.http_connection import Line
+from recover.world.fabrics.etcd.http_connection import HttpConnection
 
-QUIET = 1.0  # seconds without news after which it is asked whether there is really none: a member may be lost
-AGAIN = 0.05  # seconds between two tries
+QUIET = 1.0  # seconds without a change after which all keys are read: the member of etcd may be lost
+AGAIN = 0.05  # seconds between two attempts
 CANCELED = 0.25  # seconds after etcd has canceled the watch: a login costs it a tenth of a second of a core
 
 
 class EtcdWatch:
-    """`on_news` gets every change in the order of its revision, on the watch's thread; first of all, what is there.
+    """Calls `on_change` with every change, ordered by revision, on its own thread; first with all
+    keys that exist.
 
-    After a lost connection it reads the whole anew, so that nothing is missed whatever was compacted meanwhile. (Of a
-    key that was written several times in between, the last state alone is told.)
+    After a lost connection it reads all keys again, so that nothing is missed, whatever was
+    compacted meanwhile. (Of several writes to a key in between, only the last is reported.)
     """
 
     def __init__(
-        self, client: EtcdClient, prefix: str, on_news: Callable[[Sequence[KeyValue]], None]
+        self, client: EtcdClient, prefix: str, on_change: Callable[[Sequence[KeyValue]], None]
     ) -> None:
-        self._client, self._prefix, self._on_news = client, prefix, on_news
+        self._client, self._prefix, self._on_change = client, prefix, on_change
         self._known: dict[str, int] = {}
-        self._line: Line | None = None
+        self._connection: HttpConnection | None = None
         self._stopped = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Returns when what is there has been told."""
+        """Returns when all existing keys have been reported."""
         revision = self._read_all()
         self._thread = threading.Thread(
             target=self._run, args=[revision], name="recover-etcd-watch", daemon=True
@@ -41,21 +43,21 @@ class EtcdWatch:
 
     def stop(self) -> None:
         self._stopped = True
-        self._free()
+        self._interrupt()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5 * QUIET)
 
-    def _free(self) -> None:
-        """The thread from its read."""
-        if self._line is not None:
-            self._line.cut()
+    def _interrupt(self) -> None:
+        """Wake the thread from its read."""
+        if self._connection is not None:
+            self._connection.shut_down()
 
     def _run(self, revision: int | None) -> None:
         while not self._stopped:
             try:
                 self._follow(self._read_all() if revision is None else revision)
             except TimeoutError:
-                pass  # it was quiet
+                pass  # no change
             except (OSError, ValueError, EtcdError):
                 self._client.go_on()
                 if not self._stopped:
@@ -65,9 +67,9 @@ class EtcdWatch:
     def _read_all(self) -> int:
         there, revision = self._client.get_all(self._prefix)
         gone = self._known.keys() - {found.key for found in there}
-        news = [found for found in there if found.modified > self._known.get(found.key, 0)]
-        news += [KeyValue(key, b"", 0, revision) for key in gone]
-        self._tell(news)
+        changes = [found for found in there if found.modified > self._known.get(found.key, 0)]
+        changes += [KeyValue(key, b"", 0, revision) for key in gone]
+        self._deliver(changes)
         return revision
 
     def _follow(self, revision: int) -> None:
@@ -77,24 +79,25 @@ class EtcdWatch:
             "range_end": to_base64(after(keys)),
             "start_revision": revision + 1,
         }
-        line = self._line = self._client.stream("/v3/watch", {"create_request": request}, QUIET)
+        connection = self._connection = self._client.stream("/v3/watch", {"create_request": request}, QUIET)
         try:
-            while not self._stopped and (told := line.readline()):
-                result = json.loads(told).get("result")
+            while not self._stopped and (line := connection.readline()):
+                result = json.loads(line).get("result")
                 if result is None or result.get("canceled"):
-                    # What comes next was compacted away, or the token is not valid any more: etcd calls both a
-                    # wrong token and a missing permission "permission denied" here. To read the whole again tells.
+                    # The next revision was compacted, or the token is not valid any more: etcd
+                    # calls both a wrong token and a missing permission "permission denied" here.
+                    # Reading all keys again tells.
                     self._client.forget_login()
                     time.sleep(CANCELED)
                     return
-                self._tell(self._client.authentic(event["kv"] for event in result.get("events", [])))
+                self._deliver(self._client.authentic(event["kv"] for event in result.get("events", [])))
         finally:
-            line.close()
+            connection.close()
 
-    def _tell(self, news: Sequence[KeyValue]) -> None:
-        for found in news:
+    def _deliver(self, changes: Sequence[KeyValue]) -> None:
+        for found in changes:
             self._known[found.key] = found.modified
             if not found.version:
                 del self._known[found.key]
-        if news:
-            self._on_news(sorted(news, key=lambda found: found.modified))
+        if changes:
+            self._on_change(sorted(changes, key=lambda found: found.modified))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import recover
 from recover.dropin import ProcessGroupULFM, ulfm_allreduce
 from recover.world.carriers.gloo import GlooCarrier
-from recover.world.carriers.host_memory import AllLanes
+from recover.world.carriers.host_memory import StagingByDevice
 
 sizes, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
 run_dir = Path(os.environ["RECOVER_RUN_DIR"])
@@ -26,7 +26,7 @@ world = recover.init(carrier="mpi")
 ulfm = ProcessGroupULFM(world)
 
 # The gloo carrier beside the mpi one: its addresses travel as the record of a repair in which nobody died.
-gloo_carrier = GlooCarrier(world.rank, world.grid, world.worker, world.members, AllLanes())
+gloo_carrier = GlooCarrier(world.rank, world.grid, world.worker, world.members, StagingByDevice())
 offers = world.repair(gloo_carrier.offer()).records
 gloo_carrier.build(offers, bool, lambda: False)
 stock: Any = dist.ProcessGroupGloo(  # type: ignore[call-arg]

@@ -1,0 +1,84 @@
+"""What the other hosts of a job, and the silence of etcd, mean for the ranks of this host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from recover.job.spec import JobSpec
+from recover.launch.hosts.etcd_sync import EtcdSync
+from recover.launch.hosts.host_ranks import HostRanks
+from recover.launch.hosts.options import HostPart
+from recover.launch.hosts.run_directory import keep_placement
+from recover.world.fabrics.etcd.access import LOST
+
+_LAST_WORDS = 5.0  # seconds for ranks to end by themselves when etcd was silent for too long
+
+
+class HostCoordination:
+    """`patience`: seconds that etcd may be silent. `timeout`: that of the job. `given_up`: set when
+    the other hosts go on without this one."""
+
+    def __init__(
+        self,
+        sync: EtcdSync,
+        ranks: HostRanks,
+        part: HostPart,
+        spec: JobSpec,
+        patience: float,
+        timeout: float,
+        given_up: threading.Event,
+    ) -> None:
+        self._sync, self._ranks, self._part, self._spec = sync, ranks, part, spec
+        self._patience, self._timeout, self._given_up = patience, timeout, given_up
+        self._lost_at: float | None = None  # when etcd was taken for lost
+
+    def start(self) -> None:
+        self._sync.start()
+
+    def ends(self) -> Mapping[int, str]:
+        return self._sync.view.ends
+
+    def must_end(self) -> bool:
+        """Raises SupervisorError if the exchange with etcd has failed."""
+        if (failure := self._sync.view.failure) is not None:
+            raise failure
+        self._ranks.admit(self._sync.view.counted)
+        if self._part.returns:
+            self._start_restarted_replicas()
+        view = self._sync.view
+        if self._given_up.is_set() or view.order is not None:
+            return True
+        if view.over and self._ranks.running <= self._ranks.outside:
+            return True
+        if self._lost_at is None:
+            if view.silent_since is None or time.monotonic() - view.silent_since < self._patience:
+                return False
+            # For good, even if etcd answers later: a rank that waits for data from a host that it
+            # is cut off from would wait for ever.
+            self._lost_at = time.monotonic()
+        return self._have_ended_without_etcd(self._lost_at)
+
+    def _have_ended_without_etcd(self, lost_at: float) -> bool:
+        """Tell the ranks that etcd is lost. They end by themselves; a rank that computes first
+        comes to its vote, and then saves its state, so it gets the time for that, unless its
+        replica lies on several hosts."""
+        try:
+            Path(str(self._spec.session), LOST).touch()
+        except OSError:
+            pass  # no memory: in the next pass
+        patience = self._timeout if self._ranks.is_computing() and not self._spec.across else _LAST_WORDS
+        return not self._ranks.running or time.monotonic() - lost_at > patience
+
+    def _start_restarted_replicas(self) -> None:
+        sync, ranks, host = self._sync, self._ranks, self._part.host
+        while (replica := sync.next_restarted()) is not None:
+            view = sync.view  # newer than the replica: it has its seats
+            keep_placement(Path(str(self._spec.run_dir)), self._part.job, view.hosts, view.seats, later=True)
+            if replica.on(host):
+                ranks.start_to_join(replica, len({seat.host for seat in replica.seats}) > 1)
+        view = sync.view  # read after the last replica was taken, so it knows all that were started
+        ranks.dismiss(ranks.outside - view.restarted, "its replica has lost a rank, and can never be whole")
+        ranks.end_those_not_ready(view.asked, self._part.warm_up)
