@@ -53,6 +53,13 @@ def cell(text: str) -> str:
     return re.sub(r"docs/[\w/-]+\.md", link, text)
 
 
+def code(text: str) -> str:
+    """Code in a cell. A bar inside backticks is shown differently by every reader of Markdown."""
+    if "|" not in text:
+        return f"`{text}`"
+    return f"<code>{text.replace('<', '&lt;').replace('|', '&#124;')}</code>"
+
+
 def _relative(page: Path) -> str:
     parts = page.relative_to(ROOT / "docs").parts
     return parts[1] if parts[0] == "reference" else "/".join(("..", *parts))
@@ -129,7 +136,7 @@ def _parameter(parameter: Any) -> str:
     if isinstance(default, list | tuple):
         default = " ".join(map(str, default))
     shown = f"`{default}`" if default != "" else ""
-    return f"| `{name.replace('|', chr(92) + '|')}` | {cell(shown)} | {cell(parameter.help or '')} |"
+    return f"| {code(name)} | {cell(shown)} | {cell(parameter.help or '')} |"
 
 
 # The keys of `recover train`.
@@ -232,7 +239,7 @@ def _field(node: ast.AnnAssign, lines: list[str]) -> str:
     while lines[above].lstrip().startswith("# "):
         comment, above = f"{lines[above].strip().removeprefix('# ')} {comment}", above - 1
     name = f"`{ast.unparse(node.target)}`" + (" (optional)" if optional else "")
-    return f"| {name} | `{cell(kind)}` | {cell(comment)} |"
+    return f"| {name} | {code(kind)} | {cell(comment)} |"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Corpora, tokens, and the stream that turns a sample index into a microbatch. README.md tells the formats.
+"""Corpora, tokens, and the stream that turns a sample index into a microbatch. docs/guides/data.md lists the formats.
 
 Neither opening nor checking a corpus imports torch; only looking a microbatch up does.
 """

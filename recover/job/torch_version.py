@@ -6,7 +6,8 @@ import re
 
 from recover.job.machine import version_of
 
-# Ascending; a version is added when the process tests have run with it (docs/assumptions.md: what was run with others).
+# Ascending; a version is added when the process tests have run with it. docs/explanation/assumptions.md says what was
+# run with others.
 TESTED = ("2.13.0",)
 
 

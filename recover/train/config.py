@@ -86,7 +86,7 @@ class Config(Keys):
         description="recompute activations inside blocks in backward (activation checkpointing)",
     )
     policy: Literal["balanced", "static", "adaptive"] = Field(
-        default=DEFAULT_POLICY, description="how microbatches are distributed: docs/policy.md"
+        default=DEFAULT_POLICY, description="how microbatches are distributed: docs/explanation/policy.md"
     )
     samples: Literal["exact", "partitioned"] = Field(
         default="exact",
@@ -131,13 +131,14 @@ class Config(Keys):
         default=1, description="with fewer replicas, save a checkpoint and end with exit code 3"
     )
     faults: str | None = Field(
-        default=None, description="a schedule of faults in YAML (`recover faults make`): docs/faults.md"
+        default=None,
+        description="a schedule of faults in YAML (`recover faults make`): docs/guides/fault-injection.md",
     )
     timeout: NonNegativeFloat = Field(
         default=1800, description="seconds without progress after which the run is ended; 0: never"
     )
     carrier: Literal["auto", "mpi", "gloo", "nccl"] = Field(
-        default="auto", description="transport between replicas: docs/gpu.md"
+        default="auto", description="transport between replicas: docs/guides/gpu.md"
     )
     bucket_mb: float | None = Field(
         default=None,

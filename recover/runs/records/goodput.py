@@ -1,7 +1,7 @@
 """Goodput: the part of all GPU time since the start that went into committed steps, and what the rest was spent on.
 
 All time of all ranks, from the start of a launch to its end, is attributed in whole milliseconds, so that the parts
-add up to the total exactly. docs/watch.md explains each part. Only records are read.
+add up to the total exactly. docs/guides/monitoring.md explains each part. Only records are read.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 `nccl`  NCCL on a group made for the epoch: data stay on the GPUs, of which each rank should have one of its own. Data
         on the host travel by `mpi`, or by `gloo` where the fabric is not Open MPI.
 `auto`  `nccl` where the script has chosen a GPU before `recover.init()` and each rank has one of its own, otherwise
-        `mpi`: both `mpi` and `gloo` pass the burst tests without losing a healthy rank (docs/world.md), and `mpi` is
-        faster. Where the fabric is not Open MPI, `gloo`.
+        `mpi`: both `mpi` and `gloo` pass the burst tests without losing a healthy rank (docs/explanation/world.md),
+        and `mpi` is faster. Where the fabric is not Open MPI, `gloo`.
 """
 
 from __future__ import annotations
