@@ -183,7 +183,8 @@ class DDPGradients:
         self._post_from(0, post)
 
     def take(self, index: int, flat: torch.Tensor, parameters: list[torch.Tensor]) -> bool:
-        """DDP's hook has a full bucket: post it. False if it is not due yet, and stays unchanged."""
+        """DDP's hook has a full bucket: post it. False if it is not due yet, and stays
+        unchanged."""
         if self._post is None:
             return False
         known = self._mine[index] if index < len(self._mine) else None

@@ -25,12 +25,12 @@ from recover.world.world import World
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What every survivor knows alike after a repair."""
+    """The result of a repair, the same on every survivor."""
 
     failed_ranks: tuple[int, ...]
     role_counts: Mapping[Role, int]  # of the survivors, after promotion
     contributions: int  # microbatches that the survivors have finished in this step
-    at_boundary: bool  # the spares could not take the places of the dead
+    at_boundary: bool  # there were too few spares to replace the dead
     epoch: int
 
 
@@ -70,7 +70,7 @@ class WorkULFM(TorchWork):
     def finish(self) -> None:
         self._future.set_result(self._tensors)
 
-    # What torch asks of a work.
+    # The interface of torch's Work.
 
     def wait(self, timeout: Any = None) -> bool:
         self._future.wait()

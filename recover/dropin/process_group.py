@@ -62,7 +62,7 @@ class ProcessGroupULFM(dist.ProcessGroup):
         dies."""
         self.control.contributed = microbatches
 
-    # What torch asks of a process group.
+    # The interface of torch's ProcessGroup.
 
     def rank(self) -> int:
         return self._world.cross.index
@@ -144,14 +144,14 @@ class ProcessGroupULFM(dist.ProcessGroup):
         return self._watch(self.control.submit(WorkULFM(results, raises=True), operation))
 
     def _watch(self, work: WorkULFM) -> WorkULFM:
-        """Remember the first failure that a caller of torch's interface may never look at."""
+        """Keep the first failure: callers of torch's interface may never read it from the work."""
 
-        def look(_: object) -> None:
+        def check(_: object) -> None:
             if work.has_failures() and self._failure is None:
                 self._failure = work
                 self.control.quiesced = True
 
-        work.get_future().add_done_callback(look)
+        work.get_future().add_done_callback(check)
         return work
 
     def _refuse_after_failure(self) -> None:

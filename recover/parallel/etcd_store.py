@@ -16,7 +16,8 @@ _AGAIN = 0.01  # seconds between two reads
 
 
 class EtcdStore(dist.Store):
-    """For start-up, when the ranks of a replica exchange addresses: a few small values, read once."""
+    """For start-up, when the ranks of a replica exchange addresses: a few small values, read
+    once."""
 
     def __init__(self, client: EtcdClient, prefix: str, patience: timedelta) -> None:
         super().__init__()
@@ -36,8 +37,8 @@ class EtcdStore(dist.Store):
         return found.value
 
     def add(self, key: str, amount: int) -> int:
-        """Add once, although a request is repeated when its answer is lost: a mark shows that it was
-        applied."""
+        """Add once, although a request is repeated when its answer is lost: a mark shows that it
+        was applied."""
         key, mark = self._prefix + key, self._new_mark()
         while True:
             found = self._client.get(key)

@@ -46,10 +46,12 @@ class ShardedReplica(Replica):
         return found
 
     def reshard(self) -> None:
-        for root in self._modules[:1]:  # after a forward pass alone, the outermost one stays gathered
+        for root in self._modules[
+            :1
+        ]:  # after a forward pass without backward, the outermost one stays gathered
             assert isinstance(root, torch.nn.Module)
-            # If something was frozen meanwhile, or unfrozen, it was the gathered parameter: its
-            # shard must learn of it.
+            # Freezing meanwhile has changed the gathered parameter: copy requires_grad to its
+            # shard.
             gathered = {n: p.requires_grad for n, p in root.named_parameters() if not _is_shard(p)}
             for module in self._modules:
                 module.reshard()
@@ -103,12 +105,12 @@ def hsdp(
     for module in gathered:  # every microbatch leaves its gradient in the shards, to be counted
         ignore(module, "set_requires_gradient_sync")
     mark(model, ShardedReplica(mesh.get_group(), device, gathered))
-    _tell(model, world, len(gathered), mesh.size())
+    _report_units(model, world, len(gathered), mesh.size())
     return model
 
 
-def _tell(model: torch.nn.Module, world: World, units: int, ranks: int) -> None:
-    """What is gathered at a time decides about memory, and nothing else would show it."""
+def _report_units(model: torch.nn.Module, world: World, units: int, ranks: int) -> None:
+    """Log how much is gathered at a time: it decides the memory, and nothing else shows it."""
     text = f"{type(model).__name__} is sharded over {ranks} rank(s) in {units} unit(s) that are gathered one at a time"
     if units == 1:
         text += ": no ModuleList was found in it, so all of it is gathered at once; name its blocks with blocks=[...]"

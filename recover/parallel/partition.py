@@ -1,4 +1,5 @@
-"""The grid of a replica (tp, pp, ep) as numbers, and checks that a model fits it. Starts nothing."""
+"""The grid of a replica (tp, pp, ep) as numbers, and checks that a model fits it. Starts
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cuts a model over the grid of a replica: the parameters of each rank, and how ranks share them."""
+"""Cuts a model over the grid of a replica: the parameters of each rank, and how ranks share
+them."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def threed(
 
 
 def _cut(pipeline: Pipeline, model: Any, mesh: ReplicaMesh) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
-    """Cut the matrices, copy shared parameters from the first holder, and yield how each is shared."""
+    """Cut the matrices, copy shared parameters from the first holder, and yield how each is
+    shared."""
     cut = mesh.cut
     if cut.tp > 1:
         cut_ends(pipeline, mesh.device_mesh["tp"])

@@ -1,5 +1,4 @@
-"""The grid inside a replica, as torch's groups: who computes what with whom. Tensor-parallel
-ranks sit together."""
+"""The grid of a replica as process groups of torch. Tensor-parallel ranks are neighbours."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Holders:
 
 
 class ReplicaMesh:
-    """This rank's place among (pp, ep, tp), and the groups it is in. Made by all ranks of a
-    replica alike."""
+    """This rank's coordinates in (pp, ep, tp), and its groups. All ranks of a replica create it."""
 
     def __init__(self, cut: ModelCut, device: torch.device, tied: bool) -> None:
         self.cut = cut
@@ -52,8 +50,8 @@ class ReplicaMesh:
         self.stage, self.expert, self.tensor = (
             int(i) for i in self.device_mesh.get_coordinate() or (0, 0, 0)
         )
-        # Who holds what beside tensor parallelism: dense weights over ep, routers over ep and tp,
-        # and a tied embedding over both ends of the pipeline.
+        # Ranks that share parameters, apart from tensor parallelism: dense weights over ep, routers
+        # over ep and tp, and a tied embedding over both ends of the pipeline.
         self.over_ep = self._group(self._ranks.permute(0, 2, 1).reshape(-1, cut.ep))
         self.over_ep_and_tp = self._group(self._ranks.reshape(cut.pp, -1))
         ends = self._ranks[[0, -1]].permute(2, 0, 1).reshape(cut.tp, -1)
@@ -100,7 +98,7 @@ def _new_groups(rows: torch.Tensor) -> tuple[list[int], dist.ProcessGroup] | Non
 
 
 class MeshReplica(ShardedReplica):
-    """A replica on such a grid, as a step sees it."""
+    """A replica on such a grid, for a step."""
 
     mates_hold_all_buffers = False
 

@@ -1,5 +1,4 @@
-"""The part of a model that one rank of the grid holds, and the schedules that run rounds of
-microbatches through it.
+"""One rank's part of a pipelined model, and the schedules that run rounds of microbatches.
 
 Parameters keep the names of the whole model, so a checkpoint fits any other grid.
 """
@@ -29,12 +28,12 @@ from recover.parallel.threed.mesh import MeshReplica, ReplicaMesh
 from recover.parallel.threed.stage import Stage
 
 Batch = Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-IGNORED = -100  # torch's own: targets that do not count
+IGNORED = -100  # torch's index of targets that do not count
 
 
 class Pipeline(torch.nn.Module):
-    """This rank's part of the model. Call it with a round: the losses of its microbatches,
-    already differentiated."""
+    """This rank's part of the model. Called with a round, it runs forward and backward, and returns
+    the losses of the microbatches."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -61,13 +60,13 @@ class Pipeline(torch.nn.Module):
         self._stages: tuple[Stage, ...] = ()
         self._schedule: Any = None
         self._made_for: tuple[int, ...] = ()
-        self._counts: list[int] = []  # targets that count, of each microbatch of the round: all of its rows
+        self._counts: list[int] = []  # number of targets of each microbatch, over all of its rows
         self._weights: list[float] = []
         self._losses: list[torch.Tensor] = []
 
     def make_stages(self) -> None:
-        """Last, when all modules are as they will be. They are views: the parameters stay under
-        their own names."""
+        """Called last, when all modules are final. Stages are views: parameters keep their
+        names."""
         cut, layers = self.mesh.cut, self.config.layers
         self._stages = tuple(Stage(self, index, cut.layers_of(index, layers)) for index in self._mine)
 
@@ -98,7 +97,7 @@ class Pipeline(torch.nn.Module):
         with self._computing():
             schedule.step(*inputs, target=target, return_outputs=False)
         self.replica.ran(weights)
-        return self._tell(len(round))
+        return self._share_losses(len(round))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -119,7 +118,7 @@ class Pipeline(torch.nn.Module):
             if not stage.is_last:
                 dist.send(x, dst=self.mesh.rank_of_stage(stage.index + 1), group=self.mesh.pipeline_group)
         self.train(was_training)
-        return float(self._tell(1))
+        return float(self._share_losses(1))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter of the whole model, in the order of their names, on the first rank of the
@@ -149,7 +148,7 @@ class Pipeline(torch.nn.Module):
         return next(mine), next(mine)
 
     def _computing(self) -> ExitStack:
-        """What forward and backward run in."""
+        """The contexts of forward and backward."""
         stack = ExitStack()
         if self.mesh.cut.tp > 1:
             stack.enter_context(loss_parallel())
@@ -158,8 +157,8 @@ class Pipeline(torch.nn.Module):
         return stack
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """What backward starts from: this rank's part of the mean over the microbatch, as often as
-        it counts.
+        """The scalar from which backward starts: this rank's part of the mean over the microbatch,
+        times its weight.
 
         Expert-parallel ranks may have different numbers of targets: each divides by the number
         of all of them.
@@ -173,30 +172,29 @@ class Pipeline(torch.nn.Module):
         self._losses.append(loss.detach())
         return loss if self._weights[number] == 1.0 else loss * self._weights[number]
 
-    def _tell(self, count: int) -> torch.Tensor:
-        """The last stage tells all others; expert-parallel ranks have a part each."""
-        told = torch.zeros(count, dtype=torch.float64, device=self._device)
+    def _share_losses(self, count: int) -> torch.Tensor:
+        """The last stage sends the losses to all others; expert-parallel ranks have a part each."""
+        losses = torch.zeros(count, dtype=torch.float64, device=self._device)
         if self._losses:
-            told.copy_(torch.stack(self._losses))
+            losses.copy_(torch.stack(self._losses))
         last = self.mesh.rank_of_stage(self.mesh.cut.stages - 1)
-        dist.broadcast(told, src=last, group=self.mesh.pipeline_group)
+        dist.broadcast(losses, src=last, group=self.mesh.pipeline_group)
         if self.mesh.over_ep is not None:
-            self.mesh.over_ep.add_up(told)
-        return told
+            self.mesh.over_ep.add_up(losses)
+        return losses
 
     def _schedule_for(self, count: int, rows: int, length: int) -> Any:
-        """One at a time, made anew with stages of its own when a round differs from the one before.
+        """The schedule for rounds of this form; a round of another form gets new torch stages.
 
-        A torch stage knows one number of microbatches, that of the last schedule set up over it:
-        two schedules that took turns on one stage would run with stale state. It holds buffers
-        for all of them, so one is enough.
+        A torch stage is set up for one number of microbatches, that of its last schedule: two
+        schedules in turns on one stage would run with stale state. It holds buffers for all of
+        its microbatches, so only one schedule is kept.
         """
         if self._made_for == (count, rows, length):
             return self._schedule
         cut = self.mesh.cut
         between = self._activation(rows, length, "meta").requires_grad_()
-        # Nobody receives these, but torch before 2.13 compares them with what the last stage
-        # returns.
+        # They are not sent, but torch before 2.13 compares them with the result of the last stage.
         logits = torch.empty(
             rows,
             length,
@@ -220,8 +218,8 @@ class Pipeline(torch.nn.Module):
             for stage in self._stages
         ]
         if cut.stages_per_rank > 1:
-            # Interleaving wants counts that divide into rounds; the other runs all forwards and
-            # then all backwards.
+            # Interleaving needs a count that divides into rounds; ScheduleLoopedBFS runs all
+            # forwards and then all backwards.
             fits = count % max(1, count // cut.pp) == 0
             kind = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
             self._schedule = kind(stages, count, loss_fn=self._loss, scale_grads=False)  # type: ignore[arg-type]
@@ -233,6 +231,6 @@ class Pipeline(torch.nn.Module):
         return self._schedule
 
     def _activation(self, rows: int, length: int, device: torch.device | str) -> torch.Tensor:
-        """What one stage hands to the next: this rank's part of the sequence."""
+        """An empty activation between two stages: this rank's part of the sequence."""
         dtype = next(self.parameters()).dtype
         return torch.empty(rows, length // self.mesh.cut.tp, self.config.dim, dtype=dtype, device=device)
