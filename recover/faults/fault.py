@@ -153,11 +153,12 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(f"fault {text!r}: steps count from 1; write 1:{replica}:{match['location']}")
     if match["location"] in OUTSIDE and (over, int(number)) != ("asks", replica):
         raise ValueError(
-            f"fault {text!r}: only one that is to join is ever there; write {replica}asks:{replica}:{match['location']}"
+            f"fault {text!r}: only a joining rank reaches this location; "
+            f"write {replica}asks:{replica}:{match['location']}"
         )
     if match["location"] == "ask" and action.partition(":")[0] not in BY_CLOCK:
         raise ValueError(
-            f"fault {text!r}: who asks waits, so only a signal strikes it; use {', '.join(BY_CLOCK)}"
+            f"fault {text!r}: a rank that asks waits, so only a signal strikes it; use {', '.join(BY_CLOCK)}"
         )
     if action in IN_GRADIENT and match["location"] != "bucket":
         raise ValueError(

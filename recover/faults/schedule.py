@@ -146,7 +146,7 @@ def impossible(
         elif _needs_a_repair(fault) and not any(_causes_repair(other, fault) for other in faults):
             when = str(fault).partition(":")[0]
             yield (
-                f"fault {fault}: there is no {fault.location} unless somebody else is lost in step {when}; "
+                f"fault {fault}: there is no {fault.location} unless another replica is lost in step {when}; "
                 f"add such a fault, for example {when}:{_another(fault, replicas)}:in-reduce"
             )
         elif earlier := next((other for other in faults if _comes_too_late(fault, other)), None):

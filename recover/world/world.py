@@ -31,8 +31,8 @@ from recover.world.watcher import Watcher, end_declared_dead
 LINGER = 5.0  # seconds; longer than a rank that an agreement has forgotten takes to end itself
 # Seconds between two reads of the rows of other hosts, which are older than the interval at which
 # agents write them.
-TOLD_AGAIN = 1.0
-CALLS_ELSEWHERE = 2.0  # seconds in one call after which this rank reads the calls of other hosts
+REMOTE_INTERVAL = 1.0
+REMOTE_CALLS_AFTER = 2.0  # seconds in one call after which this rank reads the calls of other hosts
 CALL_PATIENCE = 5.0  # seconds for a rank in a wrong call to come to its next agreement
 MATE_PATIENCE = 2.0  # seconds; a death is noticed within 60 ms, on busy cores later
 
@@ -113,7 +113,7 @@ class World:
         # A secret of the members, different in every job.
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)
-        parts.own.on_raise(self._look_for_a_dead_mate)
+        parts.own.on_raise(self._await_orphaned)
 
     @property
     def outside(self) -> bool:
@@ -238,7 +238,7 @@ class World:
         """
         self.evicted |= reasons
         for replica, why in reasons.items():
-            self._own.log(f"{self._in_full(replica)} is evicted: {why}")
+            self._own.log(f"{self._replica_name(replica)} is evicted: {why}")
         before = [self._cross]
         if self._cross is not None:
             self._cross.break_off()
@@ -250,8 +250,8 @@ class World:
                     record, evict, admit, reasons.get(self.replica, ""), self._call
                 )
             except ExcludedError as excluded:
-                if excluded.orphan and (told := self._told_by_the_lost()):
-                    self._die_of_a_call(told)
+                if excluded.orphan and (note := self._note_of_a_lost_rank()):
+                    self._die_of_different_calls(note)
                 how = End.ORPHAN if excluded.orphan else End.EXCLUDED
                 self._own.die(how, str(excluded))
             assert self._membership.carrier is not None
@@ -263,7 +263,7 @@ class World:
         self._refuse_different_calls(census)
         return census
 
-    def _in_full(self, replica: int) -> str:
+    def _replica_name(self, replica: int) -> str:
         """The name of a replica for the log: with its ranks, if it has several."""
         size = self.grid.replica_size
         first, last = replica * size, replica * size + size - 1
@@ -347,22 +347,22 @@ class World:
 
     def _refuse_different_calls(self, census: Census) -> None:
         """Judge from the census, and from notes of lost ranks: so all members raise the same error."""
-        told = self._told_by_the_lost() if census.lost else ""
+        error = self._note_of_a_lost_rank() if census.lost else ""
         if conflict(census.calls.values()):
-            told = explain(census.calls, self.grid)
+            error = explain(census.calls, self.grid)
         if not self._in_call:
             self._call = 0
-        if told:
+        if error:
             self.linger()
             self._own.in_step(True)  # all members raise it: it is not the fault of this rank alone
-            raise CollectiveCallError(told)
+            raise CollectiveCallError(error)
 
-    def _told_by_the_lost(self) -> str:
+    def _note_of_a_lost_rank(self) -> str:
         """The note of a rank that ended because it could not come to an agreement: not all replicas
         made its call."""
         return next((note.why for note in self.notes.read(LEFT)), "")
 
-    def _die_of_a_call(self, why: str) -> NoReturn:
+    def _die_of_different_calls(self, why: str) -> NoReturn:
         """End this rank with a CollectiveCallError, where it cannot be raised in the main thread."""
         kind = CollectiveCallError.__name__
         first, _, _ = why.partition("\n")
@@ -383,7 +383,7 @@ class World:
         because it waits inside its replica for a rank in another call, ends and leaves a note with
         the reason.
         """
-        calls = {rank: call for rank, call in self._calls_beside(now).items() if rank in self.members}
+        calls = {rank: call for rank, call in self._calls_at_position(now).items() if rank in self.members}
         if calls != self._seen_calls:
             self._seen_calls, self._seen_calls_at = calls, now
             return  # compare again: this read may have hit the middle of an announcement
@@ -400,19 +400,19 @@ class World:
             why = explain(calls, self.grid)
             with suppress(Exception):  # a full disk must not keep this rank alive
                 self.notes.leave(LEFT, (), why, self.rank)
-            self._die_of_a_call(why)
+            self._die_of_different_calls(why)
 
-    def _calls_beside(self, now: float) -> dict[int, int]:
+    def _calls_at_position(self, now: float) -> dict[int, int]:
         """The calls at this rank's position, by rank: of this host at once, of other hosts after a
         while."""
-        beside = self.board.calls_beside(self.rank)
-        if beside and self._remote_rows is not None and now - self._called_at > CALLS_ELSEWHERE:
-            if now - self._read_rows_at > TOLD_AGAIN:
+        calls = self.board.calls_beside(self.rank)
+        if calls and self._remote_rows is not None and now - self._called_at > REMOTE_CALLS_AFTER:
+            if now - self._read_rows_at > REMOTE_INTERVAL:
                 self._rows, self._read_rows_at = self._remote_rows(), now
             here = self._last_position
-            there = {r: row[CALL] for r, row in self._rows.items() if row[CALL] and row[POSITION] == here}
-            beside = there | beside
-        return beside
+            remote = {r: row[CALL] for r, row in self._rows.items() if row[CALL] and row[POSITION] == here}
+            calls = remote | calls
+        return calls
 
     def _coming(self) -> set[int]:
         let_in = self._fabric.participants - frozenset(self.members)
@@ -465,7 +465,7 @@ class World:
             assert cross is not None
             cross.break_off(why)
 
-    def _look_for_a_dead_mate(self, error: BaseException) -> None:
+    def _await_orphaned(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a rank of this replica dies.
 
         Wait for the watcher to end this rank as an orphan.
@@ -516,31 +516,31 @@ class World:
                 if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
                     self.cross.break_off("the script has ended on a replica")
                 self._fabric.pause(0.01)
-            with self._freeing_those_elsewhere():
+            with self._waking_other_hosts():
                 agreed = self.agree(Call.END.word, Phase.CALL)
         return agreed if agreed == Call.END.word else None
 
     @contextmanager
-    def _freeing_those_elsewhere(self) -> Iterator[None]:
+    def _waking_other_hosts(self) -> Iterator[None]:
         """The same for ranks of other hosts.
 
         Their rows lag, so a rank must be seen in the same step twice.
         """
-        told, cross, through = self._remote_rows, self.cross, threading.Event()
+        rows, cross, through = self._remote_rows, self.cross, threading.Event()
 
         def look() -> None:
             before = set[tuple[int, int]]()
-            while told is not None and not through.wait(TOLD_AGAIN):
+            while rows is not None and not through.wait(REMOTE_INTERVAL):
                 inside = {
                     (rank, row[STEP])
-                    for rank, row in told().items()
+                    for rank, row in rows().items()
                     if row[STEP] not in (0, ENDED, self._stepped)
                 }
                 if any(rank in self.members for rank, _ in before & inside):
                     cross.break_off("the script has ended on a replica")
                 before = inside
 
-        if told is not None and not all(map(self.board.is_here, self.members)):
+        if rows is not None and not all(map(self.board.is_here, self.members)):
             threading.Thread(target=look, name="recover-end", daemon=True).start()
         try:
             yield

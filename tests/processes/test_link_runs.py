@@ -22,11 +22,11 @@ world = recover.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
 step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), 6)
-wire, slept = world.cross._carrier, []
+cross, wire, slept = world.cross, world.cross._carrier, []
 
 
 def lost(source, out):
-    while wire._state.name != 'FREED':  # as over a link that is cut: nothing comes, and nothing goes
+    while cross.error is None:  # as over a link that is cut: nothing comes, and nothing goes
         time.sleep(0.01)
     raise CarrierError("freed")
 

@@ -68,7 +68,7 @@ def connect(carrier: Any, *arguments: Any) -> None:
     try:
         connect_of(carrier, *arguments)
     except gloo.CarrierError as error:
-        results[-1] = "is not it" if "is not it" in str(error) else "given up"
+        results[-1] = "is not that rank" if "is not that rank" in str(error) else "given up"
         raise
 
 

@@ -76,9 +76,9 @@ def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: s
         ("9s:1 3s:1=stop", "fault 9s:1.0: replica 1 is lost already by 3s:1.0=stop"),
         (
             "4:1:repair:census",
-            "unless somebody else is lost in step 4; add such a fault, for example 4:2:in-reduce",
+            "unless another replica is lost in step 4; add such a fault, for example 4:2:in-reduce",
         ),
-        ("4:1:extra 4:2:vote=pause:1", "unless somebody else is lost in step 4"),
+        ("4:1:extra 4:2:vote=pause:1", "unless another replica is lost in step 4"),
         ("3:1:checkpoint", "checkpoints are written after every 5 steps"),
         ("4asks:0:vote", "replica 4 can join only a job whose replicas come back; give --return"),
     ],
@@ -108,7 +108,7 @@ def test_of_faults_over_a_join_those_are_named_that_can_never_strike() -> None:
         ("6joined:6:forward", "replica 6 runs no microbatch in its first step; choose another place"),
         (
             "4joined:0:extra",
-            "unless somebody else is lost in step 4joined; add such a fault, for example 4joined:1:",
+            "unless another replica is lost in step 4joined; add such a fault, for example 4joined:1:",
         ),
         ("4joined:0:bucket 4joined:0:vote", "replica 0 is lost already by 4joined:0.0:bucket"),
         ("3:13:vote", "there are replicas 0 to 12, and no 13"),

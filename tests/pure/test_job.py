@@ -59,7 +59,7 @@ def test_a_fault_that_can_never_strike_is_refused_before_anything_starts() -> No
 
 def test_a_fault_that_could_strike_nobody_is_refused_whatever_the_reason() -> None:
     for texts, words in (
-        (["3:1:repair"], "there is no repair unless somebody else is lost in step 3"),
+        (["3:1:repair"], "there is no repair unless another replica is lost in step 3"),
         (["3:0:extra=pause:1"], "there is no extra unless"),
         (["2:1:vote", "5:1:forward"], r"replica 1 is lost already by 2:1\.0:vote"),
     ):
