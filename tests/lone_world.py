@@ -51,7 +51,7 @@ class Cross:
     def drain(self) -> None:
         self._log.append("drain")
 
-    def break_off(self, why: str = "") -> None:
+    def abort_operations(self, why: str = "") -> None:
         pass
 
 

@@ -33,7 +33,7 @@ from recover.world.calls import Call
 from recover.world.census import Census
 from recover.world.hooks import NoHooks
 from recover.world.membership import NoCarrierError
-from recover.world.retry import do_despite_losses
+from recover.world.retry import retry_after_repair
 from recover.world.world import World
 
 HANG_LIMIT = 2.0
@@ -225,7 +225,7 @@ class Rank:
                 self.join()
             while self.number < self.schedule.steps and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
-            do_despite_losses(self.world, Call.TRAIN_END, self.journal.finish, self.lost)
+            retry_after_repair(self.world, Call.TRAIN_END, self.journal.finish, self.lost)
             self.diary.members = self.world.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:
@@ -312,7 +312,7 @@ class Rank:
                         self.sums.post_all(self.transaction.post)
                 self.commit(number)
         except LeftEarly:  # as `StepEngine._leave` does it
-            self.world.cross.break_off("a replica has left its step early")
+            self.world.cross.abort_operations("a replica has left its step early")
             self.transaction.leave()
 
     def compute(self, number: int, slots: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from recover.step.joining.extra import digest_of, is_extra, restore, state_of
 from recover.step.joining.packing import NamedTensors, pack, unpack
 from recover.step.state import StepState
 from recover.world.calls import Call
-from recover.world.retry import do_despite_losses
+from recover.world.retry import retry_after_repair
 from recover.world.writers import writing_replicas
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
             saver.finish()
 
     with step.saving_extra(extra or {}, digests) as compare:
-        do_despite_losses(world, Call.SAVE, act, lambda *_: None)
+        retry_after_repair(world, Call.SAVE, act, lambda *_: None)
 
 
 def save_states(step: Step, error: StateDivergedError) -> None:

@@ -25,7 +25,7 @@ from recover.checkpoint import directory
 from recover.checkpoint.directory import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
 from recover.checkpoint.tensors import Snapshot, Stored, Tensors, Written
 from recover.gradients.state_hash import parameters_digest
-from recover.job.record_files import AGAIN, FILES, PATIENCE, is_passing
+from recover.job.record_files import AGAIN, FILES, PATIENCE, is_transient
 from recover.world import rank_exit
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class Saver:
             try:
                 return write()
             except Exception as error:
-                if not is_passing(error):
+                if not is_transient(error):
                     raise
                 if not FILES.wait_for(error, "the last checkpoint") and self._alone:
                     raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from recover.data.readers import Readers
 from recover.data.shuffle import Shuffle
-from recover.step.in_flight import loader_mend
+from recover.step.in_flight import dataloader_remedy
 from recover.step.position import is_whole
 from recover.step.randomness import Randomness
 
@@ -54,7 +54,7 @@ def stream(
         raise TypeError(
             f"collate_fn={collate_fn!r} must be a function that makes a microbatch of a list of items"
         )
-    if (mend := loader_mend(dataset)) is not None:
+    if (mend := dataloader_remedy(dataset)) is not None:
         raise TypeError(f"recover.stream was given a DataLoader, which has an order of its own; {mend}")
     if isinstance(dataset, Mapping | str) or not (_is_map_style(dataset) or isinstance(dataset, Iterable)):
         raise TypeError(

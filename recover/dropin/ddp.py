@@ -34,7 +34,7 @@ from recover.gradients.parts import is_dense
 from recover.gradients.reduction import FastSum, Sum
 from recover.launch.init import init
 from recover.policy import SlotSet
-from recover.world.carriers.worker import Rest, Work, Worker
+from recover.world.carriers.worker import Completion, Work, Worker
 
 Restore = Literal["auto", "blocking", "non-blocking"]
 
@@ -253,5 +253,5 @@ def ddp_comm_hook(state: DDPGradients, bucket: dist.GradBucket) -> torch.futures
         future.set_result(flat)
         return future
     # After the reduction, wherever it runs: the threads keep the order.
-    init().worker.post(lambda: Rest(lambda: future.set_result(flat)))
+    init().worker.post(lambda: Completion(lambda: future.set_result(flat)))
     return future

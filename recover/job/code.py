@@ -44,7 +44,7 @@ class _Recorder:
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-            note_file(name, Path(spec.origin))
+            record_file(name, Path(spec.origin))
         return spec
 
 
@@ -52,17 +52,17 @@ def record() -> None:
     """Record modules that are loaded from now on, and the versions as they are now."""
     if _Recorder not in sys.meta_path:
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _Recorder)
-    note_versions()
+    record_versions()
 
 
-def note_versions() -> None:
+def record_versions() -> None:
     """Of recover and torch, as they are on disk now: once, before anything of torch is imported."""
     if RECOVER not in loaded:
         loaded[RECOVER] = Loaded("", recover_version())
         loaded[TORCH] = Loaded("", version_of("torch"))
 
 
-def note_file(name: str, path: Path, content: bytes | None = None) -> None:
+def record_file(name: str, path: Path, content: bytes | None = None) -> None:
     """Record a file of the user that is loaded now."""
     if name not in loaded and _is_users(path):
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 CHANGES = "environment.json"  # in the session: by name; null for a variable that was removed
 
 
-def leave_changes(session: Path, given: Mapping[str, str]) -> None:
+def write_changes(session: Path, given: Mapping[str, str]) -> None:
     """Write the changes. `given`: the environment in which the script began."""
     changes = {name: os.environ.get(name) for name in given.keys() | os.environ.keys()}
     changes = {name: value for name, value in changes.items() if value != given.get(name)}

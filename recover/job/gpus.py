@@ -44,7 +44,7 @@ def gpus_on_host(environment: Mapping[str, str] = os.environ, root: Path = Path(
     return visible(environment.get(VISIBLE), _present(root))
 
 
-def own_gpu_each(ranks_on_host: int) -> bool:
+def has_gpu_per_rank(ranks_on_host: int) -> bool:
     """Whether each of this number of ranks on this host has a GPU of its own."""
     return 0 < ranks_on_host <= gpus_on_host()
 

@@ -24,7 +24,7 @@ given_environment: dict[str, str] | None = None  # when the script began
 waited_until = 0.0  # seconds after boot: until then this process waited, prewarmed, for its rank
 
 
-def hide_runtime() -> None:
+def hide_mpi_variables() -> None:
     """Remove the variables of Open MPI's runtime, which has read them. Libraries that look for a
     launcher (accelerate, and with it Hugging Face's Trainer) would take each rank for a process of
     a distributed job of theirs."""
@@ -45,7 +45,7 @@ def rank() -> int | None:
     return None
 
 
-def call_itself(rank: int) -> None:
+def set_process_name(rank: int) -> None:
     """Set the process name, which `ps` and `top` show."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{_NAME}{rank}".encode(), 0, 0, 0)
 

@@ -35,7 +35,7 @@ _NUMBER = re.compile(
 )  # in what safetensors, and others, say of an error
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (named := _NUMBER.search(str(error))):
@@ -230,7 +230,7 @@ class RecordFiles:
     def wait_for(self, error: Exception, what: str) -> bool:
         """Wait for a moment after a failure to write, if it may succeed later and there is
         patience. Returns whether to try again. The first wait is reported."""
-        if not is_passing(error) or self.patience <= 0:
+        if not is_transient(error) or self.patience <= 0:
             return False
         if not self._waits:
             self._waits = True

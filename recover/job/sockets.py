@@ -8,7 +8,7 @@ import socket
 PROBES = 3  # without an answer, after which an idle connection is lost
 
 
-def notice_loss(opened: socket.socket, seconds: float) -> None:
+def detect_connection_loss(opened: socket.socket, seconds: float) -> None:
     """Have the kernel close `opened` when the other end has not answered it for about so many
     seconds.
 

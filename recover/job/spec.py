@@ -113,7 +113,7 @@ class JobSpec:
         directories = tuple(map(tuple, found["directories"]))
         return cls(**found | tuples | {"etcd": etcd, "directories": directories})
 
-    def see_the_same(self, members: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    def ranks_by_run_directory(self, members: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """The members, grouped by the run directory that they see; one of each group writes there.
 
         The directories of ranks that joined later are not known: they count once no other member is

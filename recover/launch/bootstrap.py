@@ -52,7 +52,7 @@ def main() -> None:
         if not rank_exit.is_rank():
             raise  # a process that the script forked
         sys.stdout.flush()
-        rank_exit.die_of(error, _script_frames(error.__traceback__, script))
+        rank_exit.die_of_exception(error, _script_frames(error.__traceback__, script))
     # Returning lets the interpreter join threads and run the script's atexit functions; ours comes
     # last.
 
@@ -63,7 +63,7 @@ def _find_script() -> tuple[ModuleType, CodeType]:
     script = os.path.abspath(sys.argv[0])
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     content = Path(script).read_bytes()
-    code.note_file(os.path.basename(script), Path(script), content)
+    code.record_file(os.path.basename(script), Path(script), content)
     compiled = compile(content, script, "exec", dont_inherit=True)
     module = ModuleType("__main__")
     module.__file__ = sys.argv[0] = script
@@ -104,10 +104,10 @@ def _take_output() -> None:
     if rank is None or job is None or job.session is None:
         return
     if job.is_alone:
-        rank_exit.speak_alone()
+        rank_exit.omit_rank_prefix()
         return
     if rank_outputs.take(Path(job.session), rank):
-        rank_exit.speak_alone()
+        rank_exit.omit_rank_prefix()
     if "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _no_debugger
 
@@ -163,7 +163,7 @@ def _join() -> None:
     rank, job = process.rank(), current_job()
     if rank is None or job is None:
         return
-    process.call_itself(rank)
+    process.set_process_name(rank)
     board = Board(Path(job.session, "board"), job.board_size) if job.session else None
     if board is not None:
         board.claim(rank)
@@ -173,8 +173,8 @@ def _join() -> None:
         try:
             start_mpi()
         except Exception as error:
-            rank_exit.die_of(error)
-        process.hide_runtime()
+            rank_exit.die_of_exception(error)
+        process.hide_mpi_variables()
     if board is not None:
         board.join(rank)
 

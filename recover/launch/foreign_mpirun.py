@@ -19,7 +19,7 @@ from recover.world.liveness.board import start_time
 MEMORY = Path("/dev/shm")
 
 
-def make_meeting_place() -> Path:
+def make_shared_directory() -> Path:
     """The first rank makes it. Raises PermissionError if another user made it, or can enter it."""
     job = re.sub(r"[^\w.-]", "-", os.environ.get("PMIX_NAMESPACE", "job"))
     launcher = _launcher()

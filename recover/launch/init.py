@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recover.job import process
-from recover.job.environment import leave_changes
+from recover.job.environment import write_changes
 from recover.job.grid import Grid
 from recover.job.record_files import FILES
 from recover.job.spec import EtcdAccess, JobSpec, current_job
-from recover.launch.foreign_mpirun import make_meeting_place
+from recover.launch.foreign_mpirun import make_shared_directory
 from recover.world import rank_exit
 from recover.world.carriers import choose
 from recover.world.carriers.worker import Worker
@@ -73,7 +73,7 @@ def _on_open_mpi(job: JobSpec) -> World:
     ranks = start_mpi()
     job = replace(job, ranks=job.ranks or ranks)
     grid = Grid.of(job.ranks, job.replica_size)
-    place = Path(job.session) if job.session else make_meeting_place()
+    place = Path(job.session) if job.session else make_shared_directory()
     board = Board(place / "board", job.ranks)
     fabric = OpenMPIFabric(board)
     board.claim(fabric.rank)
@@ -147,7 +147,7 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     )
     if job.room and not job.joining and process.given_environment is not None:
         try:
-            leave_changes(Path(job.session), process.given_environment)
+            write_changes(Path(job.session), process.given_environment)
         except OSError as error:  # no memory: no process is prewarmed
             rank_exit.log(
                 f"the changes of the environment could not be written for prewarmed processes: {error}"
@@ -157,7 +157,9 @@ def _on_etcd(job: JobSpec, access: EtcdAccess) -> World:
     threading.Thread(target=_give_up_with, args=[lost, client], name="recover-etcd-lost", daemon=True).start()
     parts = _parts(job, grid, fabric, board, notes)
     code = JobCode(client, Path(job.session)) if job.room else None
-    return World(job, grid, replace(parts, rows_told=partial(other_hosts.rows, Path(job.session)), code=code))
+    return World(
+        job, grid, replace(parts, remote_rows=partial(other_hosts.rows, Path(job.session)), code=code)
+    )
 
 
 def _give_up_with(lost: Path, client: EtcdClient) -> None:
@@ -167,7 +169,7 @@ def _give_up_with(lost: Path, client: EtcdClient) -> None:
         time.sleep(_LOOK)
     client.give_up()
     if _current is not None:
-        _current.let_go("etcd is lost")
+        _current.abort_collectives("etcd is lost")
 
 
 def _parts(job: JobSpec, grid: Grid, fabric: Fabric, board: Board, notes: Notes) -> WorldParts:

@@ -22,7 +22,7 @@ from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
 from recover.launch.supervisor import Starter
 from recover.launch.verdict import Verdict, find_marker, name_ranks
-from recover.world.rank_exit import words_file
+from recover.world.rank_exit import session_marker
 from recover.world.watchdog import HangWatchdog
 
 COMING = 30.0  # seconds from a rank's first act until it is on the board: imports, where cores are busy
@@ -129,7 +129,7 @@ class MpirunStarter(Starter):
     def _take_words(self) -> None:
         """Markers that the disk did not take lie in the session, and go with it."""
         for rank in self.everyone - self._heard:
-            if not self.board.pid(rank) and words_file(self._session.directory, rank).exists():
+            if not self.board.pid(rank) and session_marker(self._session.directory, rank).exists():
                 self._heard.add(rank)
                 find_marker(self._run_dir, self._session.directory, rank)
 

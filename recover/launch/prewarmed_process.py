@@ -16,7 +16,7 @@ import sys
 import time
 
 from recover.job import process
-from recover.job.code import note_versions
+from recover.job.code import record_versions
 from recover.job.imports import importing
 from recover.launch import bootstrap
 
@@ -32,7 +32,7 @@ IMPORTED = (
 
 def main() -> None:
     bootstrap.die_with_parent()
-    note_versions()  # of what is imported now: the files may change before this process becomes a rank
+    record_versions()  # of what is imported now: the files may change before this process becomes a rank
     own = [sys.argv[2]] if sys.argv[1] == "-m" and sys.argv[2].startswith("recover.") else []
     with importing():
         for name in (*IMPORTED, *own):

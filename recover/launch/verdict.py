@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recover.job.record_files import FILES
-from recover.world.rank_exit import End, words_file
+from recover.world.rank_exit import End, session_marker
 
 RAISED = 4  # exit code: a rank raised outside of any step, and no other rank makes good what it left undone
 
@@ -129,7 +129,7 @@ def find_marker(run_dir: Path, session: Path, rank: int) -> str:
     path = marker_file(run_dir, rank)
     data = FILES.read(path)
     if as_marker(data) is None:
-        data = FILES.read(words_file(session, rank))
+        data = FILES.read(session_marker(session, rank))
         if as_marker(data) is None:
             return ""
         assert data is not None

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Self
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
 from recover.runs.records.job_log import JobLog
-from recover.world.liveness.host_faults import HostTroubles, cgroup_of, disk_is_full, oom_kills
-from recover.world.rank_exit import words_file
+from recover.world.liveness.host_faults import HostFaults, cgroup_of, disk_is_full, oom_kills
+from recover.world.rank_exit import session_marker
 
 if TYPE_CHECKING:
     from recover.world.liveness.board import Board
@@ -79,7 +79,7 @@ class Witness:
                 "faults": list(spec.faults),
             }
         )
-        self._host = HostTroubles()
+        self._host = HostFaults()
         self._thread = threading.Thread(target=self._loop, name="recover-witness", daemon=True)
         self._thread.start()
 
@@ -157,7 +157,7 @@ class Witness:
         line |= status
         line |= {"step": now.step, "doing": now.doing, "slots": list(now.slots)}
         words = _read_json(self._run_dir / "ranks" / f"{rank}.end")
-        line["words"] = words or _read_json(words_file(self._session, rank))
+        line["words"] = words or _read_json(session_marker(self._session, rank))
         line["note"] = _read_json(self._run_dir / "ranks" / f"{rank}.slot")
         line["crash"] = _crash(self._run_dir / "ranks" / f"{rank}.stack")
         line["oom_kills"] = max(0, oom_kills(group) - killed_before)

@@ -278,7 +278,7 @@ class StepEngine:
                 # Other replicas may not have changed theirs. Buckets of different sizes must not be
                 # reduced together: the first attempt fails on all replicas, and the census shows
                 # which one differs.
-                self.world.cross.break_off()
+                self.world.cross.abort_operations()
 
     def _begin(self, number: int, joins: list[Incident]) -> None:
         """Begin the step; before that, admit replicas that have asked to join."""
@@ -324,7 +324,7 @@ class StepEngine:
         """
         if not rank_exit.is_rank():
             return  # a forked child has a copy of the iterator
-        self.world.cross.break_off("a replica has left its step early")
+        self.world.cross.abort_operations("a replica has left its step early")
         # Before anything is put back: the communication thread must not read or write sums that are
         # being cleared.
         self.world.cross.drain()

@@ -31,7 +31,7 @@ class Stream(Protocol[T_co]):
 def check_stream(stream: Any) -> None:
     """Raise TypeError for an object that has no microbatch i: any replica may be asked for any
     of them."""
-    if (remedy := loader_mend(stream)) is not None:
+    if (remedy := dataloader_remedy(stream)) is not None:
         raise TypeError(
             f"the stream is a DataLoader, which gives what it likes in an order of its own; {remedy}"
         )
@@ -42,7 +42,7 @@ def check_stream(stream: Any) -> None:
         )
 
 
-def loader_mend(stream: Any) -> str | None:
+def dataloader_remedy(stream: Any) -> str | None:
     """What to write instead of a DataLoader; None if `stream` is not one."""
     if not isinstance(stream, DataLoader):
         return None

@@ -19,7 +19,7 @@ from recover.job.record_files import FILES
 from recover.job.spec import JobSpec, Monitors
 from recover.launch.hosts.agent import launch_host
 from recover.launch.hosts.options import one_host, read_options
-from recover.launch.hosts.run_directory import may_be_at_work
+from recover.launch.hosts.run_directory import may_be_running
 from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
@@ -51,7 +51,7 @@ def train(
             part = read_options(hosts)
             slots = part.most * part.slots
             run_dir = run_dir or resume or Path("runs", part.job)
-            joins = part.returns and may_be_at_work(run_dir, part.job)
+            joins = part.returns and may_be_running(run_dir, part.job)
         later = ROOM if (returns or hosts or HostOptions()).restarts else 0
         prepared = prepare_run(
             words, run_dir, kills, resume, elsewhere=dry_run, slots=slots, joins=joins, later=later

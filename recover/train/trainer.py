@@ -40,7 +40,7 @@ from recover.world import rank_exit
 from recover.world.calls import Call
 from recover.world.fabrics.base import WorldLostError
 from recover.world.liveness.board import ENDED
-from recover.world.retry import do_despite_losses
+from recover.world.retry import retry_after_repair
 from recover.world.world import World
 from recover.world.writers import writing_replicas
 
@@ -106,7 +106,7 @@ class Trainer:
             while self._goes_on():
                 self._take_step()
                 self._checkpoint()
-            do_despite_losses(self.world, Call.TRAIN_END, self._close, self.records.lost)
+            retry_after_repair(self.world, Call.TRAIN_END, self._close, self.records.lost)
         except WorldLostError:
             self._save_unconfirmed()
             raise
@@ -134,7 +134,7 @@ class Trainer:
             return
         if dead := sorted(set(range(world.grid.ranks)) - set(world.members)):  # before the first step
             self.records.lost(dead, world.last_census.seconds)
-        do_despite_losses(world, Call.TRAIN_START, self._open_run_dir, self.records.lost)
+        retry_after_repair(world, Call.TRAIN_START, self._open_run_dir, self.records.lost)
         self.stop_requests.listen()
         if self.gpu_use.card and self.records.writing:
             rank_exit.log(text := self.gpu_use.describe(world.members))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from recover.world.carriers.base import DataCarrier, Ready, wire_type
 from recover.world.carriers.contract import CarrierError
-from recover.world.carriers.worker import Rest, Work, Worker
+from recover.world.carriers.worker import Completion, Work, Worker
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class CrossGroup:
         """
         self._worker.drain()
 
-    def break_off(self, why: str = "a member of the world has died") -> None:
+    def abort_operations(self, why: str = "a member of the world has died") -> None:
         """Wake all threads that are blocked in an operation, on this rank and its peers.
 
         From any thread.
@@ -85,7 +85,7 @@ class CrossGroup:
             self.error = CarrierError(why)
         self._carrier.free()
 
-    def _post(self, task: Callable[[], Rest | None], *data: Any) -> Work:
+    def _post(self, task: Callable[[], Completion | None], *data: Any) -> Work:
         """`data`: every buffer that the operation reads or writes."""
         for each in data:
             wire_type(each)  # raises in the caller's thread
@@ -96,11 +96,11 @@ class CrossGroup:
             return Work.failed(self.error)
         return self._worker.post(lambda: self._run(task, ready), lambda: ready.is_past)
 
-    def _run(self, task: Callable[[], Rest | None], ready: Ready) -> Rest | None:
+    def _run(self, task: Callable[[], Completion | None], ready: Ready) -> Completion | None:
         if self.error is not None:
             raise self.error
 
-        def ordered() -> Rest | None:
+        def ordered() -> Completion | None:
             self._carrier.follow(ready)
             return task()
 
@@ -113,7 +113,7 @@ class CrossGroup:
             self._latched(completion.wait)
             self._reduced()
 
-        return Rest(finish, completion.passed)
+        return Completion(finish, completion.passed)
 
     def _latched(self, part: Callable[[], T]) -> T:
         try:

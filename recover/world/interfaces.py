@@ -76,7 +76,7 @@ class WorldParts:
     notes: Notes
     watch: Callable[[Looks], None]  # starts the watcher
     # With other hosts: the rows of their ranks, as on the board, a moment ago.
-    rows_told: Callable[[], Mapping[int, Sequence[int]]] | None = None
+    remote_rows: Callable[[], Mapping[int, Sequence[int]]] | None = None
     code: Code | None = None  # where replicas may join
     # Empties a list of objects that are no longer used. Destroying a group of gloo takes a while.
     drop: Callable[[list[Any]], object] = list.clear

@@ -118,12 +118,12 @@ class RankExit:
         if job is None or not job.session:
             return False
         try:
-            FILES.disk.replace(words_file(Path(job.session), int(path.stem)), data)
+            FILES.disk.replace(session_marker(Path(job.session), int(path.stem)), data)
         except OSError:
             return False
         return True
 
-    def speak_alone(self) -> None:
+    def omit_rank_prefix(self) -> None:
         """Write to standard error without the prefix `[rank N]`: the reader of this rank's output
         knows its rank."""
         self._names_itself = False
@@ -184,7 +184,9 @@ class RankExit:
                 pass  # a full disk or a closed stream must not keep a dying rank alive
         _kill_self()
 
-    def die_of(self, error: BaseException, trace: TracebackType | None = None, where: str = "") -> NoReturn:
+    def die_of_exception(
+        self, error: BaseException, trace: TracebackType | None = None, where: str = ""
+    ) -> NoReturn:
         """Die of an exception, with its traceback (from `trace` on, if given) as the reason."""
         for callback in self._on_raise:
             try:
@@ -209,7 +211,7 @@ class RankExit:
             sys.stdout.flush()
             sys.stderr.flush()
         except BaseException as error:
-            self.die_of(error)
+            self.die_of_exception(error)
         self._enter_end()
         if not self.record(End.DONE):
             FILES.settle()  # a rank without a marker would count as killed
@@ -287,7 +289,7 @@ class RankExit:
         if not self.is_rank():
             sys.__excepthook__(kind, error, trace)
             return
-        self.die_of(error, trace)
+        self.die_of_exception(error, trace)
 
     def _thread_raised(self, args: threading.ExceptHookArgs) -> None:
         # `sys.exit` in a thread ends that thread only.
@@ -295,7 +297,7 @@ class RankExit:
             threading.__excepthook__(args)
             return
         thread = args.thread.name if args.thread else "?"
-        self.die_of(args.exc_value or args.exc_type(), args.exc_traceback, f"In thread {thread}:\n")
+        self.die_of_exception(args.exc_value or args.exc_type(), args.exc_traceback, f"In thread {thread}:\n")
 
     def _exit_with_status(self, status: int) -> NoReturn:
         """Replacement of `os._exit`: when a process exits with a code, mpirun ends all other ranks."""
@@ -345,7 +347,7 @@ def _in_place(run_dir: str, name: str) -> Path:
     return Path(run_dir, "ranks", name)
 
 
-def words_file(session: Path, rank: int) -> Path:
+def session_marker(session: Path, rank: int) -> Path:
     """The marker of a rank in the session, for when the run directory could not be written to."""
     return session / f"{rank}.words"
 
@@ -380,7 +382,7 @@ def _now() -> str:
 
 RANK_EXIT = RankExit()
 log, report, record = RANK_EXIT.log, RANK_EXIT.report, RANK_EXIT.record
-speak_alone, in_step, is_rank = RANK_EXIT.speak_alone, RANK_EXIT.in_step, RANK_EXIT.is_rank
+omit_rank_prefix, in_step, is_rank = RANK_EXIT.omit_rank_prefix, RANK_EXIT.in_step, RANK_EXIT.is_rank
 on_success, on_raise, close = RANK_EXIT.on_success, RANK_EXIT.on_raise, RANK_EXIT.close
-die, die_of, succeed = RANK_EXIT.die, RANK_EXIT.die_of, RANK_EXIT.succeed
+die, die_of_exception, succeed = RANK_EXIT.die, RANK_EXIT.die_of_exception, RANK_EXIT.succeed
 install_hooks, close_at_exit = RANK_EXIT.install, RANK_EXIT.close_at_exit

@@ -8,7 +8,7 @@ from recover.world.calls import Call
 from recover.world.world import World
 
 
-def do_despite_losses(
+def retry_after_repair(
     world: World,
     call: Call,
     act: Callable[[], object],

@@ -54,7 +54,7 @@ class World:
         self.noticed_at: float | None = (
             None  # when this rank noticed the first death that is not repaired yet
         )
-        self._fabric, self._own, self._remote_rows = parts.fabric, parts.own, parts.rows_told
+        self._fabric, self._own, self._remote_rows = parts.fabric, parts.own, parts.remote_rows
         self._membership: Membership[DataCarrier] = Membership(
             parts.fabric,
             grid,
@@ -92,7 +92,7 @@ class World:
         self._hangs = HangWatchdog(
             grid, job.hang_limit, lambda step: blamed(parts.notes, step), parts.own.log
         )
-        self._links = Links(self.rank, self.board, self.worker, job.link_timeout, parts.rows_told or dict)
+        self._links = Links(self.rank, self.board, self.worker, job.link_timeout, parts.remote_rows or dict)
         self._watcher = Watcher(
             parts,
             grid,
@@ -241,7 +241,7 @@ class World:
             self._own.log(f"{self._replica_name(replica)} is evicted: {why}")
         before = [self._cross]
         if self._cross is not None:
-            self._cross.break_off()
+            self._cross.abort_operations()
             self._cross.drain()
             self.board.repair(self.rank)
         with self._waits_here(), self._fabric.lock:
@@ -269,13 +269,13 @@ class World:
         first, last = replica * size, replica * size + size - 1
         return f"rank {first}" if size == 1 else f"replica {replica} (ranks {first}-{last})"
 
-    def let_go(self, why: str) -> None:
+    def abort_collectives(self, why: str) -> None:
         """Abort the collectives under way, so that this rank comes to its next agreement.
 
         From any thread.
         """
         if self._cross is not None:
-            self._cross.break_off(why)
+            self._cross.abort_operations(why)
 
     def stop_watching(self) -> None:
         """Stop reacting to deaths.
@@ -392,7 +392,7 @@ class World:
         # If the lock is taken, this rank is in an agreement, or about to enter one.
         if self._fabric.lock.acquire(blocking=False):
             try:
-                self.let_go("replicas are in different collective calls")
+                self.abort_collectives("replicas are in different collective calls")
             finally:
                 self._fabric.lock.release()
         waits_elsewhere = self.board.entered(self.rank) <= agreements_at(self._last_position)
@@ -452,7 +452,7 @@ class World:
         """
         if self._cross is not None and not failed.isdisjoint(self.members):
             self.noticed_at = self.noticed_at or time.time()
-            self._cross.break_off()
+            self._cross.abort_operations()
 
     def _look_at_links(self, now: float) -> None:
         """Called by the watcher.
@@ -463,7 +463,7 @@ class World:
         if why := self._links.look(cross, self.epoch, bool(self._waiting), now):
             self._own.log(f"gave up a reduction: {why}")
             assert cross is not None
-            cross.break_off(why)
+            cross.abort_operations(why)
 
     def _await_orphaned(self, error: BaseException) -> None:
         """Gloo and NCCL raise when a rank of this replica dies.
@@ -514,7 +514,7 @@ class World:
             peers, mine = set(self.members) - {self.rank}, self.board.entered(self.rank)
             while late := [rank for rank in peers if self.board.on_its_way(rank, mine)]:
                 if any(self.board.step(rank) not in (0, self._stepped) for rank in late):
-                    self.cross.break_off("the script has ended on a replica")
+                    self.cross.abort_operations("the script has ended on a replica")
                 self._fabric.pause(0.01)
             with self._waking_other_hosts():
                 agreed = self.agree(Call.END.word, Phase.CALL)
@@ -537,7 +537,7 @@ class World:
                     if row[STEP] not in (0, ENDED, self._stepped)
                 }
                 if any(rank in self.members for rank, _ in before & inside):
-                    cross.break_off("the script has ended on a replica")
+                    cross.abort_operations("the script has ended on a replica")
                 before = inside
 
         if rows is not None and not all(map(self.board.is_here, self.members)):

@@ -7,7 +7,7 @@ from recover.world.world import World
 
 def writers(world: World) -> tuple[int, ...]:
     """These ranks. On one host, or where all hosts share the directory, the first living rank."""
-    return tuple(group[0] for group in world.job.see_the_same(world.members))
+    return tuple(group[0] for group in world.job.ranks_by_run_directory(world.members))
 
 
 def writing_replicas(world: World) -> set[int]:

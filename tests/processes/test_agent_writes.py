@@ -20,8 +20,8 @@ from recover.launch.hosts.replica_restarts import ReplicaRestarts
 from recover.launch.hosts.slots import HostSlots
 from recover.parallel.etcd_store import EtcdStore
 from recover.world.fabrics.etcd.client import EtcdClient, EtcdError, KeyValue, UnansweredError
-from recover.world.fabrics.etcd.host_lease import HostLease, HostsSeen
-from recover.world.fabrics.etcd.progress import tell_pulse
+from recover.world.fabrics.etcd.host_lease import HostLease, HostLeases
+from recover.world.fabrics.etcd.progress import write_pulse
 from recover.world.fabrics.etcd.slot_notes import EtcdNotes
 from recover.world.slot_notes import RunNotes
 
@@ -84,7 +84,7 @@ class HostAgent:
 
     def work(self, rank: int) -> None:
         """Of every kind of write one: of itself, of its slots, of its ranks and their ends."""
-        tell_pulse(self.client, "h2", {str(rank): [[1, 2], "R"]})
+        write_pulse(self.client, "h2", {str(rank): [[1, 2], "R"]})
         EtcdNotes(self.client, -1, RunNotes(None, -1)).leave(3, [(1, 1)], "it hung", rank)
         self.sync.report_end(rank, '{"end": "raised", "detail": ""}', "killed")
         self.sync._write()
@@ -158,7 +158,7 @@ def test_agent_that_was_given_up_changes_nothing_of_its_successor(
     old.work(50)
     assert set(old.returns.known) == {1}, "it has placed a replica on its free slot"
     old.pause()
-    HostsSeen(fabrics.etcd)._declare("h2", [1], old.meeting.me.id)
+    HostLeases(fabrics.etcd)._declare("h2", [1], old.meeting.me.id)
     assert fabrics.store()["seen/dead/0000000001"].value.decode() == LOST
     new.come()
     new.work(60)

@@ -14,7 +14,7 @@ from recorded import start_line
 from recover.job.grid import Grid
 from recover.launch.hosts.hang_detection import EVERY, HangDetector, fence
 from recover.launch.hosts.placement import Seat
-from recover.launch.hosts.run_directory import keep_placement
+from recover.launch.hosts.run_directory import write_placement
 from recover.runs.live.view import RunView
 from recover.runs.records.job_log import JobLog
 from recover.world.fabrics.etcd.client import EtcdClient
@@ -190,7 +190,7 @@ def test_a_page_on_any_host_shows_what_the_ranks_of_all_hosts_do(
         JobLog(run_dir, host).write(
             start_line(4, replica_size=2, host=host, session=str(session), run=prefix)
         )
-    keep_placement(
+    write_placement(
         run_dir, "job", {h: {"address": ""} for h in sessions}, {r: Seat(f"h{r // 2}", r % 2) for r in range(4)}, False
     )  # fmt: skip
     for pulse in (*pulses, pulses[0]):  # the first one has heard nothing of the second before

@@ -385,14 +385,14 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     lease._client = fabrics.etcd
     voters.join(PATIENCE)
     assert results == [1] * 2
-    host_lease.HostsSeen(fabrics.etcd)._declare(
+    host_lease.HostLeases(fabrics.etcd)._declare(
         "a", [0, 1], agent
     )  # by one who has not heard that it is back
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
     fabrics.etcd.txn([], [delete("seen/host/a")])
-    host_lease.HostsSeen(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
+    host_lease.HostLeases(fabrics.etcd)._declare("a", [0, 1], "somebody else")  # who was there before
     assert not [key for key in fabrics.store() if key.startswith("seen/dead/")]
-    host_lease.HostsSeen(fabrics.etcd)._declare("a", [0, 1], agent)
+    host_lease.HostLeases(fabrics.etcd)._declare("a", [0, 1], agent)
     assert [isinstance(end, DeclaredDeadError) for end in agree(ranks, 1)] == [True, True]
     fabrics.etcd.revoke(lease._lease)
     assert lost.wait(PATIENCE), "who was given up must not register anew"

@@ -19,7 +19,7 @@ from recover.job.spec import JobSpec
 from recover.launch.hosts import rendezvous as meetings
 from recover.launch.hosts.options import HostPart
 from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
-from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
+from recover.launch.hosts.run_directory import SeenDirectories, open_shared_run_dir, write_placement
 from recover.launch.preflight import Refusal
 from recover.train import supervision
 from recover.train.preparation import PreparedRun
@@ -129,7 +129,7 @@ def test_what_a_host_has_left_of_the_job_itself_is_no_reason_to_refuse_it(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "steps.jsonl").write_text('{"step": 1}\n')
-    keep_placement(run_dir, "j", {}, {}, later=False)
+    write_placement(run_dir, "j", {}, {}, later=False)
     options = HostOptions(nnodes="2", nproc_per_node="1", rdzv_endpoint="h1", rdzv_id=job, returns=True)
     code = supervision.train([*small_world(tmp_path / "world"), "accum=2"], run_dir, hosts=options)
     assert (code, [run.joins for run in prepared]) == ((0, [True]) if comes else (2, []))

@@ -10,8 +10,8 @@ import pytest
 from recover.job.process import rank_of
 
 CALL_ITSELF = """
-from recover.job.process import call_itself
-call_itself({rank})
+from recover.job.process import set_process_name
+set_process_name({rank})
 print(flush=True)
 input()
 """

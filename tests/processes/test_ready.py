@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE, wait_until
 
 from recover.job import process
-from recover.job.environment import leave_changes
+from recover.job.environment import write_changes
 from recover.job.spec import VARIABLE, JobSpec
 from recover.launch.guardian import clean
 from recover.launch.prewarmed import PrewarmedProcesses
@@ -71,7 +71,7 @@ def test_what_a_rank_has_started_ends_with_the_job_also_of_one_that_came_later(
 
 
 def test_one_that_was_ended_meanwhile_is_not_taken_and_none_is_left_at_the_end(tmp_path: Path) -> None:
-    leave_changes(tmp_path, os.environ)
+    write_changes(tmp_path, os.environ)
     assert json.loads((tmp_path / "environment.json").read_text()) == {}
     ready = PrewarmedProcesses(2, ["nothing.py"], dict(os.environ), tmp_path)
     try:

@@ -132,11 +132,11 @@ def test_one_that_is_never_ready_gives_its_place_back_and_strikes_it(tmp_path: P
         ranks = HostRanks(spec, {}, slots, 2, session, [str(script)], lambda *end: told.append(end))
         ranks.start()
         for rank in (1, 2):
-            ranks.start_to_join(RestartedReplica((rank,), (Seat("here", 1),)), across=False)
+            ranks.start_joining_ranks(RestartedReplica((rank,), (Seat("here", 1),)), across=False)
             for asked, limit in (([rank], 0.0), ([], 600.0), ([], 0.0)):
                 ended = (run_dir / "ranks" / f"{rank}.end").exists()
                 assert not ended, "it has been ready, or has time"
-                ranks.end_those_not_ready(asked, limit)
+                ranks.end_ranks_not_ready(asked, limit)
             wait(lambda: ranks.reap() or not ranks.running, "it is not ended")
             rested = time.monotonic() + SETTLE
             assert slots.free(rested) == ([0, 1] if rank == 1 else [0]), "two strikes are enough"

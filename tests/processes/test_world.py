@@ -16,7 +16,7 @@ from worlds import CARRIERS, PROGRAMS, run_world
 
 from recover.job.grid import Grid
 from recover.launch import foreign_mpirun
-from recover.launch.foreign_mpirun import make_meeting_place
+from recover.launch.foreign_mpirun import make_shared_directory
 from recover.world.liveness.board import Board
 
 
@@ -143,7 +143,7 @@ def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -
 
 # In one write: both ranks speak into the same pipe.
 WHERE = (
-    "import os; from recover.launch.foreign_mpirun import make_meeting_place as make; "
+    "import os; from recover.launch.foreign_mpirun import make_shared_directory as make; "
     "os.write(1, str(make()).encode() + bytes([10]))"
 )
 
@@ -170,7 +170,7 @@ def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
     monkeypatch.setattr(foreign_mpirun, "MEMORY", tmp_path)
-    place = make_meeting_place()
+    place = make_shared_directory()
     place.rmdir()
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
@@ -182,7 +182,7 @@ def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
         place.mkdir()
         place.chmod(0o777)
     with pytest.raises(PermissionError, match=r"another user made it; remove it"):
-        make_meeting_place()
+        make_shared_directory()
 
 
 def test_a_board_follows_no_link_and_forgets_what_another_process_has_counted(tmp_path: Path) -> None:
@@ -235,6 +235,7 @@ def test_whoever_waits_for_the_rest_of_a_message_is_freed_when_it_will_not_come(
 def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
     outcome = run_world("strangers.py", tmp_path / "run", 3)
     assert outcome.code == 0, outcome.output
-    rounds = "['is not that rank', 'made', 'given up', 'given up', 'made']"  # an impostor, noise, two who play a peer, nobody
+    # An impostor, noise, two processes that play a peer, no process.
+    rounds = "['is not that rank', 'made', 'given up', 'given up', 'made']"
     assert outcome.output.count(f"members (0, 1) {rounds}") == 2, outcome.output
     assert outcome.ends == {0: "done", 1: "done"}, outcome.output

@@ -152,7 +152,7 @@ def run_rank(rank: int) -> NoReturn:
     except DeclaredDeadError as declared:  # a `World` ends by itself
         rank_exit.die(rank_exit.End.FENCED, str(declared))
     except BaseException as error:
-        rank_exit.die_of(error)
+        rank_exit.die_of_exception(error)
     rank_exit.succeed()
 
 

@@ -209,7 +209,7 @@ def run_rank(rank: int) -> NoReturn:
                 ],
             )
     except BaseException as error:
-        rank_exit.die_of(error)
+        rank_exit.die_of_exception(error)
     rank_exit.succeed()
 
 

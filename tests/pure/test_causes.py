@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from recover.cli import app
 from recover.runs.records.root_causes import stories
 from recover.world.liveness.board import Board
-from recover.world.liveness.host_faults import HostTroubles
+from recover.world.liveness.host_faults import HostFaults
 
 RAISED = {"end": "raised", "kind": "ValueError", "detail": "ValueError: no", "place": "script.py:3, in main"}
 CUDA = RAISED | {"kind": "AcceleratorError", "detail": "AcceleratorError: CUDA error: unspecified"}
@@ -252,7 +252,7 @@ def test_status_tells_the_same_in_words_and_as_json_and_finds_the_newest_run(
 
 def test_what_the_kernel_said_of_a_process_is_found_by_its_number_and_looking_leaves_nothing() -> None:
     """A launcher looks at each death, for weeks, so nothing may be kept of any."""
-    troubles = HostTroubles()
+    troubles = HostFaults()
     said = [f"Out of memory: Killed process {pid} (python3)" for pid in (42, 420, 1042)]
     troubles._kernel.said.extend((0.0, line) for line in [*said, XID_43, "traps: x42[7] ip:42a"])
     assert troubles.look(42)[0] == said[:1]

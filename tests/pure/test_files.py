@@ -18,7 +18,7 @@ from recover.checkpoint.directory import FACTS, CheckpointError
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Tensors, Written
 from recover.job import record_files as files_module
-from recover.job.record_files import Disk, RecordFiles, is_passing
+from recover.job.record_files import Disk, RecordFiles, is_transient
 from recover.job.spec import JobSpec
 from recover.launch import output_relay as relays
 from recover.launch import verdict as verdicts
@@ -116,7 +116,7 @@ def everything(run_dir: Path, step: int) -> None:
     assert rank_exit.record("excluded", f"in step {step}", 3), "the launcher would not find it"
     rank_exit.log(f"step {step}")
     seats = {rank: Seat("h1", rank) for rank in range(step)}
-    run_directory.keep_placement(run_dir, "j", {"h1": {"address": "a"}}, seats, later=step > 1)
+    run_directory.write_placement(run_dir, "j", {"h1": {"address": "a"}}, seats, later=step > 1)
     RunNotes(str(run_dir), 0).leave(step, [(1, 1)], "it hung")
     list(RunNotes(str(run_dir), 0).read(step))
     relays._Source(1, b"0", run_dir / "ranks" / "0.out")
@@ -171,7 +171,7 @@ def test_markers_that_wait_are_read_by_who_has_written_them(
     assert Verdict(tmp_path, [1]).lost == {1: "fenced: stopped"}
     disk.fails.clear()
     # One that a rank has left in memory, for it had no room on the disk.
-    words = rank_exit.words_file(tmp_path / "session", 0)
+    words = rank_exit.session_marker(tmp_path / "session", 0)
     words.write_text('{"end": "done", "detail": ""}')
     disk.fails = {"replace": number}
     assert "done" in find_marker(tmp_path, tmp_path / "session", 0)
@@ -305,11 +305,11 @@ def test_the_end_waits_for_the_disk_and_then_reports_what_was_lost(
 
 
 def test_errors_that_may_pass_are_known_in_any_wording() -> None:
-    assert all(is_passing(OSError(number, "x")) for number in ERRORS)
-    assert is_passing(RuntimeError("I/O error: No space left on device (os error 28)"))
-    assert is_passing(ValueError("OSError: [Errno 5] Input/output error"))
-    assert not is_passing(OSError(errno.EISDIR, "x"))
-    assert not is_passing(ValueError("shape (28)"))
+    assert all(is_transient(OSError(number, "x")) for number in ERRORS)
+    assert is_transient(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert is_transient(ValueError("OSError: [Errno 5] Input/output error"))
+    assert not is_transient(OSError(errno.EISDIR, "x"))
+    assert not is_transient(ValueError("shape (28)"))
 
 
 def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(

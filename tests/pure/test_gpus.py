@@ -12,7 +12,7 @@ from training import small_world
 
 from recover.job import gpus
 from recover.job.config_keys import ConfigError
-from recover.job.gpus import gpus_on_host, own_gpu_each, peak_of, sharing_refused, visible
+from recover.job.gpus import gpus_on_host, has_gpu_per_rank, peak_of, sharing_refused, visible
 from recover.launch.preflight import Refusal, check_gpus
 from recover.parallel import blocks_of, compile_blocks
 from recover.parallel.blocks import recompute_blocks
@@ -70,8 +70,8 @@ def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_m
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "_present", lambda root: 2)
-    assert own_gpu_each(2)
-    assert not own_gpu_each(3)
+    assert has_gpu_per_rank(2)
+    assert not has_gpu_per_rank(3)
     check_gpus("nccl", 2)
     check_gpus("mpi", 3)
     with pytest.raises(Refusal, match=r"3 ranks on 2 GPUs.*NCCL_MULTI_RANK_GPU_ENABLE=1.*--carrier mpi"):
@@ -80,7 +80,7 @@ def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_m
     check_gpus("nccl", 3)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not own_gpu_each(1)
+    assert not has_gpu_per_rank(1)
     assert "no GPU is visible here (CUDA_VISIBLE_DEVICES=)" in sharing_refused(1)
 
 

@@ -21,7 +21,7 @@ from recover.world.fabrics.etcd.host_lease import (
     KEEPERS,
     LEAST_GRACE,
     HostLease,
-    HostsSeen,
+    HostLeases,
     parts_of,
 )
 
@@ -106,7 +106,7 @@ def test_a_lease_that_etcd_has_refused_can_be_left() -> None:
     lease.leave()
 
 
-class Watcher(HostsSeen):
+class Watcher(HostLeases):
     """A rank whose process is suspended for as long as the test says before each look at the hosts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, grace: float) -> None:

@@ -174,9 +174,13 @@ def test_the_ranks_read_what_the_agent_wrote(tmp_path: Path) -> None:
 
 def test_each_run_directory_has_one_writer_and_one_more_when_it_dies() -> None:
     spec = JobSpec(6, directories=((0, 1), (2, 3, 4, 5)))
-    assert spec.see_the_same(range(6)) == ((0, 1), (2, 3, 4, 5))
-    assert spec.see_the_same([5, 1, 3]) == ((1,), (3, 5))
-    assert spec.see_the_same([4]) == ((4,),)
-    assert spec.see_the_same([1, 5, 7]) == ((1,), (5,)), "one that has joined, while others are left"
-    assert spec.see_the_same([6, 7]) == ((6, 7),)
-    assert JobSpec(3).see_the_same([1, 2]) == ((1, 2),), "all see the same, unless somebody says otherwise"
+    assert spec.ranks_by_run_directory(range(6)) == ((0, 1), (2, 3, 4, 5))
+    assert spec.ranks_by_run_directory([5, 1, 3]) == ((1,), (3, 5))
+    assert spec.ranks_by_run_directory([4]) == ((4,),)
+    assert spec.ranks_by_run_directory([1, 5, 7]) == ((1,), (5,)), (
+        "one that has joined, while others are left"
+    )
+    assert spec.ranks_by_run_directory([6, 7]) == ((6, 7),)
+    assert JobSpec(3).ranks_by_run_directory([1, 2]) == ((1, 2),), (
+        "all see the same, unless somebody says otherwise"
+    )

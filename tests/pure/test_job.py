@@ -101,7 +101,7 @@ def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.Mon
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    process.hide_runtime()
+    process.hide_mpi_variables()
     assert [name for name in given if name in os.environ] == ["OMPI_MCA_pml"]
     assert (process.rank(), process.ranks_on_host(), process.on_one_host()) == (2, 4, False)
 
@@ -116,7 +116,7 @@ def test_local_rank_is_the_number_of_the_rank_on_its_host(monkeypatch: pytest.Mo
     assert os.environ["LOCAL_RANK"] == "9", "this process is no rank"
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "6")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
-    process.hide_runtime()
+    process.hide_mpi_variables()
     process.set_local_rank()
     assert os.environ["LOCAL_RANK"] == "2"
     monkeypatch.setenv(process.RANK, "5")

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from recover.job.grid import Grid
-from recover.job.sockets import notice_loss
+from recover.job.sockets import detect_connection_loss
 from recover.job.spec import LINK_TIMEOUT, JobSpec, read_link_timeout
 from recover.launch.preflight import Refusal, check_link_timeout
 from recover.world import cross_group as cross_group
@@ -197,13 +197,13 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_sockets_notice_a_lost_peer_whether_they_send_or_only_wait() -> None:
     with connection() as (near, _):
-        notice_loss(near, 8.0)
+        detect_connection_loss(near, 8.0)
         tcp = {name: near.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP}
         assert tcp == TCP
         assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     one, other = socket.socketpair()
     with one, other:
-        notice_loss(one, 8.0)
+        detect_connection_loss(one, 8.0)
         assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 

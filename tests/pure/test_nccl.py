@@ -246,7 +246,7 @@ def test_who_waits_for_the_dead_is_freed_by_an_abort_with_nobody_else_inside_the
     assert not any(work.done for work in works)
     for rank, cross in zip(ranks[:2], crosses[:2], strict=True):
         rank.slow_abort = slow_abort
-        cross.break_off()
+        cross.abort_operations()
         later = cross.all_reduce(on_device(torch.ones(3)))
         assert later.refused
     for rank, cross, work, local in zip(ranks, crosses, works, locals_, strict=False):
@@ -267,7 +267,7 @@ def test_an_abort_waits_for_a_thread_that_is_inside_the_library() -> None:
     work = crosses[0].all_reduce(local)
     assert work.started.wait(5)
     time.sleep(0.02)  # it asks after its operation now
-    crosses[0].break_off()
+    crosses[0].abort_operations()
     crosses[0].drain()
     assert not work.ok
     assert ranks[0].aborted

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
 import recover
-from recover.step.in_flight import loader_mend
+from recover.step.in_flight import dataloader_remedy
 
 BATCH, STEPS = 4, 6
 INPUTS = [
@@ -206,7 +206,7 @@ def test_the_norm_of_many_numbers_is_as_exact_as_torchs(layers: int) -> None:
 def test_what_is_written_in_place_of_a_loader_says_what_it_does_not_carry_over(
     loader: Any, words: str, lost: str
 ) -> None:
-    told = loader_mend(loader(list(range(8)))) or ""
+    told = dataloader_remedy(loader(list(range(8)))) or ""
     assert words in told
     assert (f"its {lost} is not carried over" in told) if lost else ("carried over" not in told)
 

@@ -320,7 +320,7 @@ def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
         fail,
     )
     replica = RestartedReplica((2,), (Seat("h1", 2),))
-    host_ranks.ranks.start_to_join(replica, False)
+    host_ranks.ranks.start_joining_ranks(replica, False)
     if what == "its output":
         assert host_ranks.started[-1].killed
         host_ranks.ranks.reap()

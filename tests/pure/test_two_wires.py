@@ -206,7 +206,7 @@ def test_a_death_frees_whoever_waits_on_either_wire() -> None:
     assert not on_gpu.wait(0.02)
     assert not on_host.wait(0.02)
     for rank, cross, work in zip(ranks, crosses[:2], (on_gpu, on_host), strict=False):
-        cross.break_off()
+        cross.abort_operations()
         assert not work.wait(5)
         assert work.done, "nobody has freed it"
         assert cross.all_reduce(np.ones(3)).refused

@@ -14,15 +14,15 @@ from patience import wait_until
 from recover.gradients.bucket_layout import BucketSlice
 from recover.gradients.buckets import Bucket
 from recover.gradients.norm import squared_norm
-from recover.world.carriers.worker import Rest, Work, Worker
+from recover.world.carriers.worker import Completion, Work, Worker
 
 
 def test_the_next_operation_begins_while_a_device_is_busy_with_the_one_before() -> None:
     worker, device, begun = Worker(), threading.Event(), list[int]()
 
-    def task(number: int) -> Rest:
+    def task(number: int) -> Completion:
         begun.append(number)
-        return Rest(device.wait)
+        return Completion(device.wait)
 
     works = [worker.post(lambda number=number: task(number)) for number in range(3)]  # type: ignore[misc]
     for work in works:
@@ -44,7 +44,7 @@ def test_drain_waits_for_what_the_device_does_although_a_later_operation_has_fai
     def fail() -> None:
         raise RuntimeError("refused")
 
-    first = worker.post(lambda: Rest(device.wait))
+    first = worker.post(lambda: Completion(device.wait))
     second = worker.post(fail)
     assert not second.wait(5)
     assert second.done
@@ -67,7 +67,7 @@ def test_an_error_on_the_device_is_kept_with_its_buffers() -> None:
     def breaks() -> None:
         raise RuntimeError("the kernel was aborted")
 
-    work: Work = worker.post(lambda: Rest(breaks))
+    work: Work = worker.post(lambda: Completion(breaks))
     assert not work.wait(5)
     assert "aborted" in str(work.error)
     worker.drain()
@@ -90,7 +90,9 @@ def test_a_device_is_asked_behind_a_sum_that_it_is_busy_with_and_a_host_waited_f
     worker, passed, on_host = Worker(), _Passed(), threading.Event()
     gradient = torch.ones(4)
     on_device = Bucket(gradient)
-    cross: Any = SimpleNamespace(all_reduce=lambda *_: worker.post(lambda: Rest(passed.device.wait, passed)))
+    cross: Any = SimpleNamespace(
+        all_reduce=lambda *_: worker.post(lambda: Completion(passed.device.wait, passed))
+    )
     work = on_device.post(cross, 1, contribute=True)
     assert on_device.is_coming()  # although it is not through
     assert not work.done

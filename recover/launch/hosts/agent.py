@@ -37,7 +37,7 @@ from recover.launch.hosts.own_etcd import OwnEtcd, check_token
 from recover.launch.hosts.placement import across
 from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.replica_restarts import MISSED, ReplicaRestarts
-from recover.launch.hosts.run_directory import SeenDirectories, keep_placement, open_shared_run_dir
+from recover.launch.hosts.run_directory import SeenDirectories, open_shared_run_dir, write_placement
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.launcher import catching, exit_code_of, held
 from recover.launch.preflight import Refusal
@@ -195,17 +195,17 @@ class HostAgent:
         try:
             plan, spec = self._meet(rendezvous)
         except InterruptedError:
-            rendezvous.be_brief(_client(self._access, _IMPATIENT))
+            rendezvous.use_client(_client(self._access, _IMPATIENT))
             rendezvous.leave()
             return self._ended_by_signal()
         except (Refusal, EtcdError) as refusal:
-            rendezvous.be_brief(_client(self._access, _IMPATIENT))
+            rendezvous.use_client(_client(self._access, _IMPATIENT))
             rendezvous.leave(str(refusal))
             if etcd.server is not None:
                 self._linger(rendezvous, _ORDER)  # if all are refused, they must be able to read why
             rendezvous.clean()
             raise Refusal(str(refusal)) from None
-        rendezvous.be_brief(_client(self._access, _IMPATIENT))
+        rendezvous.use_client(_client(self._access, _IMPATIENT))
         try:
             return self._run_job(rendezvous, plan, spec)
         finally:
@@ -236,7 +236,7 @@ class HostAgent:
         )
         self._check(replace(spec, joining=rendezvous.late))
         seats = dict(enumerate(plan.seats))
-        keep_placement(Path(self._spec.run_dir), self._part.job, plan.hosts, seats, rendezvous.late)
+        write_placement(Path(self._spec.run_dir), self._part.job, plan.hosts, seats, rendezvous.late)
         if rendezvous.late:
             others = ", ".join(host for host in plan.hosts if host != self._part.host)
             say(f"job {self._part.job} is at work, on {others}; this host brings free slots")

@@ -11,7 +11,7 @@ from recover.job.spec import JobSpec
 from recover.launch.hosts.etcd_sync import EtcdSync
 from recover.launch.hosts.host_ranks import HostRanks
 from recover.launch.hosts.options import HostPart
-from recover.launch.hosts.run_directory import keep_placement
+from recover.launch.hosts.run_directory import write_placement
 from recover.world.fabrics.etcd.access import LOST
 
 _LAST_WORDS = 5.0  # seconds for ranks to end by themselves when etcd was silent for too long
@@ -76,9 +76,9 @@ class HostCoordination:
         sync, ranks, host = self._sync, self._ranks, self._part.host
         while (replica := sync.next_restarted()) is not None:
             view = sync.view  # newer than the replica: it has its seats
-            keep_placement(Path(str(self._spec.run_dir)), self._part.job, view.hosts, view.seats, later=True)
+            write_placement(Path(str(self._spec.run_dir)), self._part.job, view.hosts, view.seats, later=True)
             if replica.on(host):
-                ranks.start_to_join(replica, len({seat.host for seat in replica.seats}) > 1)
+                ranks.start_joining_ranks(replica, len({seat.host for seat in replica.seats}) > 1)
         view = sync.view  # read after the last replica was taken, so it knows all that were started
         ranks.dismiss(ranks.outside - view.restarted, "its replica has lost a rank, and can never be whole")
-        ranks.end_those_not_ready(view.asked, self._part.warm_up)
+        ranks.end_ranks_not_ready(view.asked, self._part.warm_up)

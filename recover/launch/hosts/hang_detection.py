@@ -23,7 +23,7 @@ from recover.job.output import say
 from recover.job.record_files import FILES
 from recover.launch.verdict import marker_file
 from recover.world.fabrics.etcd.client import EtcdClient
-from recover.world.fabrics.etcd.progress import pulses, tell_pulse
+from recover.world.fabrics.etcd.progress import pulses, write_pulse
 from recover.world.liveness import other_hosts
 from recover.world.liveness.board import ACCOMPLISHED, HEARTBEAT, Board, can_go_on, furthest, signs_of
 from recover.world.liveness.signs import Sign
@@ -64,7 +64,7 @@ class HangDetector:
             return {}
         self._looked, self._looks = now, self._looks + 1
         living = {rank: there for rank, there in self._board.living().items() if rank in self._mine}
-        tell_pulse(self._client, self._host, other_hosts.told(living))
+        write_pulse(self._client, self._host, other_hosts.told(living))
         heard = {
             rank: shown
             for host, rows in pulses(self._client).items()

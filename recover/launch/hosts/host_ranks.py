@@ -84,7 +84,7 @@ class HostRanks(Starter):
         for rank, slot in self._first.items():
             self._start(rank, slot, job)
 
-    def start_to_join(self, replica: RestartedReplica, across: bool) -> None:
+    def start_joining_ranks(self, replica: RestartedReplica, across: bool) -> None:
         """Start the ranks of a replica that sit here. `across`: others of its ranks sit on other
         hosts."""
         spec = replace(self._spec, joining=True)
@@ -140,7 +140,7 @@ class HostRanks(Starter):
             self._processes[rank].kill()
             self._say(f"rank {rank} is ended before it has joined: {why}")
 
-    def end_those_not_ready(self, asked: Collection[int], limit: float) -> None:
+    def end_ranks_not_ready(self, asked: Collection[int], limit: float) -> None:
         """End ranks that were started to join and have not `asked` to within `limit` seconds: they
         hold slots."""
         for rank in sorted((self.outside & self.running).difference(asked)):

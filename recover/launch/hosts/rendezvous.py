@@ -190,7 +190,7 @@ class Rendezvous:
             plan = replace(plan, hosts=now.hosts)
         return plan, {*plan.present(there), self.me.host}
 
-    def be_brief(self, client: EtcdClient) -> None:
+    def use_client(self, client: EtcdClient) -> None:
         """Use a client that does not wait for a silent etcd, from now on."""
         self._client = client
 

@@ -104,7 +104,7 @@ def open_shared_run_dir(run_dir: Path, job: str) -> tuple[Path, int]:
     return run_dir, lock
 
 
-def may_be_at_work(run_dir: Path, job: str) -> bool:
+def may_be_running(run_dir: Path, job: str) -> bool:
     """Whether a job of this name has used the directory. The rendezvous decides whether it still
     runs: after a power cut a host finds its own files there, and no lock."""
     return _job_of(run_dir) == job
@@ -132,7 +132,7 @@ def _placement(run_dir: Path) -> dict[str, Any] | None:
     return known if isinstance(known, dict) and {"job", "hosts", "ranks"} <= known.keys() else None
 
 
-def keep_placement(
+def write_placement(
     run_dir: Path, job: str, hosts: Mapping[str, Mapping[str, str]], seats: Mapping[int, Seat], later: bool
 ) -> None:
     """Write the record of which rank sits where. It holds all ranks that there have been."""

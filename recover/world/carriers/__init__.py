@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from recover.job.gpus import own_gpu_each
+from recover.job.gpus import has_gpu_per_rank
 from recover.job.grid import Grid
 from recover.job.process import ranks_on_host
 from recover.job.spec import CARRIERS, LINK_TIMEOUT
@@ -43,7 +43,7 @@ def choose(
     `link_timeout`: seconds after which a silent connection counts as lost. `token`: the job's.
     """
     if name == "auto":
-        on_gpus = _computes_on_gpu() and own_gpu_each(ranks_on_host())
+        on_gpus = _computes_on_gpu() and has_gpu_per_rank(ranks_on_host())
         name = "nccl" if on_gpus else "mpi" if mpi else "gloo"
     if name == "mpi":
         from recover.world.carriers.mpi import MpiCarriers

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recover.world.carriers.contract import CarrierError, Carriers, TookTooLongError
-from recover.world.carriers.worker import Rest, Work, Worker
+from recover.world.carriers.worker import Completion, Work, Worker
 
 Array = npt.NDArray[Any]
 Data = Any  # a NumPy array, or a torch tensor on whatever device
@@ -95,22 +95,22 @@ class DataCarrier(ABC):
         ready.wait()
 
     @abstractmethod
-    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Completion | None:
         """Sum over the group. `out` may be `source`; otherwise `source` is unchanged."""
 
     @abstractmethod
-    def all_max(self, data: Data) -> Rest | None:
+    def all_max(self, data: Data) -> Completion | None:
         """The maximum over the group, element by element, in place; int32 only."""
 
     @abstractmethod
-    def broadcast(self, data: Data, root: int) -> Rest | None: ...
+    def broadcast(self, data: Data, root: int) -> Completion | None: ...
 
     @abstractmethod
-    def all_gather(self, source: Data, out: Data) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Completion | None:
         """`out` has one row per group member."""
 
     @abstractmethod
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Completion | None:
         """Send `out` to members of the group, by their number, and receive `into` from members at
         once; int64 only.
 
@@ -118,7 +118,7 @@ class DataCarrier(ABC):
         """
 
     @abstractmethod
-    def barrier(self) -> Rest | None: ...
+    def barrier(self) -> Completion | None: ...
 
     def build(
         self, offers: Mapping[int, bytes], confirm: Callable[[bool], bool], alarmed: Callable[[], bool]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recover.job.sockets import notice_loss
+from recover.job.sockets import detect_connection_loss
 from recover.world.carriers.contract import CarrierError
 
 _ESTABLISHED = 1  # TCP's number for a connection that neither side has closed
@@ -59,7 +59,7 @@ class GroupSockets:
                 candidate.close()
                 continue
             if mine == listener or theirs in ports:
-                notice_loss(candidate, self._link_timeout)
+                detect_connection_loss(candidate, self._link_timeout)
                 found.append(candidate)
             else:
                 candidate.close()

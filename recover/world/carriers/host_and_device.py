@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from recover.world.carriers.base import Data, DataCarrier, DataCarriers, Ready
 from recover.world.carriers.contract import CarrierError
 from recover.world.carriers.nccl import NcclCarrier, NcclCarriers
-from recover.world.carriers.worker import Rest, Worker
+from recover.world.carriers.worker import Completion, Worker
 
 _MARK, _LENGTH = b"nccl:", struct.Struct("<q")
 
@@ -87,22 +87,22 @@ class HostAndDevice(DataCarrier):
     def follow(self, ready: Ready) -> None:
         self._device.follow(ready)  # data with events are on a device, and travel by its carrier
 
-    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Completion | None:
         return self._wire(source, out).all_reduce(source, out)
 
-    def all_max(self, data: Data) -> Rest | None:
+    def all_max(self, data: Data) -> Completion | None:
         return self._wire(data).all_max(data)
 
-    def broadcast(self, data: Data, root: int) -> Rest | None:
+    def broadcast(self, data: Data, root: int) -> Completion | None:
         return self._wire(data).broadcast(data, root)
 
-    def all_gather(self, source: Data, out: Data) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Completion | None:
         return self._wire(source, out).all_gather(source, out)
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Completion | None:
         return self._wire(*out.values(), *into.values()).exchange(out, into)
 
-    def barrier(self) -> Rest | None:
+    def barrier(self) -> Completion | None:
         return self._host.barrier()
 
     def _wire(self, *data: Data) -> DataCarrier:

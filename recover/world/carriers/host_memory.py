@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recover.world.carriers.base import Array, Data, DataCarrier, Ready, wire_type
-from recover.world.carriers.worker import Rest, Worker
+from recover.world.carriers.worker import Completion, Worker
 
 if TYPE_CHECKING:
     from recover.world.carriers.pinned_staging import PinnedStaging
@@ -97,7 +97,7 @@ class HostCarrier(DataCarrier):
     @abstractmethod
     def meet(self) -> None: ...
 
-    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Completion | None:
         if _can_be_staged(source) and _can_be_staged(out):
             self.arrive()
             return self._staging.to(source.device).through(source, out, self.begin_sum, self._epoch)
@@ -110,7 +110,7 @@ class HostCarrier(DataCarrier):
         receive.store()
         return None
 
-    def all_max(self, data: Data) -> Rest | None:
+    def all_max(self, data: Data) -> Completion | None:
         staged = _HostView(data)
         staged.load()
         with self._kept_on_failure(staged):
@@ -119,7 +119,7 @@ class HostCarrier(DataCarrier):
         staged.store()
         return None
 
-    def broadcast(self, data: Data, root: int) -> Rest | None:
+    def broadcast(self, data: Data, root: int) -> Completion | None:
         if _can_be_staged(data):
             self.arrive()
 
@@ -135,7 +135,7 @@ class HostCarrier(DataCarrier):
         staged.store()
         return None
 
-    def all_gather(self, source: Data, out: Data) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Completion | None:
         send, receive = _HostView(source), _HostView(out)
         send.load()
         with self._kept_on_failure(send, receive):
@@ -144,7 +144,7 @@ class HostCarrier(DataCarrier):
         receive.store()
         return None
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Completion | None:
         send = {peer: _HostView(data) for peer, data in out.items()}
         receive = {peer: _HostView(data) for peer, data in into.items()}
         for view in send.values():
@@ -157,7 +157,7 @@ class HostCarrier(DataCarrier):
             view.store()
         return None
 
-    def barrier(self) -> Rest | None:
+    def barrier(self) -> Completion | None:
         self.arrive()
         self.meet()
         return None

@@ -29,7 +29,7 @@ from recover.world.carriers.base import Data, DataCarrier, DataCarriers, Ready, 
 from recover.world.carriers.contract import CarrierError, TookTooLongError
 from recover.world.carriers.device_streams import CudaStream, own_device
 from recover.world.carriers.nccl_library import ID_BYTES, MAX, SUM, Nccl
-from recover.world.carriers.worker import Rest, Worker
+from recover.world.carriers.worker import Completion, Worker
 from recover.world.fabrics.base import Fabric
 
 PATIENCE = 60.0  # seconds; the first group of a process takes one second, and all members make it at once
@@ -139,7 +139,7 @@ class NcclCarrier(DataCarrier):
         for event in ready.events:
             self._stream.wait(event)
 
-    def all_reduce(self, source: Data, out: Data) -> Rest | None:
+    def all_reduce(self, source: Data, out: Data) -> Completion | None:
         kind = wire_type(source)
         send = self._on_wire(source, kind)
         receive = send if out is source else self._room_for(out, send.shape, kind)
@@ -148,27 +148,27 @@ class NcclCarrier(DataCarrier):
         )
         return self._run(operation, send, [(receive, out)])
 
-    def all_max(self, data: Data) -> Rest | None:
+    def all_max(self, data: Data) -> Completion | None:
         wire = self._on_wire(data, "int32")
         operation = partial(
             self._library.all_reduce, wire.data_ptr(), wire.data_ptr(), wire.numel(), "int32", MAX
         )
         return self._run(operation, wire, [(wire, data)])
 
-    def broadcast(self, data: Data, root: int) -> Rest | None:
+    def broadcast(self, data: Data, root: int) -> Completion | None:
         kind = wire_type(data)
         wire = self._on_wire(data, kind)
         operation = partial(self._library.broadcast, root, wire.data_ptr(), wire.numel(), kind)
         return self._run(operation, wire, [(wire, data)])
 
-    def all_gather(self, source: Data, out: Data) -> Rest | None:
+    def all_gather(self, source: Data, out: Data) -> Completion | None:
         kind = wire_type(source)
         send = self._on_wire(source, kind)
         receive = self._room_for(out, (self.size, *send.shape), kind)
         operation = partial(self._library.all_gather, send.data_ptr(), receive.data_ptr(), send.numel(), kind)
         return self._run(operation, send, [(receive, out)])
 
-    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Rest | None:
+    def exchange(self, out: Mapping[int, Data], into: Mapping[int, Data]) -> Completion | None:
         send = {peer: self._on_wire(data, "int64") for peer, data in out.items()}
         receive = {peer: self._room_for(data, data.shape, "int64") for peer, data in into.items()}
         sent, received = (
@@ -181,7 +181,7 @@ class NcclCarrier(DataCarrier):
             [(receive[peer], data) for peer, data in into.items()],
         )
 
-    def barrier(self) -> Rest | None:
+    def barrier(self) -> Completion | None:
         word = torch.ones(1, dtype=torch.int32)
         return self.all_reduce(word, word)
 
@@ -209,7 +209,7 @@ class NcclCarrier(DataCarrier):
 
     def _run(
         self, operation: Callable[..., None], kept: object, results: Sequence[tuple[torch.Tensor, Data]]
-    ) -> Rest:
+    ) -> Completion:
         """Enqueue an operation on the device.
 
         The completion waits for it, and copies results to the host.
@@ -245,7 +245,7 @@ class NcclCarrier(DataCarrier):
                     self._stream.record().synchronize()
 
         on_device = all(self._stream.holds(out) for _, out, _ in targets)
-        return Rest(wait, passed if on_device else None)
+        return Completion(wait, passed if on_device else None)
 
     def _is_through(self) -> bool:
         """Whether the last call has been enqueued completely. Raises CarrierError."""

@@ -16,7 +16,7 @@ import torch
 from recover.world.carriers.base import Array, wire_type
 from recover.world.carriers.contract import CarrierError
 from recover.world.carriers.device_streams import CudaStream, Event, Stream
-from recover.world.carriers.worker import Rest
+from recover.world.carriers.worker import Completion
 
 PIECE = 8 << 20  # bytes
 SLOTS = 4
@@ -94,7 +94,7 @@ class PinnedStaging:
         out: torch.Tensor,
         begin: Callable[[Array], Wait | None],
         group: object,
-    ) -> Rest:
+    ) -> Completion:
         """Pass each piece of `source` through `begin` on the host, in place, and copy it to `out`.
 
         `begin` returns a wait if its result is not complete yet. `group` identifies the carrier.
@@ -140,9 +140,9 @@ class PinnedStaging:
             raise
         if down.numel() and on_the_wire:
             last = on_the_wire[-1]
-            return Rest(lambda: self._end(last))
+            return Completion(lambda: self._end(last))
         passed = self._up.record()
-        return Rest(passed.synchronize, passed)
+        return Completion(passed.synchronize, passed)
 
     def _end(self, last: _OnTheWire) -> None:
         """Complete an operation whose last piece is on the wire.

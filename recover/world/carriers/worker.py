@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Rest:
+class Completion:
     """The end of an operation that a device has yet to reach.
 
     `wait` blocks until then, and may raise.
@@ -66,13 +66,13 @@ class Work:
         self._handed_on.wait()
         return self._passed
 
-    def run(self) -> Rest | None:
+    def run(self) -> Completion | None:
         """Run it, or enqueue it on a device: then `finish` must be called with the returned
         completion."""
         self.started.set()
         assert self._task is not None
         completion = self._try(self._task)
-        if isinstance(completion, Rest) and self.error is None:
+        if isinstance(completion, Completion) and self.error is None:
             if completion.passed is not None:
                 self._passed = completion.passed
                 self._handed_on.set()
@@ -80,7 +80,7 @@ class Work:
         self._end()
         return None
 
-    def finish(self, completion: Rest) -> None:
+    def finish(self, completion: Completion) -> None:
         self._try(completion.wait)
         self._end()
 
@@ -110,7 +110,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._begun: queue.SimpleQueue[tuple[Work, Rest]] | None = None
+        self._begun: queue.SimpleQueue[tuple[Work, Completion]] | None = None
         # The library may still write to the buffers of an operation that failed.
         self._failed: list[Work] = []
         self._open: deque[Work] = deque()  # posted, and may not have ended
@@ -178,7 +178,7 @@ class Worker:
                 self._failed.append(work)
             del work, completion  # must not keep the buffers while the thread waits for the next operation
 
-    def _hand_on(self, work: Work, completion: Rest) -> None:
+    def _hand_on(self, work: Work, completion: Completion) -> None:
         if self._begun is None:
             self._begun = queue.SimpleQueue()
             threading.Thread(
@@ -186,7 +186,7 @@ class Worker:
             ).start()
         self._begun.put((work, completion))
 
-    def _complete(self, begun: queue.SimpleQueue[tuple[Work, Rest]]) -> None:
+    def _complete(self, begun: queue.SimpleQueue[tuple[Work, Completion]]) -> None:
         while True:
             work, completion = begun.get()
             work.finish(completion)

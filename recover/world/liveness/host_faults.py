@@ -22,7 +22,7 @@ _HARDWARE = re.compile(
 _NUMBER = re.compile(r"\b\d+\b")
 
 
-class HostTroubles:
+class HostFaults:
     """The faults of this host since this object was made."""
 
     def __init__(self) -> None:

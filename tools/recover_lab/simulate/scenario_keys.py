@@ -91,7 +91,7 @@ class TrainingJob(Keys):
         default=0.0, description="seconds of a step beside microbatches and reduction"
     )
     policy: Literal["balanced", "static"] = Field(
-        default=DEFAULT_POLICY, description="how ReCoVer shares a step out: docs/policy.md"
+        default=DEFAULT_POLICY, description="how ReCoVer shares a step out: docs/explanation/policy.md"
     )
     budget: PositiveFloat = Field(default=15e12, description="tokens to train on")
 

@@ -63,7 +63,7 @@ from recover.world.fabrics.etcd.agreement import (
     whole,
 )
 from recover.world.fabrics.etcd.client import EtcdClient, KeyValue, Operation, absent, get, put, version_is
-from recover.world.fabrics.etcd.host_lease import GRACE, HostsSeen
+from recover.world.fabrics.etcd.host_lease import GRACE, HostLeases
 from recover.world.fabrics.etcd.membership_cache import MembershipCache
 from recover.world.fabrics.etcd.messages import Expected, Fetch, Mailbox, Sent, check_size, mail_key, told_key
 from recover.world.fabrics.etcd.replica_peers import ReplicaFollower, ReplicaLeader
@@ -114,7 +114,7 @@ class EtcdFabric:
         self._cache = MembershipCache(rank, self.agreed, rank < size, replica)
         self._acknowledged: frozenset[int] = frozenset()
         self._mailbox = Mailbox(client, rank)
-        self._hosts = HostsSeen(client, grace)
+        self._hosts = HostLeases(client, grace)
         first = replica[0]
         leads = rank == first and replica_size > 1
         self._leader = ReplicaLeader(address, token, self._cache.wake) if leads else None

@@ -225,7 +225,7 @@ class HostLease:
                 self._lost()
 
 
-class HostsSeen:
+class HostLeases:
     """A rank's view of the hosts.
 
     It declares hosts dead, with all their ranks, whose lease does not come back.

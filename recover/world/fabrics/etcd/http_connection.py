@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 
-from recover.job.sockets import notice_loss
+from recover.job.sockets import detect_connection_loss
 
 LOST = 10.0  # seconds; requests have limits of their own, far shorter
 LONGEST = 100  # characters of a socket's path that the kernel takes
@@ -33,7 +33,7 @@ class HttpConnection:
         try:
             if opened.family != socket.AF_UNIX:
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                notice_loss(opened, LOST)
+                detect_connection_loss(opened, LOST)
             self._socket = opened if tls is None else tls.wrap_socket(opened, server_hostname=host)
         except BaseException:
             opened.close()

@@ -13,7 +13,7 @@ from recover.world.fabrics.etcd.client import EtcdClient
 PULSE = "pulse/"
 
 
-def tell_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[object]]) -> None:
+def write_pulse(client: EtcdClient, host: str, told: Mapping[str, Sequence[object]]) -> None:
     client.put(f"{PULSE}{host}", json.dumps(told).encode())
 
 

@@ -25,7 +25,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 from recover.job.authentication import Authenticator
-from recover.job.sockets import notice_loss
+from recover.job.sockets import detect_connection_loss
 from recover.world.fabrics.etcd.agreement import CLAIM, Vote, key_of
 from recover.world.fabrics.etcd.client import EtcdClient, KeyValue
 from recover.world.fabrics.etcd.watch import EtcdWatch
@@ -246,7 +246,7 @@ def _configured(opened: socket.socket) -> Connection:
     end for long."""
     opened.settimeout(None)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    notice_loss(opened, LOST)
+    detect_connection_loss(opened, LOST)
     connection = Connection(opened.detach())
     _set_timeout(connection, socket.SO_RCVTIMEO, CONNECT)
     _set_timeout(connection, socket.SO_SNDTIMEO, SEND)
