@@ -19,11 +19,11 @@ from recover.parallel.blocks import blocks_of, recompute_blocks
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
-def test_the_example_loses_replicas_and_keeps_the_losses_of_its_plain_twin(tmp_path: Path) -> None:
+def test_huggingface_example_keeps_the_losses_of_its_plain_twin(tmp_path: Path) -> None:
     check_example_against_its_twin(tmp_path, "huggingface")
 
 
-def test_every_model_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
+def test_huggingface_model_ends_with_the_parameters_of_one_process(tmp_path: Path) -> None:
     """Three replicas, two of which die on the way: final parameters to 1e-5."""
     outcome = run_world("constructs.py", tmp_path / "run", 3, ["huggingface", {"1": 0, "0": 2}])
     assert outcome.code == 0, outcome.output
@@ -36,18 +36,18 @@ def test_every_model_ends_with_the_parameters_of_one_process_through_deaths(tmp_
         )
 
 
-def test_the_porting_page_lists_every_model_that_is_tried() -> None:
+def test_porting_page_lists_every_tested_huggingface_model() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
     assert [name for name in CONSTRUCTS if name not in rows] == []
 
 
-def test_blocks_of_hugging_face_models_are_found() -> None:
+def test_huggingface_blocks_are_found() -> None:
     assert blocks_of(model := qwen2(layers=3)) == list(model.model.layers)
     assert blocks_of(model := gpt2()) == list(model.transformer.h)
     assert len(recompute_blocks(qwen2(layers=3))) == 3
 
 
-def test_a_recomputed_hugging_face_model_has_the_gradients_of_the_plain_one() -> None:
+def test_recomputed_huggingface_model_has_the_gradients_of_a_plain_one() -> None:
     """Its cache of keys and values must not grow when a block is computed again."""
     torch.manual_seed(0)
     model, batch = qwen2(), Padded()[0]
@@ -59,7 +59,7 @@ def test_a_recomputed_hugging_face_model_has_the_gradients_of_the_plain_one() ->
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
-def test_sharded_replicas_save_and_others_go_on_from_it(tmp_path: Path) -> None:
+def test_huggingface_sharded_checkpoint_resumes_on_plain_replicas(tmp_path: Path) -> None:
     """A Qwen2, whose blocks lie deep, on two replicas of two ranks with recomputation, one of which dies; then on plain
     replicas. Weights and their average, an extra, are those of one process, over all tokens of padded batches."""
     place = str(tmp_path / "place")

@@ -147,7 +147,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.3], ids=["answers-come", "answers-are-lost"])
-def test_agent_that_was_given_up_changes_nothing_of_its_successor(
+def test_late_requests_of_a_replaced_agent_change_nothing(
     fabrics: Fabrics, hurried: None, lost: float
 ) -> None:
     """All that it has ever asked comes late, and then it wakes up and goes on, beside one of the same name."""
@@ -180,7 +180,7 @@ def test_agent_that_was_given_up_changes_nothing_of_its_successor(
     first.meeting.leave()
 
 
-def test_agents_keep_what_they_said_though_answers_are_lost(fabrics: Fabrics, hurried: None) -> None:
+def test_agent_writes_survive_lost_answers(fabrics: Fabrics, hurried: None) -> None:
     fabrics.make(1)
     agent = HostAgent(fabrics, lost=0.4)
     agent.come()
@@ -197,7 +197,7 @@ def test_agents_keep_what_they_said_though_answers_are_lost(fabrics: Fabrics, hu
     agent.leave()
 
 
-def test_a_new_plan_is_safe_from_requests_about_an_earlier_one(fabrics: Fabrics, hurried: None) -> None:
+def test_new_plan_ignores_requests_about_an_earlier_plan(fabrics: Fabrics, hurried: None) -> None:
     """Versions count from 1 again when a key was removed."""
     fabrics.make(1)
     asked = []
@@ -211,7 +211,7 @@ def test_a_new_plan_is_safe_from_requests_about_an_earlier_one(fabrics: Fabrics,
         asked += agent.asked
 
 
-def test_torch_store_keeps_its_newest_value(fabrics: Fabrics) -> None:
+def test_torch_store_keeps_the_newest_value(fabrics: Fabrics) -> None:
     client = Recording(fabrics.server.endpoint, prefix=fabrics.prefix)
     store = EtcdStore(client, "replica/0/", timedelta(seconds=30))
     for value in ("one", "two"):

@@ -22,7 +22,7 @@ THREE = "h1:2379,h2:2379,h3:2379"
 OWN = {"seconds", "location"}  # what each rank saw by its own clock, in its own place
 
 
-def test_a_lost_host_costs_its_replicas_and_no_record_also_the_first_one(tmp_path: Path) -> None:
+def test_lost_host_costs_only_its_own_replicas_and_no_record(tmp_path: Path) -> None:
     """`recover train` on three hosts that share no directory, with an etcd of three members that the agents start. A
     rank dies, then the first host loses its power; then one agent is asked to stop."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
@@ -82,7 +82,7 @@ def _facts(line: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.soak
-def test_agents_that_end_stop_or_are_cut_off_take_their_ranks_along(tmp_path: Path) -> None:
+def test_agent_killed_stopped_or_cut_off_takes_its_ranks_along(tmp_path: Path) -> None:
     """Of four hosts, one agent is killed, one stopped, one host cut off from the others; the last one trains on."""
     with Lab(hosts=4, shared=[tmp_path]) as lab:
         etcd_on(lab, "h1")
@@ -141,7 +141,7 @@ print("replica", world.replica, "has", total.item(), "by local rank", os.environ
 """
 
 
-def test_a_replica_may_lie_on_several_hosts(tmp_path: Path) -> None:
+def test_replica_may_span_several_hosts(tmp_path: Path) -> None:
     """Three slots on the one, one on the other: the first replica is on one host, and the second on both. The etcd is
     the agents' own, and the token is in a file."""
     (tmp_path / "script.py").write_text(ACROSS)

@@ -74,7 +74,7 @@ class Agents:
         return said
 
 
-def test_bad_input_is_refused_on_the_host_where_it_is_and_nothing_stays(tmp_path: Path) -> None:
+def test_bad_input_is_refused_on_its_host_and_leaves_nothing(tmp_path: Path) -> None:
     with Lab(hosts=2, shared=[tmp_path]) as lab:
         server = etcd_on(lab, "h1")
         h1, h2 = lab

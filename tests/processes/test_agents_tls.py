@@ -77,7 +77,7 @@ def etcd(tmp_path: Path) -> Iterator[tuple[str, EtcdClient]]:
 
 
 @pytest.mark.soak
-def test_a_job_meets_in_an_etcd_with_tls_and_users_and_whoever_is_nobody_there_is_refused(
+def test_etcd_with_tls_and_users_admits_the_job_and_refuses_unknown_users(
     etcd: tuple[str, EtcdClient], tmp_path: Path
 ) -> None:
     endpoint, root = etcd

@@ -17,7 +17,7 @@ def add(path: Path, line: dict[str, object]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def test_every_loss_is_told_once_with_its_cause_and_one_that_no_step_tells_of_at_the_end(
+def test_on_incident_reports_every_loss_once_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "_KNOWN", 600.0)
@@ -39,7 +39,7 @@ def test_every_loss_is_told_once_with_its_cause_and_one_that_no_step_tells_of_at
     assert said == [f"--on-incident: 'cat >> {heard}; exit 3' failed (exit code 3); the run goes on"]
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(
+def test_on_incident_command_that_hangs_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alerts, "_CLOSING", 0.5)

@@ -17,7 +17,7 @@ from recover_lab.peers.scene import Scene
 from recover.job import machine as machines
 
 
-def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tmp_path: Path) -> None:
+def test_arithmetic_benchmark_reuses_the_costs_of_one_duel(tmp_path: Path) -> None:
     scene = Scene(replicas=4, kills=((24, 1),))
     theirs = {"save_every": 4, "costs": {"step": 1.0, "save": 0.5, "stall": 8.0}, "ratios": [1.9]}
     duel = {
@@ -41,7 +41,7 @@ def test_arithmetic_takes_its_pieces_from_one_duel_and_is_held_against_others(tm
     assert (point["measured"], point["share"], point["alive"]) == (1.9, 0.5, 3)
 
 
-def test_all_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_all_continues_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
     def measure(name: str, path: Path) -> None:
@@ -63,7 +63,7 @@ def test_all_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "index.html").exists()
 
 
-def test_figures_without_any_package_metadata_are_written_all_the_same(
+def test_figures_are_written_without_package_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def version(name: str) -> str:

@@ -22,7 +22,7 @@ from recover.launch.doctor import checks
 
 
 @pytest.mark.soak
-def test_every_part_of_the_gpu_benchmark_yields_its_figures(
+def test_gpu_benchmark_yields_figures_for_every_part(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Turn by turn over one carrier; a file that is there is added to, and what fails costs nothing else."""
@@ -58,14 +58,14 @@ def test_every_part_of_the_gpu_benchmark_yields_its_figures(
 
 
 @pytest.mark.soak
-def test_without_room_for_all_variants_they_are_measured_in_blocks(tmp_path: Path) -> None:
+def test_gpu_benchmark_measures_variants_in_blocks_when_memory_is_short(tmp_path: Path) -> None:
     found = bench_gpu(["tiny"], ["gloo"], 2, 3, 4, 1, ["step"], "cpu", tmp_path / "gpu.json")
     step = found["step"]["tiny"]["gloo"]
     assert not step["turn_by_turn"]
     assert {facts["n"] for facts in step["milliseconds"].values()} == {4}
 
 
-def test_a_launch_that_is_lost_is_told_and_the_others_count(
+def test_gpu_benchmark_reports_a_lost_launch_and_counts_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[str] = []
@@ -114,7 +114,7 @@ def survivor(**facts: Any) -> dict[str, Any]:
     return {**same, "rows": [{**row, **facts.pop("row", {})}], **facts}
 
 
-def test_a_death_takes_what_its_slowest_survivor_took() -> None:
+def test_gpu_benchmark_times_a_death_by_its_slowest_survivor() -> None:
     (sample,) = judge_launch([survivor(), survivor(row={"committed": 10.25})], {4: 10.0})
     assert sample == pytest.approx(
         {
@@ -139,7 +139,7 @@ def test_a_death_takes_what_its_slowest_survivor_took() -> None:
         (survivor(row={"incidents": []}), "not noticed by all"),
     ],
 )
-def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
+def test_gpu_benchmark_publishes_no_figure_of_a_broken_invariant(other: dict[str, Any], said: str) -> None:
     with pytest.raises(BenchmarkError, match=said):
         judge_launch([survivor(), other], {4: 10.0})
     with pytest.raises(BenchmarkError, match="should be"):
@@ -154,13 +154,15 @@ def test_a_broken_law_is_no_figure(other: dict[str, Any], said: str) -> None:
         (["--models", "2b"], "--models: '2b' must be one of", 2),
     ],
 )
-def test_without_a_gpu_or_with_wrong_words_it_is_refused(words: list[str], said: str, code: int) -> None:
+def test_gpu_benchmark_is_refused_without_a_gpu_or_with_wrong_arguments(
+    words: list[str], said: str, code: int
+) -> None:
     command = [sys.executable, "-m", "recover.cli", "bench", "gpu", "--carriers", "mpi", *words]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (answer.returncode, said in answer.stderr) == (code, True), answer.stderr
 
 
-def test_the_doctors_gpu_probe_loses_a_rank_inside_a_sum_and_sums_again() -> None:
+def test_doctor_gpu_probe_loses_a_rank_in_a_sum_and_sums_again() -> None:
     """On the CPU, with the carrier that it takes where ranks must share a GPU: it is told that NCCL was not tried."""
     finding = checks.gpu_test(checks.preflight.find_mpirun(), device="cpu")
     assert finding.status == "warn", finding

@@ -13,7 +13,7 @@ SCENE = Scene(replicas=2, accum=2, pace=0.02, steps=5, kills=((4, 1),), save_eve
 
 
 @pytest.mark.soak
-def test_after_a_kill_both_sides_end_where_the_undisturbed_run_ends(tmp_path: Path) -> None:
+def test_both_systems_end_a_killed_run_with_undisturbed_parameters(tmp_path: Path) -> None:
     run_both_sides(SCENE, tmp_path)
 
 
@@ -21,7 +21,7 @@ def test_after_a_kill_both_sides_end_where_the_undisturbed_run_ends(tmp_path: Pa
 @pytest.mark.parametrize(
     "kind", [{"shard": 2}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=["hsdp", "tp", "pp", "3d"]
 )
-def test_replicas_of_several_ranks_do_so_too(kind: dict[str, int], tmp_path: Path) -> None:
+def test_both_systems_recover_replicas_of_several_ranks(kind: dict[str, int], tmp_path: Path) -> None:
     run_both_sides(SCENE.but(**kind), tmp_path)
 
 

@@ -48,7 +48,7 @@ SUBSTRATES = {
         pytest.param("replicas=6 parallel=ddp", 10, ROLES, MODES, marks=pytest.mark.soak),
     ],
 )
-def test_deaths_of_many_roles_in_one_launch(
+def test_deaths_of_many_roles_in_one_launch_keep_every_invariant(
     tmp_path: Path, job: str, number: int, roles: tuple[str, ...], modes: tuple[str, ...]
 ) -> None:
     words = dict(word.split("=") for word in job.split())
@@ -68,7 +68,7 @@ def test_deaths_of_many_roles_in_one_launch(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("substrate", SUBSTRATES)
-def test_the_whole_matrix(tmp_path: Path, substrate: str) -> None:
+def test_whole_matrix_of_deaths_keeps_every_invariant(tmp_path: Path, substrate: str) -> None:
     assert matrix([*small_world(tmp_path, **CAN_BE_CUT), *SUBSTRATES[substrate]]) == 0
 
 
@@ -90,7 +90,7 @@ def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.soak
-def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) -> None:
+def test_chaos_runs_random_schedules_and_checks_every_invariant(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "25", "--runs", "1", "--output", str(tmp_path / "kept"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "seed 25: 3 replicas, 2 faults" in result.stdout
@@ -99,14 +99,14 @@ def test_chaos_runs_random_schedules_and_finds_every_law_kept(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-def test_fifty_random_schedules_keep_every_law(tmp_path: Path) -> None:
+def test_fifty_random_schedules_keep_every_invariant(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "5000", "--runs", "50", "--replicas", "4:6")
     assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
-def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: Path, kind: str) -> None:
+def test_random_schedules_with_rejoins_keep_every_invariant(tmp_path: Path, kind: str) -> None:
     inside = [] if kind == "ddp" else SUBSTRATES["hsdp"][1:]
     words = [*small_world(tmp_path, **CAN_BE_CUT), *inside, "replicas=4", "accum=2", "reduction=reproducible"]
     words += ["steps=300", "pace=0.05", "checkpoint.every=1", "checkpoint.keep=1"]
@@ -122,7 +122,7 @@ def test_random_schedules_in_which_replicas_come_back_keep_every_law(tmp_path: P
         (["--replicas", "2:9"], "replicas=7 are more than the 6 microbatches of a step"),
     ],
 )
-def test_chaos_that_cannot_be_had_is_refused_and_leaves_nothing(
+def test_chaos_refuses_impossible_settings_and_leaves_nothing(
     tmp_path: Path, options: list[str], said: str
 ) -> None:
     result = chaos(tmp_path, *options, "--output", str(tmp_path / "kept"))
@@ -150,7 +150,7 @@ def pretend(
     return FinishedRun(place, 0, 999_999)
 
 
-def test_every_broken_law_is_told(tmp_path: Path) -> None:
+def test_chaos_reports_every_broken_invariant(tmp_path: Path) -> None:
     config = parse({"replicas": "3", "accum": "2", "steps": "2", "reduction": "reproducible"})
     faults = parse_faults(["2:1:vote"])
     calm, good = pretend(tmp_path / "calm"), pretend(tmp_path / "good")
@@ -201,7 +201,7 @@ def test_every_broken_law_is_told(tmp_path: Path) -> None:
         straggler.kill()
 
 
-def test_a_run_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
+def test_chaos_ends_a_run_that_exceeds_its_time_limit(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=2", "steps=9", "pace=9"]
     run = run_job(CampaignRun(words, tmp_path / "run", limit=4))
     assert run.code == -9

@@ -87,7 +87,7 @@ def details(job: Job) -> dict[int, tuple[str, str]]:
     return {rank: (end["end"], end["detail"]) for rank, end in sorted(ends.items())}
 
 
-def test_save_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) -> None:
+def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) -> None:
     """On mpi it stood still without a word. Nobody is lost as dead, and the parameters are those of the last step."""
     options = ("-n", "3", "--page", "off", "--timeout", "600", "--carrier", "mpi")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
@@ -100,7 +100,7 @@ def test_save_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) 
     assert not list(tmp_path.glob("saved/checkpoints/step-*"))
 
 
-def test_save_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
+def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
     """The ranks of its replica wait for it inside of torch, where nobody can raise anything."""
     options = ("-n", "4", "--replica-size", "2", "--page", "off", "--timeout", "600")
     job = Job(tmp_path, SCRIPT + SAVED_ON_ONE_RANK, *options, args=(str(tmp_path / "saved"),))
@@ -110,7 +110,7 @@ def test_save_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) ->
     assert details(job) == dict.fromkeys(range(4), ("raised", told)), said
 
 
-def test_edited_code_keeps_replicas_out_and_stale_conditions_are_named(tmp_path: Path) -> None:
+def test_edited_code_blocks_a_rejoin_and_divergent_conditions_are_named(tmp_path: Path) -> None:
     """A module is edited, a replica dies and is not started again until the module is restored. Then it joins, and
     saves by a condition of its own: on etcd and gloo, where that was an abort."""
     module = tmp_path / "mine.py"

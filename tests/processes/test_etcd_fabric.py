@@ -31,7 +31,7 @@ from recover.world.liveness.board import Board
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
-def test_a_death_fails_agreements_on_all_alike_until_all_have_acknowledged_it(fabrics: Fabrics) -> None:
+def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(5)
     assert agree(ranks, 0b111, 0b101, 0b1111, 0b101, 0b111) == [0b101] * 5
     # One that others already wait for.
@@ -55,7 +55,7 @@ def test_a_death_fails_agreements_on_all_alike_until_all_have_acknowledged_it(fa
     assert agree(living, 7) == [7] * 3
 
 
-def test_whoever_was_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
+def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 1) == [1] * 3
     ranks[2].close()  # cut off from the news: the guard alone can stop it
@@ -71,7 +71,7 @@ def test_whoever_was_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
     assert agree(ranks[:2], 1) == [None] * 2
 
 
-def test_a_death_between_the_look_and_the_decision_is_counted(fabrics: Fabrics) -> None:
+def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
     struck: list[Any] = []
 
     class Struck(EtcdClient):
@@ -104,7 +104,7 @@ class Recording(EtcdClient):
         return super().call(path, body)
 
 
-def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabrics) -> None:
+def test_vote_is_the_only_request_of_a_rank_when_all_words_are_equal(fabrics: Fabrics) -> None:
     """The last one decides with its own; the others are told."""
     ranks, clients = fabrics.make(4, Recording)
     for number in range(3):
@@ -115,7 +115,7 @@ def test_where_all_say_the_same_a_vote_is_all_that_a_rank_asks_for(fabrics: Fabr
     assert fabrics.store().keys().isdisjoint(key_of("vote/", rank) for rank in range(4))
 
 
-def test_of_many_votes_the_last_voter_compares_all_without_reading_them(
+def test_last_voter_compares_many_votes_without_reading_them(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "COMPARED", 1)
@@ -132,9 +132,7 @@ def test_of_many_votes_the_last_voter_compares_all_without_reading_them(
 
 
 @pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all", "earlier"])
-def test_the_last_vote_decides_by_itself_only_where_there_is_nothing_to_decide(
-    fabrics: Fabrics, kind: str
-) -> None:
+def test_last_vote_decides_alone_only_without_deaths_or_joins(fabrics: Fabrics, kind: str) -> None:
     """Whatever the last voter knows: here it votes as if there was nothing."""
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 7) == [7] * 3
@@ -156,7 +154,7 @@ def test_the_last_vote_decides_by_itself_only_where_there_is_nothing_to_decide(
     assert len([key for key in fabrics.store() if key.startswith("vote/")]) == len(voters) + 1
 
 
-def test_what_is_sent_to_all_is_written_once_and_nobody_asks_for_it(fabrics: Fabrics) -> None:
+def test_broadcast_message_is_written_once_and_read_without_requests(fabrics: Fabrics) -> None:
     ranks, clients = fabrics.make(4, Recording)
     assert agree(ranks, 1) == [1] * 4
     for client in clients:
@@ -180,7 +178,7 @@ def test_what_is_sent_to_all_is_written_once_and_nobody_asks_for_it(fabrics: Fab
         nothing.done()
 
 
-def test_whatever_was_asked_changes_nothing_when_it_is_carried_out_again(fabrics: Fabrics) -> None:
+def test_etcd_requests_are_idempotent(fabrics: Fabrics) -> None:
     ranks, clients = fabrics.make(3, Recording)
     rng, replay = random.Random(5), EtcdClient(fabrics.server.endpoint)
     for number in range(8):
@@ -199,7 +197,7 @@ def test_whatever_was_asked_changes_nothing_when_it_is_carried_out_again(fabrics
         assert fabrics.store() == store, f"something late has come through after agreement {number + 1}"
 
 
-def test_answers_that_are_lost_do_no_harm(fabrics: Fabrics) -> None:
+def test_lost_answers_of_etcd_change_no_result(fabrics: Fabrics) -> None:
     rng, lock, late = random.Random(11), threading.Lock(), []
 
     class Lossy(EtcdClient):
@@ -262,7 +260,7 @@ def test_answers_that_are_lost_do_no_harm(fabrics: Fabrics) -> None:
     assert [word for word, _ in told[0]].count(None) == 1, "one death, one failed agreement"
 
 
-def test_one_that_is_waited_for_too_long_is_declared_dead_and_silence_of_etcd_is_no_reason(
+def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     fabrics: Fabrics,
 ) -> None:
     limit = 3.0
@@ -287,7 +285,7 @@ def test_one_that_is_waited_for_too_long_is_declared_dead_and_silence_of_etcd_is
 
 
 @pytest.mark.parametrize("kind", ["answers", "silent", "suspended"])
-def test_wait_for_a_vote_counts_only_while_etcd_answers(
+def test_vote_wait_counts_only_while_etcd_answers(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A rank is declared dead after `hang_limit` of answers, not of silence, nor of a pause of the waiting process.
@@ -327,7 +325,7 @@ def test_wait_for_a_vote_counts_only_while_etcd_answers(
     assert results == [1]
 
 
-def test_vote_that_comes_before_the_declaration_keeps_a_rank_alive(
+def test_vote_before_the_declaration_keeps_a_rank_alive(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has waited too long for rank 1, has seen no vote of rank 1, and is about to declare it dead."""
@@ -364,7 +362,7 @@ def test_vote_that_comes_before_the_declaration_keeps_a_rank_alive(
     assert late_results == [0b010]
 
 
-def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_loses_nobody(
+def test_rank_votes_only_under_the_lease_of_its_host(
     fabrics: Fabrics,
 ) -> None:
     ranks, _ = fabrics.make(2, host="a", grace=60.0)
@@ -400,7 +398,7 @@ def test_nobody_votes_without_its_hosts_lease_and_a_host_that_is_back_in_time_lo
     assert not [key for key in fabrics.store() if key.startswith(("seen/host/", "seen/placed/"))]
 
 
-def test_messages_are_there_until_the_next_agreement_and_then_gone(fabrics: Fabrics) -> None:
+def test_messages_are_deleted_by_the_next_agreement(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(3)
     ranks[1].send(b"one", 0, 7)
     ranks[2].send(b"", 0, 7)
@@ -447,7 +445,7 @@ def test_ten_thousand_agreements_leave_no_keys_behind(fabrics: Fabrics) -> None:
     }
 
 
-def test_another_job_and_a_second_process_of_a_rank_are_refused(fabrics: Fabrics) -> None:
+def test_second_job_of_a_name_and_second_process_of_a_rank_are_refused(fabrics: Fabrics) -> None:
     fabrics.make(2, admits=False)
     board = Board(fabrics.directory / "board", 3)
     with pytest.raises(OtherJobError, match=r"2 ranks in replicas of 1; this one has 3"):
@@ -459,7 +457,7 @@ def test_another_job_and_a_second_process_of_a_rank_are_refused(fabrics: Fabrics
         EtcdFabric(fabrics.etcd, 1, 2, board, TOKEN)
 
 
-def test_rank_that_was_declared_dead_cannot_enter(fabrics: Fabrics) -> None:
+def test_rank_declared_dead_before_it_arrives_cannot_enter(fabrics: Fabrics) -> None:
     """Its launcher has seen it fail, or has given it up, before it came to etcd; the others count on its death."""
     fabrics.join(2, 0)
     (joining,) = place(fabrics.etcd)
@@ -471,7 +469,7 @@ def test_rank_that_was_declared_dead_cannot_enter(fabrics: Fabrics) -> None:
         assert fabrics.store().get(key_of("claim/", rank)) == before, "a dead rank has claimed its number"
 
 
-def test_news_come_through_compactions_and_lost_connections(server: EtcdServer, prefix: str) -> None:
+def test_membership_watch_survives_compactions_and_lost_connections(server: EtcdServer, prefix: str) -> None:
     etcd, told = EtcdClient(server.endpoint, prefix=prefix), {}
 
     def hear(news: Sequence[KeyValue]) -> None:

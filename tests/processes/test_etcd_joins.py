@@ -52,7 +52,7 @@ class Asking(threading.Thread):
         return self.told
 
 
-def test_whoever_all_admit_takes_part_from_the_next_agreement_on(fabrics: Fabrics) -> None:
+def test_admitted_ranks_take_part_from_the_next_agreement(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2)
     assert agree(ranks, 1) == [1, 1]
     joiners = [fabrics.joiner(2) for _ in range(2)]
@@ -85,7 +85,7 @@ def test_whoever_all_admit_takes_part_from_the_next_agreement_on(fabrics: Fabric
     assert agree([trio[1], joiners[0], joiners[1]], 1) == [1] * 3
 
 
-def test_one_that_dies_while_it_asks_is_forgotten_and_so_is_its_replica(fabrics: Fabrics) -> None:
+def test_joining_rank_that_dies_is_forgotten_with_its_replica(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, replica_size=2)
     before = fabrics.store().keys()
     mine, mate = fabrics.replica(2, 2)
@@ -103,7 +103,7 @@ def test_one_that_dies_while_it_asks_is_forgotten_and_so_is_its_replica(fabrics:
     assert list(place(fabrics.etcd)) == [4, 5]
 
 
-def test_nobody_joins_a_job_that_has_ended_or_uses_an_id_that_was_used(fabrics: Fabrics) -> None:
+def test_join_is_refused_after_the_end_of_a_job_and_for_used_ids(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(1)
     asking, late = Asking(fabrics.joiner(1)), fabrics.joiner(1)
     for wrong, why in ((1, "another process is or was rank 1"), (3, "or the others go on without it")):
@@ -294,7 +294,7 @@ def random_schedule(fabrics: Fabrics, seed: int, replica_size: int, rounds: int)
 
 
 @pytest.mark.parametrize("replica_size", [1, 2])
-def test_no_schedule_of_deaths_joins_and_lost_answers_breaks_a_law(
+def test_schedules_of_deaths_joins_and_lost_answers_keep_every_invariant(
     fabrics: Fabrics, replica_size: int
 ) -> None:
     random_schedule(fabrics, 7, replica_size, 40)
@@ -302,5 +302,5 @@ def test_no_schedule_of_deaths_joins_and_lost_answers_breaks_a_law(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_no_long_schedule_of_deaths_joins_and_lost_answers_breaks_a_law(fabrics: Fabrics, seed: int) -> None:
+def test_long_schedules_of_deaths_and_joins_keep_every_invariant(fabrics: Fabrics, seed: int) -> None:
     random_schedule(fabrics, seed, 1 + seed % 3, 200)

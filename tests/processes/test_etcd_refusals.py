@@ -73,7 +73,7 @@ def fill(admin: EtcdClient) -> None:
     raise AssertionError("etcd takes more than its quota")
 
 
-def test_users_may_change_and_tokens_expire_while_ranks_agree(tmp_path: Path) -> None:
+def test_etcd_users_may_change_and_tokens_expire_during_a_job(tmp_path: Path) -> None:
     """JWT tokens: votes, the watch and the lease of a host all go on, through a change of users, an end of tokens, and
     authentication that is turned off and on."""
     with site_etcd(tmp_path, jwt(tmp_path, "2s"), "--bcrypt-cost=4") as endpoint:
@@ -115,7 +115,7 @@ def test_users_may_change_and_tokens_expire_while_ranks_agree(tmp_path: Path) ->
             lease._left.set()
 
 
-def test_ranks_go_on_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
+def test_ranks_continue_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
     with site_etcd(tmp_path, f"--quota-backend-bytes={QUOTA}") as endpoint:
         admin = EtcdClient(endpoint, "/", timeout=5)
         board = Board(tmp_path / "board", 2)
@@ -147,7 +147,7 @@ def test_ranks_go_on_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_job_survives_a_change_of_users_and_saves_its_state_when_etcd_is_full(tmp_path: Path) -> None:
+def test_job_survives_user_changes_and_saves_its_state_when_etcd_is_full(tmp_path: Path) -> None:
     password, run = tmp_path / "password", tmp_path / "run"
     password.write_text("secret\n")
     words = [

@@ -20,7 +20,7 @@ from recover.world.liveness.board import Board
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
-def test_an_etcd_of_ones_own_listens_on_one_address_ends_with_its_starter_and_leaves_nothing(
+def test_own_etcd_listens_on_one_address_and_ends_with_its_starter(
     tmp_path: Path,
 ) -> None:
     program = (
@@ -53,7 +53,7 @@ def test_an_etcd_of_ones_own_listens_on_one_address_ends_with_its_starter_and_le
     assert not mine.exists()
 
 
-def test_an_etcd_that_has_lost_its_data_is_told(tmp_path: Path) -> None:
+def test_etcd_that_lost_its_data_is_reported(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path / "etcd")
     try:
         made = Fabrics(server.start(), "/lost/", tmp_path)
@@ -70,7 +70,7 @@ def test_an_etcd_that_has_lost_its_data_is_told(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_one_of_three_members_may_be_lost_and_come_back_on_its_data(tmp_path: Path) -> None:
+def test_etcd_member_of_three_may_be_lost_and_restart_on_its_data(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path) as cluster:
         etcd = EtcdClient(cluster.endpoints)
         etcd.put("before", b"1")
@@ -84,7 +84,7 @@ def test_one_of_three_members_may_be_lost_and_come_back_on_its_data(tmp_path: Pa
         EtcdServer(port=1, members=["h1:1", "h2:1"])
 
 
-def test_a_user_who_may_write_under_the_jobs_prefix_alone_is_enough(tmp_path: Path) -> None:
+def test_etcd_user_needs_write_access_to_the_job_prefix_only(tmp_path: Path) -> None:
     with EtcdServer() as server:
         etcd = EtcdClient(server.endpoint)
         add_user(etcd, "trainer", "secret", "/recover/ours/")

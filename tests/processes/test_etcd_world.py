@@ -21,7 +21,7 @@ from recover.world.fabrics.etcd.server import EtcdServer
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
-def test_a_world_on_etcd_goes_on_after_deaths_down_to_one_replica(
+def test_etcd_world_continues_after_deaths_down_to_one_replica(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """Replicas of two: the mate of a dead rank leaves by itself."""
@@ -39,7 +39,7 @@ def test_a_world_on_etcd_goes_on_after_deaths_down_to_one_replica(
         )
 
 
-def test_one_declared_dead_while_it_is_stopped_or_runs_ends_itself_and_never_commits(
+def test_rank_declared_dead_ends_itself_and_never_commits(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     etcd = EtcdClient(server.endpoint, prefix=prefix, token="secret")
@@ -62,7 +62,7 @@ def test_one_declared_dead_while_it_is_stopped_or_runs_ends_itself_and_never_com
         ranks.finish([2, 3])
 
 
-def test_an_etcd_that_is_killed_or_stopped_for_a_while_costs_nobody(prefix: str, tmp_path: Path) -> None:
+def test_etcd_killed_or_stopped_for_a_while_costs_no_rank(prefix: str, tmp_path: Path) -> None:
     data, runs = tmp_path / "etcd", tmp_path / "run"
     runs.mkdir()
     with (
@@ -82,9 +82,7 @@ def test_an_etcd_that_is_killed_or_stopped_for_a_while_costs_nobody(prefix: str,
         ranks.finish([0, 1, 2])
 
 
-def test_a_host_that_is_lost_takes_its_own_ranks_and_nobody_else(
-    server: EtcdServer, prefix: str, tmp_path: Path
-) -> None:
+def test_lost_host_takes_only_its_own_ranks(server: EtcdServer, prefix: str, tmp_path: Path) -> None:
     """One vanishes with all its ranks; of another the agent alone is stopped, and its ranks run."""
     with EtcdRanks(server.endpoint, prefix, tmp_path, [[0, 3], [1, 4], [2, 5]], ttl=2.0) as ranks:
         ranks.commit([0, 1, 2, 3, 4, 5])
@@ -98,7 +96,7 @@ def test_a_host_that_is_lost_takes_its_own_ranks_and_nobody_else(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(8))
-def test_no_mixture_of_deaths_decrees_pauses_and_silences_of_etcd_breaks_a_law(
+def test_mixed_deaths_declarations_pauses_and_outages_keep_every_invariant(
     seed: int, prefix: str, tmp_path: Path
 ) -> None:
     rng, runs = random.Random(seed), tmp_path / "run"
@@ -142,7 +140,7 @@ def test_no_mixture_of_deaths_decrees_pauses_and_silences_of_etcd_breaks_a_law(
 
 
 @pytest.mark.soak
-def test_an_etcd_that_is_stopped_for_long_costs_nobody(prefix: str, tmp_path: Path) -> None:
+def test_etcd_stopped_for_long_costs_no_rank(prefix: str, tmp_path: Path) -> None:
     runs = tmp_path / "run"
     runs.mkdir()
     with (
@@ -165,7 +163,7 @@ def test_an_etcd_that_is_stopped_for_long_costs_nobody(prefix: str, tmp_path: Pa
 
 
 @pytest.mark.soak
-def test_leases_of_two_seconds_stand_on_busy_cores(prefix: str, tmp_path: Path) -> None:
+def test_leases_of_two_seconds_hold_on_busy_cores(prefix: str, tmp_path: Path) -> None:
     """Many more ranks than cores, half of them computing."""
     hosts = [range(first, first + 12) for first in range(0, 48, 12)]
     everyone, burners = list(range(48)), []

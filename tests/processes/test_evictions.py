@@ -54,7 +54,7 @@ REASONS = {
 }
 
 
-def test_every_eviction_says_why_to_all_who_look_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_reason_is_shown_by_every_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "PATIENCE", LIMIT)
     job = Job(tmp_path, EVICTIONS, "-n", "7")
     assert job.finish() == 0, job.stderr
@@ -103,7 +103,7 @@ step.on_first(print, "went on", 0 in world.replicas, optimizer.param_groups[0]["
 """
 
 
-def test_two_replicas_that_have_joined_do_not_evict_the_one_that_was_there(
+def test_joined_replicas_do_not_evict_the_original_replica_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are two of three, and lack what the first one's loop knows."""

@@ -19,9 +19,9 @@ def trajectory(outcome: Outcome) -> list[tuple[float, str]]:
     return [(entry["loss"], entry["digest"]) for entry in commits(outcome)]
 
 
-# test_trained_parameters_... below and tests/processes/test_numbers_runs.py (with draws) show the same
+# test_trained_parameters_... below and tests/processes/test_randomness_runs.py (with draws) show the same
 @pytest.mark.soak
-def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> None:
+def test_reproducible_run_with_deaths_has_the_bits_of_a_failure_free_run(tmp_path: Path) -> None:
     exact = {"reduction": "reproducible", "dropout": 0.1, "noise": 0.1, "steps": 8}
     calm = train(tmp_path, 4, [], "calm", **exact)
     stormy = train(tmp_path, 4, ["2:1:in-reduce", "4:3:backward", "4:0:extra"], "stormy", **exact)
@@ -36,7 +36,7 @@ def test_a_run_with_deaths_has_the_bits_of_the_run_without(tmp_path: Path) -> No
     assert trajectory(fast) != trajectory(calm)  # or the comparison proves nothing
 
 
-def test_overflows_and_nans_leave_the_bits_alone_when_the_owner_of_the_value_dies(tmp_path: Path) -> None:
+def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path) -> None:
     """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them."""
     exact = {"reduction": "reproducible", "spikes": {"10": 1e4, "21": 1e8}, "nan": 31, "steps": 6}
     calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
@@ -52,7 +52,7 @@ def test_overflows_and_nans_leave_the_bits_alone_when_the_owner_of_the_value_die
     assert stormy.survivors == [0]
 
 
-def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_numbers_of_replicas(
+def test_trained_bits_do_not_depend_on_deaths_or_replica_count(
     tmp_path: Path,
 ) -> None:
     """By the command that a user would type, and told by the report. One ends with a checkpoint when too few are left,
@@ -81,7 +81,7 @@ def test_trained_parameters_are_the_same_bits_through_deaths_and_on_other_number
 
 
 @pytest.mark.soak
-def test_the_main_job_has_the_same_bits_with_a_death_at_every_location(tmp_path: Path) -> None:
+def test_main_job_has_the_same_bits_with_a_death_at_every_location(tmp_path: Path) -> None:
     words = [
         "samples=exact",
         "reduction=reproducible",

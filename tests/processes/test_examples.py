@@ -15,13 +15,13 @@ PORTING = EXAMPLES.parent / "docs" / "guides" / "porting.md"
 TWINS = ("plain_loop", "nanogpt", "huggingface")
 
 
-def test_a_users_own_ddp_loses_replicas_and_trains_on_with_the_same_batch(tmp_path: Path) -> None:
+def test_own_ddp_model_survives_deaths_with_the_same_batch(tmp_path: Path) -> None:
     run_example(tmp_path, "own_ddp", [])
 
 
-# Loops of one's own are tried by test_own_loop.py, too.
+# Loops of one's own are tried by test_user_loop.py, too.
 @pytest.mark.parametrize("name", [pytest.param("plain_loop", marks=pytest.mark.soak), "nanogpt"])
-def test_an_example_loses_replicas_and_keeps_the_losses_of_its_plain_twin(tmp_path: Path, name: str) -> None:
+def test_example_keeps_the_losses_of_its_plain_twin_through_deaths(tmp_path: Path, name: str) -> None:
     check_example_against_its_twin(tmp_path, name)
 
 
@@ -36,11 +36,11 @@ def changed(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_the_readme_says_how_many_lines_porting_takes(name: str) -> None:
+def test_readme_states_how_many_lines_porting_takes(name: str) -> None:
     added, deleted = changed(name)
     said = f"({name}.py: {added} lines added, {deleted} deleted)"
     assert said in " ".join(PORTING.read_text().split()), said
 
 
-def test_the_plain_loop_differs_from_its_twin_by_at_most_ten_lines() -> None:
+def test_plain_loop_differs_from_its_twin_by_at_most_ten_lines() -> None:
     assert max(changed("plain_loop")) <= 10

@@ -63,7 +63,7 @@ def check_records(run_dir: Path) -> None:
     assert set(ends.values()) == {"done"}
 
 
-def test_replica_is_lost_and_replaced_on_a_full_disk(tmp_path: Path) -> None:
+def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
     """On a small file system of its own, in a namespace of its own."""
     script, disk = tmp_path / "script.py", tmp_path / "disk"
     script.write_text(textwrap.dedent(LOSS))
@@ -85,7 +85,7 @@ def test_replica_is_lost_and_replaced_on_a_full_disk(tmp_path: Path) -> None:
     check_records(tmp_path / "kept")
 
 
-def test_end_of_a_run_waits_for_room_and_loses_no_step(tmp_path: Path) -> None:
+def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> None:
     """Neither a record nor the last checkpoint, of a run whose disk was full when it ended."""
     disk, kept, output = tmp_path / "disk", tmp_path / "kept", tmp_path / "out"
     disk.mkdir()
@@ -107,7 +107,7 @@ def test_end_of_a_run_waits_for_room_and_loses_no_step(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "all"])
-def test_replica_is_lost_and_replaced_while_an_operation_fails(
+def test_dead_replica_is_replaced_while_a_file_operation_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, number: int
 ) -> None:
     """In every process of the job, until one has come in the place of the dead one."""
@@ -173,7 +173,7 @@ def goes_on(job: LabJob, replicas: int, host: str = "h1") -> None:
 
 
 @pytest.mark.soak
-def test_host_with_a_full_disk_goes_on_through_deaths_and_fences(hosts: Path) -> None:
+def test_host_with_a_full_disk_survives_deaths_and_fences(hosts: Path) -> None:
     """Its disk is full, or its directory is moved away, while a rank of another host dies, and one of its own hangs."""
     with Lab(hosts=2, shared=[hosts]) as lab:
         etcd_on(lab, "h1")
@@ -204,7 +204,7 @@ def test_host_with_a_full_disk_goes_on_through_deaths_and_fences(hosts: Path) ->
 
 
 @pytest.mark.soak
-def test_agent_that_fails_ends_its_host_and_nobody_waits_for_it(hosts: Path) -> None:
+def test_agent_that_fails_ends_its_host_and_blocks_no_other(hosts: Path) -> None:
     """An exception that stays, in the part of an agent that sees its ranks end."""
     (hosts / "broken").mkdir()
     (hosts / "broken" / "sitecustomize.py").write_text(textwrap.dedent(BREAKS))
@@ -226,7 +226,7 @@ def test_agent_that_fails_ends_its_host_and_nobody_waits_for_it(hosts: Path) -> 
 
 
 @pytest.mark.soak
-def test_host_that_wakes_beside_its_successor_ends(hosts: Path) -> None:
+def test_paused_host_that_wakes_next_to_its_successor_ends(hosts: Path) -> None:
     """A paused host is given up, one of the same name comes, then the first wakes: the successor keeps its ranks."""
     with Lab(hosts=3, shared=[hosts]) as lab:
         etcd_on(lab, "h1")

@@ -51,7 +51,7 @@ wait_for_deaths(5)
 )
 
 
-def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_path: Path) -> None:
+def test_cause_of_each_kind_of_death_is_distinguished(tmp_path: Path) -> None:
     job = Job(tmp_path, MANY, "-n", "6")
     assert wait_until((job.run_dir / "pid").exists)
     assert wait_until(lambda: (job.run_dir / "pid").read_text())
@@ -86,7 +86,7 @@ def test_each_kind_of_death_is_told_from_the_others_with_time_and_advice(tmp_pat
     assert "no incident 4" in told.stderr
 
 
-def test_how_a_rank_ended_is_known_although_its_parent_asks_for_it_later(tmp_path: Path) -> None:
+def test_end_of_a_rank_is_known_before_its_parent_reaps_it(tmp_path: Path) -> None:
     """Mpirun takes its time. (Where the kernel does not tell, nobody knows.)"""
     rank = subprocess.Popen(["sleep", "100000"])
     descriptor = os.pidfd_open(rank.pid)
@@ -127,7 +127,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     leave_out("memory", f"no control group with a limit can be made (by root alone): {'; '.join(reasons)}")
 
 
-def test_the_oom_killer_is_named_where_a_control_group_has_no_memory_left(
+def test_oom_killer_is_named_when_a_control_group_is_out_of_memory(
     tmp_path: Path, small_memory: Path
 ) -> None:
     (small_memory / "cgroup.procs").write_text("0")  # and all that is started from here
@@ -166,7 +166,7 @@ if rank == 0:
 )
 
 
-def test_a_full_disk_is_named_though_the_dead_could_not_write_its_last_words(tmp_path: Path) -> None:
+def test_full_disk_is_named_although_the_dead_rank_could_not_write(tmp_path: Path) -> None:
     """On a small file system of its own, in a namespace of its own; the last words went to memory."""
     script, disk = tmp_path / "script.py", tmp_path / "disk"
     script.write_text(FULL)

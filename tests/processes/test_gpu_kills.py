@@ -74,7 +74,7 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "number"), LAUNCHES)
-def test_deaths_inside_reductions_change_no_bit_and_lose_nobody_else(
+def test_gpu_deaths_inside_reductions_change_no_bit_and_no_other_rank(
     kind: str, number: int, tmp_path: Path, digests: Callable[[str], str]
 ) -> None:
     replicas, deaths, _, _ = KINDS[kind]

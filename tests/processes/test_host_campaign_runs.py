@@ -28,7 +28,7 @@ def campaign(
 
 
 @pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 4)])
-def test_random_schedules_over_hosts_keep_every_law(tmp_path: Path, hosts: int, replicas: int) -> None:
+def test_random_schedules_over_hosts_keep_every_invariant(tmp_path: Path, hosts: int, replicas: int) -> None:
     result = campaign(
         tmp_path, "chaos", "--hosts", str(hosts), "--seed", "9000", "--runs", "8", replicas=replicas
     )
@@ -36,7 +36,7 @@ def test_random_schedules_over_hosts_keep_every_law(tmp_path: Path, hosts: int, 
 
 
 @pytest.mark.parametrize("more", [[], ["--shared"], ["hsdp"]], ids=["own", "shared", "hsdp"])
-def test_random_schedules_over_hosts_that_come_back_keep_every_law(tmp_path: Path, more: list[str]) -> None:
+def test_random_schedules_over_rejoining_hosts_keep_every_invariant(tmp_path: Path, more: list[str]) -> None:
     lasts, options = ["steps=150", "pace=0.1"], [word for word in more if word.startswith("-")]
     if more == ["hsdp"]:  # what is left of two replicas becomes one
         lasts += ["parallel=hsdp", "shard=2", "microbatch_size=2"]
@@ -51,12 +51,12 @@ def test_random_schedules_over_hosts_that_come_back_keep_every_law(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 8)])
-def test_the_whole_matrix_over_hosts(tmp_path: Path, hosts: int, replicas: int) -> None:
+def test_whole_matrix_over_hosts_keeps_every_invariant(tmp_path: Path, hosts: int, replicas: int) -> None:
     result = campaign(tmp_path, "matrix", "--hosts", str(hosts), replicas=replicas)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_host_that_has_lost_all_its_ranks_says_that_the_job_has_ended(tmp_path: Path) -> None:
+def test_host_without_ranks_reports_the_end_of_the_job(tmp_path: Path) -> None:
     """It lives, and so does its agent, which ends as the others do."""
     words = [*small_world(tmp_path / "world"), "replicas=3", "accum=2", "steps=4"]
     hosts = HostPlatform(3)

@@ -20,7 +20,7 @@ SHELL = PROGRAMS / "remote_shell.py"
 
 
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
-def test_a_rank_may_die_on_any_host_of_a_hostfile(tmp_path: Path) -> None:
+def test_hostfile_rank_may_die_on_any_host(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2  # the other one\n")
     (tmp_path / "shell").write_text(f'#!/bin/sh\nexec {sys.executable} -S {SHELL} "$@"\n')
     (tmp_path / "shell").chmod(0o755)
@@ -86,7 +86,7 @@ def test_a_rank_may_die_on_any_host_of_a_hostfile(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_a_hostfile_that_does_not_fit_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+def test_hostfile_that_does_not_fit_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "hosts").write_text(text)
     with pytest.raises(Refusal) as refusal:

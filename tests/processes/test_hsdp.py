@@ -54,7 +54,7 @@ def check_memory(outcome: Outcome) -> None:
         assert memory["optimizer"] == 2 * memory["parameters"]
 
 
-def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
+def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
     """And a bit may flip in any of them."""
     outcome = train(tmp_path, 4, ["2:1.1:vote", "3:3.1:advance=corrupt:weights", "5:0.0:in-reduce"])
     check(outcome, {0, 1, 3}, batch=8)
@@ -65,7 +65,7 @@ def test_any_rank_of_a_replica_may_die_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.soak  # tests/simulated and the matrix show the same
 @pytest.mark.parametrize("places", [("repair", "update"), ("bucket:1", "extra"), ("forward", "backward")])
-def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, str]) -> None:
+def test_hsdp_ranks_of_two_replicas_may_die_together(tmp_path: Path, places: tuple[str, str]) -> None:
     first, second = places
     kills = [f"3:0.1:{first}", f"3:2.0:{second}"]
     if first == "repair":
@@ -76,7 +76,7 @@ def test_two_ranks_of_different_replicas_die(tmp_path: Path, places: tuple[str, 
 
 
 @pytest.mark.soak  # tests/processes/test_train_hsdp.py shows the same through the trainer
-def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
+def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     exact = {"reduction": "reproducible", "tight": True}
     calm = train(tmp_path, 2, [], "calm", accum=3, **exact)
     stormy = train(tmp_path, 3, ["2:1.1:in-reduce", "4:0.0:backward"], "stormy", **exact)
@@ -88,7 +88,7 @@ def test_the_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     assert stormy.notes(4, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]
 
 
-def test_gradients_are_those_of_one_process_before_and_after_a_death(tmp_path: Path) -> None:
+def test_hsdp_gradients_match_one_process_before_and_after_a_death(tmp_path: Path) -> None:
     """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor.
 
     A slow mate in the step before, and a slow repair, throw nobody out.
@@ -118,7 +118,7 @@ def commits(outcome: Outcome, rank: int, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.soak
-def test_a_model_wrapped_in_fsdp1_goes_the_same_way(tmp_path: Path, use_orig_params: bool) -> None:
+def test_fsdp1_model_behaves_like_an_fsdp2_model(tmp_path: Path, use_orig_params: bool) -> None:
     outcome = train(tmp_path, 3, ["2:1.1:vote", "4:0.0:in-reduce:1"], fsdp1=use_orig_params)
     check(outcome, {0, 1}, batch=6)
     assert outcome.ends[1] == "orphan"

@@ -130,7 +130,7 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
         assert "Traceback" not in refused.stderr
 
 
-def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> None:
+def test_wheel_holds_the_package_and_requires_the_core_only(dist: Path) -> None:
     with ZipFile(wheel_in(dist)) as wheel:
         held = {name for name in wheel.namelist() if name.startswith("recover/")}
         (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
@@ -151,12 +151,12 @@ def test_the_wheel_holds_the_package_and_asks_for_the_core_alone(dist: Path) -> 
     assert names >= tree | {"pyproject.toml", "README.md", "LICENSE"}
 
 
-def test_the_build_is_pinned() -> None:
+def test_build_is_pinned() -> None:
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {"build", "setuptools", "pyproject_hooks", "packaging"} <= pinned
 
 
-def test_the_wheel_alone_trains_through_a_death_and_names_what_is_missing(dist: Path, tmp_path: Path) -> None:
+def test_wheel_alone_trains_through_a_death_and_names_missing_extras(dist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with ZipFile(wheel_in(dist)) as wheel:
         wheel.extractall(site)
@@ -195,7 +195,7 @@ PYTHONS = interpreters()
 
 @pytest.mark.soak
 @pytest.mark.parametrize("version", PYTHONS)
-def test_a_clean_environment_with_the_newest_torch_will_do(version: str, dist: Path, tmp_path: Path) -> None:
+def test_clean_environment_with_the_newest_torch_trains(version: str, dist: Path, tmp_path: Path) -> None:
     """In an environment with the wheel alone, and no checkout: follow the guide to porting as it stands."""
     subprocess.run([PYTHONS[version], "-m", "venv", str(tmp_path / "venv")], check=True, timeout=PATIENCE)
     own = str(tmp_path / "venv" / "bin" / "python")
@@ -265,7 +265,7 @@ def follow_the_page(place: Path, environment: dict[str, str]) -> None:
     assert killed | resumed == pytest.approx(alone, abs=2e-4)
 
 
-def test_the_page_that_strangers_follow_can_be_followed_here(tmp_path: Path) -> None:
+def test_porting_page_can_be_followed_from_the_checkout(tmp_path: Path) -> None:
     """The same from the checkout, in one process: names that its script does not make would be seen."""
     page = (ROOT / "docs" / "guides" / "porting.md").read_text()
     script = next(re.finditer(r"```python\n(.*?)```", page, re.DOTALL))[1]

@@ -54,7 +54,7 @@ def run(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", SIZES)
-def test_a_death_at_every_place_of_a_join_leaves_the_bits_of_the_calm_run(
+def test_death_at_every_location_of_a_join_leaves_failure_free_bits(
     kind: str, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     missing, launches, tries = all_cells(), [], 0

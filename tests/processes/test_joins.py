@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
     ],
     ids=lambda value: str(value),
 )
-def test_a_run_that_loses_replicas_and_gets_others_has_the_bits_of_the_calm_run(
+def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
     kind: str, replica_size: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """Parameters, buffers, optimizer, learning rate, samples, loss and what the user has added, after every step. Of
@@ -67,7 +67,7 @@ def test_a_run_that_loses_replicas_and_gets_others_has_the_bits_of_the_calm_run(
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_one_that_dies_over_a_join_is_an_ordinary_death(
+def test_death_during_a_join_is_an_ordinary_death(
     victim: int, server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """Of two replicas that are joined by a third: one that is to give the state, or the third in its first step."""
@@ -88,7 +88,7 @@ def test_one_that_dies_over_a_join_is_an_ordinary_death(
         assert ranks.diary(left[0])[-1]["parameters"] == ranks.diary(left[1])[-1]["parameters"]
 
 
-def test_what_is_to_be_done_once_is_done_although_only_one_that_came_later_is_left(
+def test_on_first_runs_although_only_a_joined_replica_is_left(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """Of two that are joined by a third, one dies before it does its task, and the other one in the first step with
@@ -104,7 +104,7 @@ def test_what_is_to_be_done_once_is_done_although_only_one_that_came_later_is_le
 
 
 @pytest.mark.soak
-def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_others_go_on(
+def test_joining_replica_that_hangs_on_received_state_is_fenced(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     with JoiningRanks(server.endpoint, prefix, tmp_path, 3, hang_limit=3.0, stuck=True) as ranks:
@@ -115,7 +115,7 @@ def test_one_that_hangs_over_the_state_that_it_was_given_is_fenced_and_the_other
         assert not ranks.diary(came)
 
 
-def test_one_that_came_later_and_counts_its_steps_itself_does_not_keep_the_others_from_their_end(
+def test_joined_replica_that_counts_its_own_steps_does_not_block_the_end(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
     """`for _ in range(steps)`: when the others are through, it wants more, and is left behind."""

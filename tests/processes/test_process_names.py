@@ -18,7 +18,7 @@ input()
 
 
 @pytest.mark.parametrize("rank", [0, 10, 100, 9_999_999])
-def test_a_rank_is_known_by_its_name_however_many_have_come_and_gone(rank: int) -> None:
+def test_rank_process_name_survives_many_restarts(rank: int) -> None:
     command = [sys.executable, "-c", CALL_ITSELF.format(rank=rank)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -9,7 +9,7 @@ from toy_rounds import reference
 from worlds import run_world
 
 
-def test_rounds_have_the_trajectory_of_one_process_through_deaths(tmp_path: Path) -> None:
+def test_rounds_match_the_trajectory_of_one_process_through_deaths(tmp_path: Path) -> None:
     """In odd steps by one backward pass, in even ones by a pass for each microbatch, as a pipeline has it; both kinds
     have to run an extra round."""
     kills = ["2:1:in-reduce", "5:0:forward"]

@@ -24,7 +24,7 @@ from recover.faults.draw import draw_schedule
     ("kind", "replicas", "size", "pace", "deaths", "seeds"),
     [("ddp", 6, 1, 0.6, 3, (11, 12)), ("hsdp", 4, 2, 0.6, 2, (11, 12))],
 )
-def test_a_schedule_executed_for_real_takes_as_long_as_in_the_simulation(
+def test_executed_schedule_takes_as_long_as_its_simulation(
     tmp_path: Path, kind: str, replicas: int, size: int, pace: float, deaths: int, seeds: tuple[int, int]
 ) -> None:
     """Total time within 10%, each incident within 20%; parameters are learned from a run with other deaths.
@@ -74,7 +74,7 @@ print(json.dumps(found))
 """
 
 
-def test_many_failures_are_shared_out_over_the_cores_with_the_same_result() -> None:
+def test_simulation_result_does_not_depend_on_the_number_of_cores() -> None:
     """Each seed is a run of its own: who runs it makes no difference."""
     command = [sys.executable, "-c", SHARED_OUT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)

@@ -77,7 +77,7 @@ def check(outcome: Outcome, victims: set[int], batch: int, exact: bool = True, c
         torch.testing.assert_close(torch.tensor(memory[1]).double(), average, rtol=1e-6, atol=1e-7)
 
 
-def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:
+def test_death_at_every_location_of_a_step_keeps_batch_and_bits(tmp_path: Path) -> None:
     places = ["forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "in-totals"]
     kills = [f"{step}:{9 - step}:{place}" for step, place in enumerate(places, start=1)]
     outcome = train(tmp_path, 9, kills, steps=9)
@@ -102,7 +102,7 @@ def test_a_death_at_every_place_of_the_step(tmp_path: Path) -> None:
         pytest.param(("update", "advance"), marks=pytest.mark.soak),
     ],
 )
-def test_a_dead_spare_costs_nothing_and_another_takes_the_place_of_a_dead_major(
+def test_dead_spare_costs_nothing_and_a_spare_replaces_a_dead_major(
     tmp_path: Path, places: tuple[str, str]
 ) -> None:
     """7 x 1: after one loss there are 3 majors, a minor and a spare of each kind; two losses later no spare."""
@@ -143,7 +143,7 @@ def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, vi
         pytest.param("non-blocking", True, 2, marks=pytest.mark.soak),
     ],
 )
-def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
+def test_own_ddp_model_has_the_gradients_of_the_out_of_place_path(
     tmp_path: Path, restore: str, views: bool, accum: int
 ) -> None:
     """Although the loop keeps its own no_sync() in every second microbatch, which seldom fits what is owed."""
@@ -153,7 +153,7 @@ def test_a_users_own_ddp_has_the_gradients_of_the_out_of_place_path(
     assert outcome.notes(0, "end")[0]["rewinds"][restore] == 2
 
 
-def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
+def test_replica_with_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
     """Reproducible sums are those of one process, too."""
     outcome = train(tmp_path, 3, [], flip=[3, 1], reduction="reproducible", bit=30)
     assert outcome.ends[1] == "excluded", outcome.output
@@ -163,7 +163,7 @@ def test_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
 
 
-def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None:
+def test_run_without_a_majority_stops_and_names_both_sides(tmp_path: Path) -> None:
     outcome = train(
         tmp_path, 2, [], flip=[3, 1], flipped="average"
     )  # a buffer that moves drifts as weights do
@@ -176,7 +176,7 @@ def test_without_a_majority_the_run_stops_and_names_both(tmp_path: Path) -> None
     assert "rename it to unconfirmed-2, and resume" in outcome.output
 
 
-def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: Path) -> None:
+def test_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: Path) -> None:
     """Whether it raises where it is read (on replica 0, which has it first) or in the loop, where it is computed."""
     outcome = train(tmp_path, 4, [], poison=17)
     assert outcome.code == 1
@@ -192,13 +192,13 @@ def test_a_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path:
     assert [death["because_of"] for death in story["followed"]] == [first] * 2
 
 
-@pytest.mark.soak  # test_return.py has the bits of a calm run on gloo, test_deaths.py deaths in its reductions
-def test_the_gloo_carrier_commits_the_same(tmp_path: Path) -> None:
+@pytest.mark.soak  # test_rejoin.py has the bits of a calm run on gloo, test_deaths.py deaths in its reductions
+def test_gloo_carrier_commits_the_same_steps(tmp_path: Path) -> None:
     outcome = train(tmp_path, 4, ["2:1:in-reduce", "4:3:vote"], carrier="gloo")
     check(outcome, {1, 3}, batch=8)
 
 
-def test_a_script_that_ends_while_others_are_inside_a_step_is_named_and_left_behind(tmp_path: Path) -> None:
+def test_script_that_ends_while_others_are_in_a_step_is_named_and_evicted(tmp_path: Path) -> None:
     outcome = train(tmp_path, 3, [], ends=[3, 2])
     assert outcome.ends[2] == "raised", outcome.output
     assert "the script has ended on rank 2 after step 3" in outcome.output

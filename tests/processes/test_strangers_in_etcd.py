@@ -64,7 +64,7 @@ def strangers(fabrics: Fabrics) -> tuple[Forger, Copier]:
     return tuple(kind(fabrics.server.endpoint, fabrics.prefix) for kind in (Forger, Copier))  # type: ignore[return-value]
 
 
-def test_a_death_that_a_stranger_declares_is_none_and_a_real_one_still_counts(fabrics: Fabrics) -> None:
+def test_forged_death_is_ignored_and_a_real_one_counts(fabrics: Fabrics) -> None:
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 7) == [7] * 3
@@ -87,7 +87,7 @@ def test_a_death_that_a_stranger_declares_is_none_and_a_real_one_still_counts(fa
 
 
 @pytest.mark.parametrize("kind", ["forged", "of another rank", "of an earlier agreement"])
-def test_a_vote_that_a_stranger_casts_does_not_count(fabrics: Fabrics, kind: str) -> None:
+def test_forged_vote_is_ignored(fabrics: Fabrics, kind: str) -> None:
     """Neither for the one that votes last, and decides, nor for the one that reads the votes."""
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(2)
@@ -113,7 +113,7 @@ def test_a_vote_that_a_stranger_casts_does_not_count(fabrics: Fabrics, kind: str
     assert told == [3]
 
 
-def test_a_stranger_that_asks_is_not_admitted_and_a_rank_is_only_where_the_job_admits(
+def test_forged_join_request_is_ignored(
     fabrics: Fabrics,
 ) -> None:
     forger, copier = strangers(fabrics)
@@ -135,7 +135,7 @@ def test_a_stranger_that_asks_is_not_admitted_and_a_rank_is_only_where_the_job_a
     stranger.close()
 
 
-def test_a_job_that_admits_nobody_hears_nobody_who_asks(fabrics: Fabrics) -> None:
+def test_job_without_joins_ignores_join_requests(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, admits=False)
     assert agree(ranks, 7) == [7] * 2
     with pytest.raises(NotAdmittedError, match="start it with --return, or with --nnodes MIN:MAX"):
@@ -148,9 +148,7 @@ def test_a_job_that_admits_nobody_hears_nobody_who_asks(fabrics: Fabrics) -> Non
 
 
 @pytest.mark.parametrize("kind", ["forged", "an earlier one"])
-def test_a_decision_that_a_stranger_writes_is_none_and_members_end_with_what_they_have(
-    fabrics: Fabrics, kind: str
-) -> None:
+def test_forged_decision_ends_the_members_with_their_agreed_state(fabrics: Fabrics, kind: str) -> None:
     """Etcd counts agreements by the versions of this key: nobody can go on from there."""
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(2)
@@ -165,7 +163,7 @@ def test_a_decision_that_a_stranger_writes_is_none_and_members_end_with_what_the
     assert [fabric.participants for fabric in ranks] == [{0, 1}] * 2
 
 
-def test_an_etcd_in_a_directory_listens_on_no_port(tmp_path: Path) -> None:
+def test_etcd_in_a_directory_listens_on_no_port(tmp_path: Path) -> None:
     with EtcdServer(sockets=tmp_path / "s") as server:
         assert EtcdClient(server.endpoint, token=TOKEN).get("nothing") is None
         assert (tmp_path / "s").stat().st_mode & 0o077 == 0
@@ -214,7 +212,7 @@ def expected(steps: int) -> list[torch.Tensor]:
     return [model.weight.detach(), model.bias.detach()]
 
 
-def test_a_stranger_in_the_etcd_of_a_job_gets_nothing_and_the_job_ends_well(tmp_path: Path) -> None:
+def test_stranger_in_the_jobs_etcd_gains_nothing(tmp_path: Path) -> None:
     """It tries to join by the job's own code, copies what members wrote, declares them dead, and orders the end."""
     token = make_token_file(tmp_path / "token")
     endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"

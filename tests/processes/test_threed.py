@@ -61,14 +61,14 @@ def check_gradients(place: Path, name: str, ranks: list[int], expected: dict[str
 
 
 @pytest.mark.soak  # the 2 x 2 grid below and the matrix show the same
-def test_two_tensor_parallel_replicas_of_three_die_in_one_step(tmp_path: Path) -> None:
+def test_tensor_parallel_replicas_may_lose_two_of_three_in_one_step(tmp_path: Path) -> None:
     """At different positions; the gradients are right before and after."""
     sections = [section(tp=2, batch=6)]
     outcome = train(tmp_path / "run", 3, 2, sections, ["2:0.1:in-reduce", "2:2.0:forward"])
     check(outcome, tmp_path / "run", sections, lost={0, 2})
 
 
-def test_a_pipeline_and_an_expert_group_die_from_inside(tmp_path: Path) -> None:
+def test_pipeline_stage_and_expert_rank_may_die_inside_a_round(tmp_path: Path) -> None:
     """A stage that waits for another is killed, then a rank over whose experts all others route; both leave whole.
 
     Every microbatch, and every expert-parallel rank, has another number of targets that count, and weighs as many.
@@ -95,7 +95,7 @@ def test_a_pipeline_and_an_expert_group_die_from_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_bits_of_a_grid_do_not_depend_on_failures(tmp_path: Path) -> None:
+def test_grid_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     """Two by two: one replica undisturbed, and two of which one dies in the middle of its pipeline.
 
     The undisturbed one has also run rounds of alternating lengths on the same stages, by schedules that differ.
@@ -131,7 +131,7 @@ PLACES = ["forward", "backward", "bucket:1", "in-reduce:0", "vote", "update", "a
     ("place", "local"),
     [(place, number % 4) for number, place in enumerate([*PLACES, "in forward", "in backward", "in bubble"])],
 )
-def test_any_rank_of_a_grid_may_die_anywhere(tmp_path: Path, place: str, local: int) -> None:
+def test_grid_rank_may_die_anywhere(tmp_path: Path, place: str, local: int) -> None:
     part = section(tp=2, pp=2, tied=True)
     kills = [f"2:0.{local}:{place}"]
     if place.startswith("in "):
@@ -144,7 +144,7 @@ def test_any_rank_of_a_grid_may_die_anywhere(tmp_path: Path, place: str, local: 
 @pytest.mark.parametrize(
     "kills", [["2:0.3:in-reduce", "2:2.1:extra"], ["2:0.3:backward", "2:2.1:repair:census"]]
 )
-def test_a_second_replica_dies_over_the_recovery_from_the_first(tmp_path: Path, kills: list[str]) -> None:
+def test_grid_survives_a_second_death_during_recovery(tmp_path: Path, kills: list[str]) -> None:
     part = section(tp=2, pp=2, batch=6)
     outcome = train(tmp_path / "run", 3, 4, [part], kills)
     check(outcome, tmp_path / "run", [part], lost={0, 2})
@@ -159,6 +159,6 @@ def test_a_second_replica_dies_over_the_recovery_from_the_first(tmp_path: Path, 
         section(tp=2, pp=2, schedule="interleaved", experts=2, recompute=True),
     ],
 )
-def test_every_mixture_has_the_gradients_of_one_process(tmp_path: Path, part: dict[str, Any]) -> None:
+def test_grid_mixtures_have_the_gradients_of_one_process(tmp_path: Path, part: dict[str, Any]) -> None:
     outcome = train(tmp_path / "run", 2, 4, [part], ["2:1.2:in-reduce"])
     check(outcome, tmp_path / "run", [part], lost={1})

@@ -22,7 +22,7 @@ def names(run_dir: Path) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
-def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_named_and_goes_on(
+def test_run_without_a_majority_names_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
     """Two replicas; the writer's weights are damaged before it saves them. Its checkpoint is not offered."""
@@ -54,7 +54,7 @@ def test_where_nobody_can_tell_which_state_is_right_the_last_good_checkpoint_is_
 
 
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
-def test_damaged_moments_of_the_writer_reach_no_checkpoint_either(tmp_path: Path) -> None:
+def test_damaged_moments_of_the_writer_reach_no_checkpoint(tmp_path: Path) -> None:
     """Nor do the parameters show it in time: the vote after a checkpoint compares the optimizers, too."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "steps=5"]
     config = parse(read_words([*words, "checkpoint.every=1", "checkpoint.keep=1"]))

@@ -14,7 +14,7 @@ from training import CAN_BE_CUT, check_lines, small_world, train
     [["parallel=ddp"], ["parallel=hsdp", "shard=2", "microbatch_size=2"], ["parallel=3d", "pp=2"]],
     ids=["ddp", "hsdp", "pp"],
 )
-def test_a_compiled_run_loses_a_replica_and_has_the_losses_of_a_plain_one(
+def test_compiled_run_survives_a_death_with_the_losses_of_a_plain_run(
     kind: list[str], tmp_path: Path
 ) -> None:
     words = [*small_world(tmp_path / "world", **CAN_BE_CUT), *kind, "replicas=2", "accum=2", "steps=5"]

@@ -29,7 +29,7 @@ def hsdp(run_dir: Path, *words: str, kills: list[str] | None = None, resume: Pat
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
-def test_sharded_runs_have_the_same_bits_through_deaths_and_a_resume(tmp_path: Path) -> None:
+def test_hsdp_training_has_the_same_bits_through_deaths_and_a_resume(tmp_path: Path) -> None:
     """A rank dies before the vote, the writer's mate over a checkpoint; then too few are left, and the run is resumed:
     with the same shards (the same bits), with others, and unsharded (the same samples, and losses but for rounding).
     """
@@ -69,7 +69,9 @@ def test_sharded_runs_have_the_same_bits_through_deaths_and_a_resume(tmp_path: P
         (["parallel=hsdp", "shard=2", "microbatch_size=3"], "make it a multiple, as microbatch_size=2"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, words: list[str], complaint: str) -> None:
+def test_hsdp_training_refuses_settings_that_do_not_fit(
+    tmp_path: Path, words: list[str], complaint: str
+) -> None:
     run = train(tmp_path / "run", *small_world(tmp_path), *words)
     assert run.code == 2
     assert complaint in run.output

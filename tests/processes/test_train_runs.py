@@ -37,7 +37,7 @@ from recover.train.optimizer import make_optimizer
 PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "advance")
 
 
-def test_four_of_five_replicas_die_and_every_step_has_B_microbatches(tmp_path: Path) -> None:
+def test_run_survives_four_of_five_deaths_with_B_microbatches_per_step(tmp_path: Path) -> None:
     """The writer is among the dead, and so is the rank that writes after it: after its last commit, before it can write
     it down."""
     words = [
@@ -92,7 +92,7 @@ def test_four_of_five_replicas_die_and_every_step_has_B_microbatches(tmp_path: P
 
 @pytest.mark.soak  # tests/simulated shows the same
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_line_is_lost_when_the_writer_dies_again_and_again(tmp_path: Path, seed: int) -> None:
+def test_record_lines_survive_repeated_deaths_of_the_writer(tmp_path: Path, seed: int) -> None:
     """Each replica dies when it is the writer; the last one after its last commit, before it can write it down."""
     steps, draw = 11, random.Random(seed)
     kills = [f"{2 * writer + draw.choice((1, 2))}:{writer}:{draw.choice(PLACES)}" for writer in range(4)]
@@ -110,7 +110,7 @@ def test_no_line_is_lost_when_the_writer_dies_again_and_again(tmp_path: Path, se
 
 
 @pytest.mark.soak
-def test_no_line_is_lost_over_fifty_deaths_of_the_writer_at_random_moments(tmp_path: Path) -> None:
+def test_record_lines_survive_fifty_random_deaths_of_the_writer(tmp_path: Path) -> None:
     """Killed from outside, whatever they are doing: whoever writes, five in a run."""
     words, draw, killed = small_world(tmp_path), random.Random(0), 0
     for number in range(10):
@@ -131,7 +131,7 @@ def test_no_line_is_lost_over_fifty_deaths_of_the_writer_at_random_moments(tmp_p
     assert killed >= 45
 
 
-def test_partitioned_samples_are_never_used_twice_and_only_the_dead_ones_drop_out(tmp_path: Path) -> None:
+def test_partitioned_samples_are_used_once_and_only_dead_ones_drop_out(tmp_path: Path) -> None:
     words = [
         *small_world(tmp_path),
         "replicas=4",
@@ -163,7 +163,7 @@ def test_partitioned_samples_are_never_used_twice_and_only_the_dead_ones_drop_ou
 
 
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
-def test_a_death_over_a_checkpoint_leaves_the_one_before_and_others_go_on_from_it(tmp_path: Path) -> None:
+def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path) -> None:
     """Then the last replica is lost too, and another number of replicas goes on: same B, same LR, the next data."""
     words = [
         *small_world(tmp_path),
@@ -197,7 +197,7 @@ def test_a_death_over_a_checkpoint_leaves_the_one_before_and_others_go_on_from_i
     assert again.checkpoints == ["step-9"]
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
+def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -> None:
     """A rank gets the signal and all stop after the same step; then the launcher gets it; bit for bit the same end."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "lr=0.1", "warmup_steps=1000"]
     run_dir = tmp_path / "run"
@@ -229,7 +229,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> 
     assert third.summary["parameters_digest"] == whole.summary["parameters_digest"]
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # No step of it ends before the second signal.
     process = start(run_dir, *small_world(tmp_path), "replicas=2", "accum=2", "pace=1000")
@@ -271,7 +271,7 @@ def smooth(losses: list[float], window: int = 10) -> np.ndarray:
     return np.convolve(losses, np.ones(window) / window, mode="valid")
 
 
-def test_the_loss_curve_of_a_run_with_deaths_is_that_of_one_without(tmp_path: Path) -> None:
+def test_loss_curve_of_a_run_with_deaths_matches_a_failure_free_run(tmp_path: Path) -> None:
     """Of one process: the same samples in every step, the same losses but for rounding. That is closer than
     failure-free runs on other data are to each other. `adaptive` has smaller batches."""
     words = [*small_world(tmp_path), "steps=24", "replicas=4", "accum=4"]

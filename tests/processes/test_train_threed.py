@@ -45,7 +45,7 @@ def cut_off(run: Trained) -> Path:
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_under_another_grid_and_another_number_of_replicas(tmp_path: Path) -> None:
+def test_run_resumes_on_another_grid_and_replica_count(tmp_path: Path) -> None:
     """Tied embeddings in one piece, then at both ends of a pipeline that loses a replica."""
     whole = grid(tmp_path / "whole", "replicas=1", "tp=2")
     assert whole.code == 0, whole.output
@@ -58,7 +58,7 @@ def test_a_run_goes_on_under_another_grid_and_another_number_of_replicas(tmp_pat
 
 
 @pytest.mark.soak
-def test_experts_and_optimizer_states_fit_every_other_grid(tmp_path: Path) -> None:
+def test_experts_and_optimizer_state_resume_on_every_other_grid(tmp_path: Path) -> None:
     experts = ["experts=4", "replicas=1"]
     whole = grid(tmp_path / "whole", *experts, "tp=2", "ep=2")
     assert whole.code == 0, whole.output
@@ -72,7 +72,7 @@ def test_experts_and_optimizer_states_fit_every_other_grid(tmp_path: Path) -> No
 
 
 @pytest.mark.soak
-def test_the_small_version_of_the_papers_experiment_loses_half_of_its_replicas(tmp_path: Path) -> None:
+def test_small_paper_experiment_survives_loss_of_half_its_replicas(tmp_path: Path) -> None:
     job = start(tmp_path / "run", "examples/paper/3d-small.yaml")
     run = finish(job, tmp_path / "run", limit=600)  # sixteen processes start slowly on few cores
     assert run.code == 0, run.output
@@ -82,7 +82,7 @@ def test_the_small_version_of_the_papers_experiment_loses_half_of_its_replicas(t
 
 
 @pytest.mark.parametrize("name", ["7b-3d", "1b-hsdp", "3d-small"])
-def test_the_papers_experiments_can_be_looked_at_anywhere(
+def test_paper_experiments_can_be_dry_run_anywhere(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recover.train.supervision import train as command
@@ -108,7 +108,7 @@ def test_the_papers_experiments_can_be_looked_at_anywhere(
         (["parallel=3d", "pp=2"], "1 layer(s) cannot be cut into 2 stages"),
     ],
 )
-def test_a_grid_that_does_not_fit_is_refused_before_anything_starts(
+def test_grid_that_does_not_fit_is_refused_before_the_start(
     tmp_path: Path, words: list[str], complaint: str
 ) -> None:
     run = train(tmp_path / "run", *small_world(tmp_path), *words)

@@ -29,7 +29,7 @@ from recover.world.watchdog import (
 )
 
 
-def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_path: Path) -> None:
+def test_board_shows_last_and_stopped_ranks_and_their_activity(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 4)
     children = [subprocess.Popen(["sleep", "100000"]) for _ in range(3)]
     try:
@@ -69,7 +69,7 @@ def test_the_board_shows_who_is_last_who_is_stopped_and_what_each_computes(tmp_p
     assert set(board.signs_of_life(0)) == {0}
 
 
-def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nobody(tmp_path: Path) -> None:
+def test_stopped_and_stuck_ranks_are_fenced_and_sigcont_comes_too_late(tmp_path: Path) -> None:
     """Rank 0 is stopped before the first step is through, rank 1 from outside, and rank 3 is stuck, but runs."""
     run_dir = tmp_path / "run"
     kills = ["1:0:backward=stop", "40:3:forward=slow:100000"]
@@ -98,7 +98,7 @@ def test_a_stopped_rank_and_a_stuck_one_are_fenced_and_a_later_sigcont_finds_nob
 
 
 @pytest.mark.soak
-def test_a_stopped_rank_is_fenced_by_default_and_not_before_the_documented_limit(tmp_path: Path) -> None:
+def test_stopped_rank_is_fenced_by_default_after_the_documented_limit(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, *small_world(tmp_path), "replicas=4", "accum=2", "steps=100000", "pace=0.1")
     steps = run_dir / "steps.jsonl"
@@ -115,7 +115,7 @@ def test_a_stopped_rank_is_fenced_by_default_and_not_before_the_documented_limit
     assert [incident["dead_replicas"] for incident in run.incidents] == [[1]]
 
 
-def test_one_that_is_stopped_on_its_way_out_does_not_keep_the_job(tmp_path: Path) -> None:
+def test_rank_stopped_during_exit_does_not_block_the_job(tmp_path: Path) -> None:
     """After the closing agreement nobody waits for it any more, but the launcher does."""
     script = """
         import os, signal, recover
@@ -139,7 +139,7 @@ def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
 
 
 @pytest.mark.soak
-def test_a_held_lock_and_a_stall_of_the_many_cost_nobody_and_a_slow_sample_costs_one(tmp_path: Path) -> None:
+def test_slow_sample_costs_one_replica_and_a_stall_of_most_costs_none(tmp_path: Path) -> None:
     outcome, logs = stalls(tmp_path)
     assert outcome.code == 0, outcome.output
     lost = [rank for rank, end in outcome.ends.items() if end != "done"]
@@ -155,7 +155,7 @@ def test_a_held_lock_and_a_stall_of_the_many_cost_nobody_and_a_slow_sample_costs
 
 
 @pytest.mark.soak
-def test_a_sample_that_nobody_gets_through_ends_the_run_after_two_replicas(tmp_path: Path) -> None:
+def test_sample_that_hangs_two_replicas_ends_the_run(tmp_path: Path) -> None:
     outcome, _ = stalls(tmp_path, last=1000)
     assert outcome.code == 1
     ends = [outcome.ends[rank] for rank in range(5)]
@@ -168,7 +168,7 @@ def notes_in(run_dir: Path, step: int) -> Iterator[tuple[int, tuple[tuple[int, i
     yield from ((note.rank, note.suspects) for note in RunNotes(str(run_dir), 0).read(step))
 
 
-def test_a_slot_that_cost_two_replicas_ends_the_run_however_each_was_lost(tmp_path: Path) -> None:
+def test_slot_that_cost_two_replicas_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     notes, grid = RunNotes(str(tmp_path), 0), Grid(4, 2)
     notes.leave(6, [(2, 42), (3, 43)], "it has done nothing for 60 s", rank=2)
@@ -195,7 +195,7 @@ def _wakes(pid: int) -> bool:
         return False
 
 
-def test_a_pause_evicts_nobody_by_default_and_a_straggler_is_named_everywhere(tmp_path: Path) -> None:
+def test_pause_evicts_no_rank_by_default_and_a_straggler_is_named(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=64"]
     run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:4", "6:1:in-reduce=pause:1"])
     assert run.code == 0, run.output

@@ -21,7 +21,7 @@ from recover.world.liveness.board import Board
 
 
 @pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])
-def test_a_verdict_per_group_tears_and_one_over_the_world_does_not(
+def test_verdict_per_group_tears_the_world_and_a_global_one_does_not(
     tmp_path: Path, protocol: str, torn: bool
 ) -> None:
     outcome = run_world("split_verdict.py", tmp_path / "run", 4, [protocol], 2, kills=["1:1.0:vote"])
@@ -29,7 +29,7 @@ def test_a_verdict_per_group_tears_and_one_over_the_world_does_not(
     assert (verdicts[0] != verdicts[1]) is torn, f"{verdicts}\n{outcome.output}"
 
 
-def test_an_orphan_blocked_in_gloo_does_not_hold_the_others_up(tmp_path: Path) -> None:
+def test_orphan_blocked_in_gloo_does_not_delay_the_others(tmp_path: Path) -> None:
     outcome = run_world("orphan.py", tmp_path / "run", 6, replica_size=3)
     assert outcome.survivors == [0, 1, 2], outcome.output
     assert (outcome.ends[3], outcome.ends[4]) == ("orphan", "orphan"), outcome.output
@@ -51,7 +51,7 @@ def test_stock_ddp_on_backend_ulfm_has_the_losses_of_gloo(tmp_path: Path) -> Non
     assert losses["ulfm"][0] != losses["ulfm"][1]  # each replica saw data of its own
 
 
-def test_the_primitives_tell_every_survivor_the_same(tmp_path: Path) -> None:
+def test_primitives_return_the_same_on_every_survivor(tmp_path: Path) -> None:
     outcome = run_world("primitives.py", tmp_path / "run", 5, kills=["1:1:bucket", "2:0:bucket"])
     assert outcome.survivors == [2, 3, 4], outcome.output
     first = {rank: outcome.notes(rank, "first death")[0] for rank in (0, 2, 3, 4)}
@@ -69,7 +69,7 @@ def test_the_primitives_tell_every_survivor_the_same(tmp_path: Path) -> None:
         assert outcome.notes(rank, "boundary")[0]["failures"] is False
 
 
-def test_a_device_mesh_takes_ulfm_across_replicas_and_refuses_it_inside(tmp_path: Path) -> None:
+def test_device_mesh_accepts_ulfm_across_replicas_and_refuses_it_inside(tmp_path: Path) -> None:
     outcome = run_world("mesh.py", tmp_path / "run", 4, replica_size=2)
     assert outcome.code == 0, outcome.output
 
@@ -85,7 +85,7 @@ def _mpirun(*words: str, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_world_without_fault_tolerance_is_refused_with_the_mend() -> None:
+def test_world_without_fault_tolerance_is_refused_with_the_remedy() -> None:
     result = _mpirun("-np", "1", script="import recover; recover.init()")
     assert "--with-ft ulfm" in result.stderr
 
@@ -93,7 +93,7 @@ def test_a_world_without_fault_tolerance_is_refused_with_the_mend() -> None:
 ULFM = ("--with-ft", "ulfm", "--mca", "coll", "^han", "--mca", "coll_ftagree_era_topology", "2")
 
 
-def test_a_sites_own_mpirun_will_do(tmp_path: Path) -> None:
+def test_foreign_mpirun_starts_a_job(tmp_path: Path) -> None:
     script = (
         "import recover, os, signal\n"
         "world = recover.init()\n"
@@ -108,7 +108,7 @@ def test_a_sites_own_mpirun_will_do(tmp_path: Path) -> None:
     assert result.stdout.count("left (0, 2)") == 2, result.stderr
 
 
-def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_loopback(
+def test_foreign_mpirun_replicas_rendezvous_in_the_run_directory(
     tmp_path: Path,
 ) -> None:
     script = (
@@ -132,7 +132,7 @@ def test_replicas_under_a_sites_own_mpirun_meet_in_the_run_directory_and_on_the_
 
 
 @pytest.mark.soak
-def test_ten_jobs_of_a_sites_own_mpirun_end_well_on_every_rank(tmp_path: Path) -> None:
+def test_foreign_mpirun_ends_ten_jobs_well_on_every_rank(tmp_path: Path) -> None:
     for job in range(10):
         run_dir = tmp_path / str(job)
         script = f"import recover, os; os.environ['RECOVER_RUN_DIR'] = {str(run_dir)!r}; recover.init()"
@@ -148,7 +148,7 @@ WHERE = (
 )
 
 
-def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp_path: Path) -> None:
+def test_foreign_mpirun_rendezvous_directory_is_one_per_job(tmp_path: Path) -> None:
     """Also behind a wrapper, and where both have the same namespace, as a process id that is used again gives it."""
     rank = f"'{sys.executable}' -c '{WHERE}'"
     launcher = f'export PMIX_NAMESPACE="prterun@1"; {rank} & sh -c "{rank}; true"; wait'
@@ -166,7 +166,7 @@ def test_ranks_of_a_job_meet_at_one_place_and_those_of_another_job_elsewhere(tmp
 
 
 @pytest.mark.parametrize("planted", ["link", "file", "open directory"])
-def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
+def test_planted_rendezvous_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
     monkeypatch.setattr(foreign_mpirun, "MEMORY", tmp_path)
@@ -185,7 +185,7 @@ def test_what_somebody_else_has_put_at_the_meeting_place_is_refused(
         make_shared_directory()
 
 
-def test_a_board_follows_no_link_and_forgets_what_another_process_has_counted(tmp_path: Path) -> None:
+def test_board_follows_no_link_and_resets_foreign_counts(tmp_path: Path) -> None:
     victim = tmp_path / "thesis.txt"
     victim.write_text("words")
     (tmp_path / "link").symlink_to(victim)
@@ -203,7 +203,7 @@ def test_a_board_follows_no_link_and_forgets_what_another_process_has_counted(tm
     assert board.entered(1) == 7
 
 
-def test_a_grid_that_does_not_divide_is_refused_with_the_mend() -> None:
+def test_grid_that_does_not_divide_the_ranks_is_refused_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="multiple of the replica size"):
         Grid.of(5, 2)
 
@@ -215,13 +215,13 @@ def test_programs_are_all_used() -> None:
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
+def test_carrier_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
     outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
     assert outcome.code == 0, outcome.output
     assert "one per member" in outcome.output
 
 
-def test_whoever_waits_for_the_rest_of_a_message_is_freed_when_it_will_not_come() -> None:
+def test_receiver_of_a_partial_message_is_freed_when_the_rest_is_lost() -> None:
     program = Path(__file__).parent.parent / "programs" / "half_a_message.py"
     found = subprocess.run(
         [sys.executable, "-P", program], capture_output=True, text=True, timeout=PATIENCE, check=True
@@ -232,7 +232,7 @@ def test_whoever_waits_for_the_rest_of_a_message_is_freed_when_it_will_not_come(
     assert {ends[f"{each}, a sender that dies"] for each in ("broadcast", "exchange")} == {"freed"}
 
 
-def test_a_stranger_at_the_ports_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
+def test_stranger_at_a_rank_port_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
     outcome = run_world("strangers.py", tmp_path / "run", 3)
     assert outcome.code == 0, outcome.output
     # An impostor, noise, two processes that play a peer, no process.

@@ -70,7 +70,7 @@ def files() -> Iterator[tuple[str, str]]:
             yield f"{package}/{path.relative_to(directory).as_posix()}", path.read_text()
 
 
-def test_picture_shows_every_part_and_no_other() -> None:
+def test_architecture_picture_shows_every_part_and_no_other() -> None:
     folders = {
         f"{'' if package == 'recover' else package + '/'}{path.name}"
         for package, directory in PACKAGES.items()
@@ -121,7 +121,7 @@ def test_parts_depend_on_each_other_in_one_direction() -> None:
         "if TYPE_CHECKING:\n    from recover.cli import app",
     ],
 )
-def test_every_form_of_an_upward_import_is_found(line: str) -> None:
+def test_upward_import_is_found_in_every_form(line: str) -> None:
     below = "from recover.world.fabrics.base import Fabric\nimport torch"
     assert upwards("recover/world/carriers/new.py", line)
     assert not upwards("recover/world/carriers/new.py", below)

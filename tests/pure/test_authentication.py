@@ -98,7 +98,7 @@ def _b64(data: bytes) -> str:
 
 
 @given(st.text(max_size=20), st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=40))
-def test_a_message_is_authentic_for_its_own_place_and_bytes_alone(
+def test_message_is_authentic_only_for_its_key_and_bytes(
     place: str, data: bytes, other_place: str, other_data: bytes
 ) -> None:
     ours = Authenticator("token", "purpose")
@@ -117,9 +117,7 @@ def test_a_message_is_authentic_for_its_own_place_and_bytes_alone(
 
 
 @given(st.text(max_size=20), st.binary(min_size=8, max_size=200), st.text(max_size=20))
-def test_what_is_sealed_cannot_be_read_and_is_the_same_every_time(
-    place: str, data: bytes, other_place: str
-) -> None:
+def test_sealed_data_is_unreadable_and_deterministic(place: str, data: bytes, other_place: str) -> None:
     ours = Authenticator("token", "purpose")
     sealed = ours.seal(place, data)
     assert sealed == Authenticator("token", "purpose").seal(place, data)
@@ -138,7 +136,7 @@ def test_what_is_sealed_cannot_be_read_and_is_the_same_every_time(
     assert ours.unsealed(place, bytes(changed)) is None
 
 
-def test_place_and_data_cannot_be_cut_at_another_point() -> None:
+def test_sealed_key_and_data_cannot_be_split_differently() -> None:
     ours = Authenticator("token", "purpose")
     assert ours.mac("ab", b"c") != ours.mac("a", b"bc")
 
@@ -167,7 +165,7 @@ COPIES = [(key, place) for key in WRITTEN for place in ELSEWHERE if place != "an
 
 
 @pytest.mark.parametrize(("key", "place"), COPIES)
-def test_what_a_member_wrote_is_ignored_in_another_place(key: str, place: str) -> None:
+def test_member_value_copied_to_another_key_is_ignored(key: str, place: str) -> None:
     raw: dict[str, bytes] = {}
     Store("token", raw).put(key, WRITTEN[key])
     (signed,) = raw.values()
@@ -178,7 +176,7 @@ def test_what_a_member_wrote_is_ignored_in_another_place(key: str, place: str) -
 
 
 @pytest.mark.parametrize("key", WRITTEN)
-def test_what_others_write_is_ignored_by_every_way_of_reading_and_named_once(
+def test_forged_values_are_ignored_by_every_read_and_named_once(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw: dict[str, bytes] = {}
@@ -195,7 +193,7 @@ def test_what_others_write_is_ignored_by_every_way_of_reading_and_named_once(
         assert said.count(f"ignored /recover/j/run/{key} in etcd: it was not written with") == 1
 
 
-def test_a_watch_hears_deletions_and_what_members_write_alone() -> None:
+def test_watch_reports_deletions_and_values_of_members_only() -> None:
     raw: dict[str, bytes] = {}
     member, told = Store("token", raw), list[KeyValue]()
     member.put("seen/ended", b"over")
@@ -209,7 +207,7 @@ def test_a_watch_hears_deletions_and_what_members_write_alone() -> None:
     assert member.authentic([event | {"value": _b64(b"because I say so"), "version": "1"}]) == ()
 
 
-def test_guards_compare_what_a_member_would_have_signed() -> None:
+def test_guards_compare_sealed_values() -> None:
     raw: dict[str, bytes] = {}
     client = Store("token", raw)
     client.put("claim", b"mine")
@@ -239,7 +237,7 @@ def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 9, 10, 120, 200])
 @pytest.mark.parametrize("size", [1, 8, 30, 60, 110])
-def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int, size: int) -> None:
+def test_vote_compares_no_more_keys_than_etcd_allows_in_a_transaction(replicas: int, size: int) -> None:
     """128 operations: those of a transaction and of the one inside of it together."""
     (written,) = cast(0, Vote(7, frozenset()), frozenset(range(replicas * size)), size)
     inner = written.get("request_txn", {"compare": []})
@@ -254,7 +252,7 @@ def test_a_vote_compares_no_more_than_etcd_takes_in_a_transaction(replicas: int,
     assert last is None or 2 + len(last[0]) <= 128
 
 
-def test_a_proof_between_carriers_needs_the_token_and_the_epoch() -> None:
+def test_carrier_proof_needs_the_token_and_the_epoch() -> None:
     grid, worker = Grid(1, 1), Worker()
 
     def proof(token: str, epoch: str, sender: int = 0, receiver: int = 1) -> bytes:
@@ -291,7 +289,7 @@ def mates(of_speaker: str = "token", of_mate: str = "token") -> tuple[Channel, C
     return speaker, mate, up
 
 
-def test_messages_between_mates_are_heard_once_in_order_and_from_who_signed_them() -> None:
+def test_peer_messages_are_accepted_once_in_order_and_from_their_signer() -> None:
     speaker, mate, up = mates()
     mate.send(b"one")
     mate.send(b"two")
@@ -317,7 +315,7 @@ def test_messages_between_mates_are_heard_once_in_order_and_from_who_signed_them
         speaker.receive()
 
 
-def test_mates_without_the_same_token_do_not_meet() -> None:
+def test_peers_without_the_same_token_do_not_connect() -> None:
     for theirs, met in (("token", True), ("a guess", False)):
         here, there = Pipe()
         with ThreadPoolExecutor(1) as pool:
@@ -371,7 +369,7 @@ class FakeParcel:
         return {"generators": None}
 
 
-def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not signed so is not even looked into."""
     monkeypatch.setattr(state_handover, "Parcel", FakeParcel)
     monkeypatch.setattr(state_handover, "set_generators", lambda *_: None)
@@ -407,7 +405,7 @@ def test_a_state_is_taken_only_from_its_giver_in_its_epoch(monkeypatch: pytest.M
         assert not taken("token", 5)
 
 
-def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
+def test_several_hosts_on_an_own_etcd_need_a_token_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without it the token would lie in that etcd. Who protects an etcd that is there already is the site's affair."""
@@ -431,7 +429,7 @@ def test_several_hosts_on_an_etcd_of_ours_need_a_token_file(
     assert make_token_file(made).read_text() == made.read_text()
 
 
-def test_a_job_on_one_host_has_a_token_and_a_socket_of_its_own() -> None:
+def test_single_host_job_has_its_own_token_and_socket() -> None:
     tokens = {read_options(one_host(2, 1, HostOptions(returns=True)), {}).token for _ in range(3)}
     assert len(tokens) == 3
     assert min(map(len, tokens)) >= 32
@@ -450,14 +448,14 @@ def test_a_job_on_one_host_has_a_token_and_a_socket_of_its_own() -> None:
         ({"nnodes": "2", "standby": 1}, True),
     ],
 )
-def test_ranks_join_only_where_the_job_was_started_for_it(options: dict[str, Any], admits: bool) -> None:
+def test_ranks_join_only_jobs_started_with_joins(options: dict[str, Any], admits: bool) -> None:
     assert read_options(HostOptions(rdzv_endpoint="h", rdzv_id="j", **options), {}).admits is admits
 
 
 OWN_PIPES = {"recover/data/readers.py"}  # what is unpickled there comes from a process of our own
 
 
-def test_nothing_that_comes_over_a_wire_is_unpickled() -> None:
+def test_network_data_is_never_unpickled() -> None:
     """Neither by name, nor by torch's collectives of objects, nor by `recv()` of a `multiprocessing` connection."""
     found = set()
     for path in sorted((ROOT / "recover").rglob("*.py")):

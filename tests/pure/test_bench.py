@@ -106,7 +106,7 @@ def surviving_run() -> list[Event]:
     )
 
 
-def test_the_stamps_of_a_restart_are_the_papers() -> None:
+def test_restart_timestamps_match_the_paper() -> None:
     (restart,) = restarts(restarted_run())
     stamps = [getattr(restart, letter) for letter in "ABCDEFGH"]
     assert stamps == pytest.approx([12.0, 12.3, 13.0, 13.5, 18.0, 19.2, 19.4, 20.4])
@@ -119,14 +119,14 @@ def test_the_stamps_of_a_restart_are_the_papers() -> None:
     assert sum(restart.inside_restart().values()) == pytest.approx(restart.pieces()["restart"])
 
 
-def test_a_restart_without_a_checkpoint_begins_at_the_first_step() -> None:
+def test_restart_without_a_checkpoint_begins_at_the_first_step() -> None:
     events = [each for each in restarted_run() if "save" not in each["what"] and "load" not in each["what"]]
     (restart,) = restarts([*events, *step(1, 15, 16, life=1), *step(2, 16, 17, life=1)])
     assert (restart.A, restart.B) == (10.0, 10.0)
     assert restart.pieces()["load"] == 0.0
 
 
-def test_a_checkpoint_that_was_cut_off_and_written_again_counts_once() -> None:
+def test_checkpoint_cut_off_and_written_again_counts_once() -> None:
     """Step 4 is saved, but not whole when step 5 dies; back to step 2, saved again, and step 5 dies once more."""
     again = [
         event(each["at"] + 2.0, each["what"], each["rank"], 1, step=4)
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_was_cut_off_and_written_again_counts_once() -> None:
     assert (second.A, second.B) == (22.0, 22.2)
 
 
-def test_the_stamps_of_a_recovery_are_the_papers() -> None:
+def test_recovery_timestamps_match_the_paper() -> None:
     (recovery,) = recoveries(surviving_run(), since=2)
     assert recovery.pieces() == pytest.approx(
         {"normal": 0.5, "detect": 0.1, "repair": 0.2, "restore": 0.1, "redo": 0.7}
@@ -156,12 +156,12 @@ def test_the_stamps_of_a_recovery_are_the_papers() -> None:
     assert recovery.to_json()["stamps"] == {"failure": 0.5, "recovered": 0.9, "complete": 1.6}
 
 
-def test_what_a_restart_costs_is_taken_from_all_runs_that_had_one() -> None:
+def test_restart_cost_is_taken_from_all_runs_with_a_restart() -> None:
     costs = restart_costs([restarted_run(), restarted_run()])
     assert (costs.step, costs.save, costs.stall) == pytest.approx((1.0, 0.3, 6.4))
 
 
-def test_steps_in_which_somebody_died_are_no_measure_of_a_step() -> None:
+def test_step_time_excludes_steps_with_deaths() -> None:
     assert step_seconds(surviving_run()) == pytest.approx({1: 1.0, 2: 1.0, 4: 2.0})
     assert steps_by_alive(surviving_run()) == pytest.approx({2: 1.0, 1: 2.0})
     assert recovery_seconds(surviving_run()) == pytest.approx(0.6)  # 1.6 seconds instead of one
@@ -171,7 +171,7 @@ def test_steps_in_which_somebody_died_are_no_measure_of_a_step() -> None:
     assert warm_steps(restarted_run()).keys() == step_seconds(restarted_run()).keys() - firsts
 
 
-def test_effective_throughput_counts_the_living() -> None:
+def test_effective_throughput_counts_living_ranks() -> None:
     (interval,) = interval_throughput(surviving_run(), 4, TOKENS, alive=[1], provisioned=2)
     assert interval["seconds"] == pytest.approx(3.1)  # from the kill to the end of step 4
     assert interval["effective_throughput"] == pytest.approx(TOKENS / 3.1)
@@ -180,7 +180,7 @@ def test_effective_throughput_counts_the_living() -> None:
     assert flat["effective_throughput"] == flat["per_provisioned_rank"] == pytest.approx(TOKENS / (8.4 * 2))
 
 
-def test_tokens_against_rank_hours() -> None:
+def test_throughput_counts_tokens_per_rank_hour() -> None:
     ours = progress(surviving_run(), TOKENS, ranks=2, lost_per_failure=1)
     # Two ranks until the kill at 2.5 seconds, then one.
     assert [spent for spent, _ in ours] == pytest.approx([0, 2, 4, 5, 6.1, 8.1])
@@ -194,7 +194,7 @@ def test_tokens_against_rank_hours() -> None:
     assert more["rank_seconds_ratio"] == pytest.approx(22.8 / 8.1)
 
 
-def test_what_is_rolled_back_is_not_processed_twice() -> None:
+def test_rolled_back_steps_are_not_counted_twice() -> None:
     events = [each for each in restarted_run() if each["what"] != "failure"]
     again = [*events, *step(4, 22, 23, life=2)]
     assert progress(again, TOKENS, 2, 0)[-1][1] == 400
@@ -220,7 +220,7 @@ def test_throughput_of_a_trajectory() -> None:
     )
 
 
-def test_how_a_replica_is_built_is_said_as_to_recover_train() -> None:
+def test_bench_words_describe_the_replica_as_recover_train_does() -> None:
     assert inside([]) == inside(["parallel=ddp"]) == {}
     assert inside(["parallel=hsdp"]) == {"shard": 2}
     scene = Scene(replicas=3, **inside(["parallel=3d", "tp=2", "pp=2"]))
@@ -233,7 +233,7 @@ def test_how_a_replica_is_built_is_said_as_to_recover_train() -> None:
 RESTARTING = RestartCosts(step=1.0, save=0.5, stall=8.0)
 
 
-def test_the_baseline_is_taken_at_its_best() -> None:
+def test_baseline_uses_its_best_checkpoint_interval() -> None:
     # 16 steps, 16/N saves of half a second, N/2 steps again: least at N = 4.
     assert RESTARTING.best_interval(16) == 4
     assert RESTARTING.between_failures(16, 4) == pytest.approx(16 + 2 + 2 + 8)
@@ -242,7 +242,7 @@ def test_the_baseline_is_taken_at_its_best() -> None:
     assert rerun_steps([3, 4], 2) == 1.5
 
 
-def test_the_best_checkpoints_for_failures_in_known_steps() -> None:
+def test_best_checkpoints_for_failures_in_known_steps_are_found() -> None:
     """On average half of an interval is run again; in known steps it may be all of it, or one step alone."""
     cheap = RestartCosts(step=1.0, save=0.1, stall=8.0)
     assert cheap.best_interval(16) == 2
@@ -250,13 +250,13 @@ def test_the_best_checkpoints_for_failures_in_known_steps() -> None:
     assert cheap.best_interval(16, kills=[23, 39, 55]) == 2  # one step again
 
 
-def test_production_makes_progress_in_8_of_18_minutes() -> None:
+def test_production_scenario_makes_progress_in_8_of_18_minutes() -> None:
     steps = RESTARTING.production()
     share = steps * RESTARTING.step / RESTARTING.between_failures(steps, RESTARTING.best_interval(steps))
     assert share == pytest.approx(8 / 18, rel=0.1)  # a whole and even number of steps
 
 
-def test_the_crossing_point_is_where_both_are_equal() -> None:
+def test_crossing_point_is_where_both_systems_are_equal() -> None:
     # With 3 of 4 alive a step takes 4/3, and a bit more because B does not divide.
     costs = Costs(4, RESTARTING, recovery=0.2, steps_of={4: 1.0, 3: 1.4, 2: 2.0})
     for per_living_rank, ratio in ((True, costs.effective_ratio), (False, costs.wall_ratio)):
@@ -282,7 +282,7 @@ def test_events_of_all_ranks_are_read_in_order(tmp_path: Path) -> None:
     assert failures(read_events(tmp_path))[0]["step"] == 3
 
 
-def test_a_part_is_measured_again_when_the_sources_have_changed(tmp_path: Path) -> None:
+def test_bench_part_is_measured_again_when_its_sources_change(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
     assert not measured(path)
     path.write_text(json.dumps({"sources": "of another day"}))
@@ -305,7 +305,7 @@ def test_sources_digest_covers_both_packages(tmp_path: Path, monkeypatch: pytest
     assert len(digests) == 3
 
 
-def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path) -> None:
+def test_evaluation_page_shows_measurements_and_the_papers_figures(tmp_path: Path) -> None:
     machine = {"cores": 2, "processor": "a processor", "torch": "2", "openmpi": "5"}
     (restart,), (recovery,) = restarts(restarted_run()), recoveries(surviving_run(), since=2)
     row = {"N": 2, "baseline": restart.to_json(), "ours": recovery.to_json()}
@@ -328,7 +328,7 @@ def test_the_page_shows_what_was_measured_and_what_the_paper_says(tmp_path: Path
     assert "<img" in text
 
 
-def test_every_part_has_a_call_and_a_place_on_the_page() -> None:
+def test_bench_part_has_a_call_and_a_place_on_the_page() -> None:
     for long in (False, True):
         for name in suite.parts(long):
             assert name.partition("-")[0] in FIGURES
@@ -337,7 +337,7 @@ def test_every_part_has_a_call_and_a_place_on_the_page() -> None:
 @pytest.mark.parametrize(
     ("name", "long"), [(name, long) for long in (False, True) for name in suite.parts(long)], ids=str
 )
-def test_no_benchmark_measures_what_it_could_not_write_down(
+def test_benchmark_that_cannot_write_its_figures_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, long: bool
 ) -> None:
     def start(*_: object, **__: object) -> None:

@@ -54,7 +54,7 @@ def returning_run() -> list[Event]:
     ]
 
 
-def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
+def test_rejoin_is_timed_from_the_death_to_the_first_complete_step() -> None:
     back = rejoin_times(returning_run(), lambda each: each["replicas"] == 3)
     assert (back.again, back.whole, back.wait) == pytest.approx((0.7, 4.5, 0.8))
     assert _away(returning_run(), 3) == pytest.approx([4.4]), "when the first one of all has committed it"
@@ -65,7 +65,7 @@ def test_a_return_is_timed_from_the_death_to_the_first_step_of_all() -> None:
         rejoin_times(returning_run(), lambda each: each["replicas"] == 4)
 
 
-def test_a_step_that_the_dead_one_had_voted_for_does_not_pass_for_its_return() -> None:
+def test_rejoin_time_excludes_a_step_the_dead_rank_had_voted_for() -> None:
     late = [
         step_end(3.55, 4, 3) if each["what"] == "step-end" and each["step"] == 4 else each
         for each in returning_run()
@@ -76,7 +76,7 @@ def test_a_step_that_the_dead_one_had_voted_for_does_not_pass_for_its_return() -
     assert restarted.again == restarted.whole == pytest.approx(0.05)
 
 
-def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_again_does_not_count() -> None:
+def test_kill_time_is_that_of_the_slowest_survivor_without_redone_work() -> None:
     slow = incident(noticed_at=10.1, detect=0.05, repair=0.2, restore=0.01, redo=0.5)
     events = [
         event(10.0, "failure", 2, step=4),
@@ -100,7 +100,7 @@ def test_the_parts_of_a_kill_are_those_of_the_slowest_survivor_and_work_done_aga
         kill_samples(events, 7)
 
 
-def test_a_step_that_nobody_was_missed_in_says_nothing_about_a_loss() -> None:
+def test_loss_time_excludes_a_step_without_missing_replicas() -> None:
     events = [
         event(10.0, "failure", 4, step=7),
         step_end(10.04, 7, 6, microbatches=6),
@@ -110,7 +110,7 @@ def test_a_step_that_nobody_was_missed_in_says_nothing_about_a_loss() -> None:
     assert judge(without_the_lost(events, 6)) == {"seconds": 5.5, "microbatches": 4, "discarded": 1}
 
 
-def test_every_host_is_struck_and_one_rank_of_the_first_stays() -> None:
+def test_host_bench_strikes_every_host_and_spares_one_rank_of_the_first() -> None:
     strikes = strikes_on(LocalPool(3, "10.0.0.1"), 2)
     assert [(strike.what, strike.host, strike.replica) for strike in strikes] == [
         ("rank", "h3", 5),
@@ -129,7 +129,7 @@ def costs(**changes: float) -> RejoinCosts:
     return RejoinCosts(5, RestartCosts(step=1.0, save=0.05, stall=9.0), **pieces)
 
 
-def test_a_replica_that_is_away_for_a_while_costs_its_share_of_the_steps_meanwhile() -> None:
+def test_absent_replica_costs_its_share_of_the_steps() -> None:
     # A failure every 1000 steps: 6 s of them with one of five less.
     assert costs().ours(1000) == pytest.approx(1000 + 0.1 + 0.15 + 6.0 / 5, rel=1e-3)
     assert costs().missing(1000) == pytest.approx(6.0 / 1001, rel=0.01)
@@ -138,7 +138,7 @@ def test_a_replica_that_is_away_for_a_while_costs_its_share_of_the_steps_meanwhi
     assert costs().ours(1) > 1.25
 
 
-def test_replicas_that_come_back_leave_no_rate_of_failures_at_which_a_restart_is_better() -> None:
+def test_rejoining_replicas_beat_a_restart_at_every_failure_rate() -> None:
     assert costs().crossing() is None
     assert costs().calm_ratio == 1.0
     assert costs(full=1.1, less=1.4).calm_ratio == pytest.approx(1 / 1.1)
@@ -146,7 +146,7 @@ def test_replicas_that_come_back_leave_no_rate_of_failures_at_which_a_restart_is
 
 
 @pytest.mark.parametrize("megabytes", [1, 5, 50, 200])
-def test_a_scene_is_as_large_as_it_was_asked_for(megabytes: float, tmp_path: Path) -> None:
+def test_host_bench_scene_has_the_requested_size(megabytes: float, tmp_path: Path) -> None:
     wide = hidden_for(megabytes)
     words = Scene(hidden=wide).words(tmp_path)
     shape = json.loads((tmp_path / "model.json").read_text())
@@ -207,7 +207,7 @@ def restarting_run(scene: Scene) -> list[Event]:
 
 
 @pytest.mark.usefixtures("on_paper")
-def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
+def test_tokens_per_hour_are_compared_from_the_first_failure_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(replicas=4, accum=1)
@@ -232,7 +232,7 @@ def test_tokens_an_hour_are_compared_from_the_first_failure_on_at_every_rate(
 
 
 @pytest.mark.usefixtures("on_paper")
-def test_a_return_is_told_beside_those_of_others_and_who_is_absent_is_named(
+def test_rejoin_table_compares_systems_and_names_absent_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(*_: object) -> Path:

@@ -20,7 +20,7 @@ from recover.faults.schedule import impossible, survivors
 from recover.train.config import parse
 
 
-def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
+def test_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
     assert {place.partition(":")[0] for place in (*PLACES, *RECOVERIES)} == set(LOCATIONS) - set(OUTSIDE)
     launches = list(lay_out(all_cells(), 8, 2, "static"))
     served = set().union(*(launch.cells for launch in launches))
@@ -40,7 +40,7 @@ def test_the_matrix_serves_every_cell_with_faults_that_can_strike() -> None:
         (["replicas=4", "parallel=hsdp"], "add shard=2"),
     ],
 )
-def test_a_matrix_that_cannot_be_run_is_refused_before_anything_starts(
+def test_matrix_that_cannot_run_is_refused_before_the_start(
     tmp_path: Path, words: list[str], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -49,7 +49,7 @@ def test_a_matrix_that_cannot_be_run_is_refused_before_anything_starts(
     assert (config.replicas, {launch.global_batch for launch in whole}) == (2, {2, 3})
 
 
-def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
+def test_drawn_run_is_reproduced_by_its_seed() -> None:
     config = parse({"replicas": "5", "steps": "12"})
     schedules = [schedule_for(config, seed) for seed in range(300)]
     assert schedules == [schedule_for(config, seed) for seed in range(300)]
@@ -68,7 +68,7 @@ def test_a_drawn_run_can_be_had_again_by_its_seed() -> None:
     assert all(list(impossible(schedule, 5, 1, 12)) == [] for schedule in schedules)
 
 
-def test_those_who_come_back_are_struck_at_every_place_that_there_is_for_them() -> None:
+def test_drawn_faults_strike_rejoining_replicas_at_every_location() -> None:
     config = parse({"replicas": "4", "steps": "300"})
     schedules = [strike_newcomers(config, seed) for seed in range(300)]
     assert schedules == [strike_newcomers(config, seed) for seed in range(300)]
@@ -119,7 +119,7 @@ class FakeGround(LocalMachine):
         (False, [set(), set()], 0, "2 runs, {} faults, 0 with a violation"),
     ],
 )
-def test_a_campaign_with_returns_in_which_nobody_joined_is_inconclusive(
+def test_campaign_with_rejoins_is_inconclusive_without_a_join(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], returns: bool, joins: Any, code: int, said: str
 ) -> None:
     platform = FakeGround(returns, joins)
@@ -130,7 +130,7 @@ def test_a_campaign_with_returns_in_which_nobody_joined_is_inconclusive(
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_runs_with_returns_last_until_lost_replicas_can_have_joined(tmp_path: Path) -> None:
+def test_campaign_runs_with_rejoins_last_until_lost_replicas_can_join(tmp_path: Path) -> None:
     """Struck in the first third, and so slow that six of them could start one after the other."""
     platform = FakeGround(True, [{4}] * 40)
     words = [*small_world(tmp_path / "world"), "replicas=4", "accum=2", "steps=60"]
@@ -148,7 +148,7 @@ def test_runs_with_returns_last_until_lost_replicas_can_have_joined(tmp_path: Pa
         pace_for_joins(config, 200.0, 12.0)
 
 
-def test_a_matrix_is_run_in_slices_that_make_the_whole() -> None:
+def test_matrix_slices_make_up_the_whole() -> None:
     whole = plan_launches([*POLICY, "replicas=8"], all_cells())[1]
     slices = [slice_of(whole, 3, skip) for skip in range(0, len(whole), 3)]
     assert [launch for each in slices for launch in each] == whole
@@ -157,7 +157,7 @@ def test_a_matrix_is_run_in_slices_that_make_the_whole() -> None:
         slice_of(whole, None, 999)
 
 
-def test_the_table_goes_to_its_place_in_the_page(tmp_path: Path) -> None:
+def test_matrix_table_is_written_into_its_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- matrix: ddp -->\nold\n<!-- end of matrix: ddp -->\nafter\n")
     cells = {Cell("vote", "major", mode) for mode in MODES}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from streams import LateDevice, LateStream, on_device
+from test_host_and_device_carrier import Meeting, ThreadsOfOneHost, connected
 from test_nccl import make_ranks
-from test_two_wires import Meeting, ThreadsOfOneHost, connected
 
 from recover.world.carriers.base import DataCarrier, Ready
 from recover.world.carriers.lone import LoneCarrier
@@ -129,7 +129,7 @@ OPERATIONS = [
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 @pytest.mark.parametrize("group", GROUPS)
-def test_operations_wait_for_the_stream_of_the_caller(
+def test_carrier_operations_wait_for_the_stream_of_the_caller(
     group: str, operation: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crosses = GROUPS[group](3)
@@ -147,7 +147,7 @@ def test_operations_wait_for_the_stream_of_the_caller(
 
 
 @pytest.mark.parametrize("group", ["nccl", "host and device", "host"])
-def test_a_staging_buffer_is_received_into_again_only_after_it_was_emptied(
+def test_staging_buffer_is_reused_only_after_it_was_copied_out(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State travels in pieces through two buffers that take turns, and is copied out of them on the caller's stream."""
@@ -168,7 +168,7 @@ def test_a_staging_buffer_is_received_into_again_only_after_it_was_emptied(
     assert [piece.tolist() for piece in state] == [piece.tolist() for piece in pieces]
 
 
-def test_no_carrier_can_run_an_operation_without_following_the_caller() -> None:
+def test_carrier_cannot_run_an_operation_before_the_callers_stream() -> None:
     """The order is kept in one place, before the carrier's own code: a new carrier cannot forget it."""
     followed: list[str] = []
 

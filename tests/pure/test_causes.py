@@ -39,7 +39,7 @@ ORPHAN = {"words": {"end": "orphan", "detail": "rank 0 of this replica has died"
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
-def test_an_orphan_is_never_the_cause_and_everyone_is_told_once(
+def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
     data: st.DataObject, size: int, replicas: int
 ) -> None:
     """Of each replica at most one is first: one that was no orphan, and none of the others died before it."""
@@ -72,7 +72,7 @@ def test_an_orphan_is_never_the_cause_and_everyone_is_told_once(
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["each host its own directory", "a shared one"])
-def test_a_lost_host_is_the_first_cause_and_its_ranks_are_told_with_it(shared: bool) -> None:
+def test_lost_host_is_the_first_cause_and_lists_its_ranks(shared: bool) -> None:
     """Replicas of two. h1 with ranks 0 to 2 loses its power, so rank 3 on h2 is an orphan; rank 5 was killed on h3."""
     heard = {
         "what": "heard",
@@ -144,9 +144,7 @@ def test_a_lost_host_is_the_first_cause_and_its_ranks_are_told_with_it(shared: b
         ({}, "unknown", "no last words, no crash, no exit status"),
     ],
 )
-def test_what_can_be_proved_comes_before_what_the_rank_believed(
-    seen: dict[str, Any], kind: str, said: str
-) -> None:
+def test_proven_cause_comes_before_the_ranks_own_report(seen: dict[str, Any], kind: str, said: str) -> None:
     (story,) = stories([incident_line(5, [1])], [start_line(2), exit_line(1, START + 6, **seen)])
     (death,) = story.first
     assert death.cause.kind == kind
@@ -154,7 +152,7 @@ def test_what_can_be_proved_comes_before_what_the_rank_believed(
     assert death.cause.advice
 
 
-def test_a_fault_on_schedule_is_told_from_one_that_came_before_it() -> None:
+def test_scheduled_fault_is_distinguished_from_an_earlier_cause() -> None:
     job = [start_line(3, faults=["5:1.0:in-reduce", "9:2.0:vote"])]
     job += [
         exit_line(1, START + 6, step=5, signal="SIGKILL"),
@@ -164,7 +162,7 @@ def test_a_fault_on_schedule_is_told_from_one_that_came_before_it() -> None:
     assert [death.cause.kind for death in story.first] == ["scheduled", "killed"]
 
 
-def test_a_later_launch_does_not_take_the_blame_of_an_earlier_one(tmp_path: Path) -> None:
+def test_causes_of_an_earlier_launch_are_not_repeated(tmp_path: Path) -> None:
     """The same rank died in both, of something else; and who is ended with the job is no loss."""
     job = [start_line(2), exit_line(1, START + 7, signal="SIGKILL"), {"what": "end", "at": START + 30}]
     job += [start_line(2, at=START + 100), exit_line(1, START + 107, code=3)]
@@ -174,7 +172,7 @@ def test_a_later_launch_does_not_take_the_blame_of_an_earlier_one(tmp_path: Path
     assert [story.first[0].cause.kind for story in told] == ["killed", "left"]
 
 
-def test_one_that_has_said_why_before_the_job_was_ended_is_told_of_however_long_it_takes_to_be_gone() -> None:
+def test_rank_that_reported_a_cause_before_the_end_is_listed_as_lost() -> None:
     """A process with a GPU takes seconds to go. Who says something because it is ended is no loss."""
 
     def raised(rank: int, said: float) -> dict[str, Any]:
@@ -187,7 +185,7 @@ def test_one_that_has_said_why_before_the_job_was_ended_is_told_of_however_long_
     assert [death.rank for death in story.deaths] == [0, 1]
 
 
-def test_the_board_tells_what_a_rank_does_as_a_step_takes_its_course(tmp_path: Path) -> None:
+def test_board_shows_the_activity_of_a_rank_during_a_step(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 2)
 
     def doing() -> tuple[str, int, tuple[int, ...]]:
@@ -226,7 +224,7 @@ def test_the_board_tells_what_a_rank_does_as_a_step_takes_its_course(tmp_path: P
     assert board.state(0) == ""
 
 
-def test_status_tells_the_same_in_words_and_as_json_and_finds_the_newest_run(
+def test_status_prints_the_same_as_text_and_json_for_the_newest_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -250,7 +248,7 @@ def test_status_tells_the_same_in_words_and_as_json_and_finds_the_newest_run(
     assert "first: ended" in followed.output
 
 
-def test_what_the_kernel_said_of_a_process_is_found_by_its_number_and_looking_leaves_nothing() -> None:
+def test_kernel_messages_are_found_by_pid_and_keep_no_resources() -> None:
     """A launcher looks at each death, for weeks, so nothing may be kept of any."""
     troubles = HostFaults()
     said = [f"Out of memory: Killed process {pid} (python3)" for pid in (42, 420, 1042)]

@@ -17,14 +17,14 @@ IN_STEP_4, IN_STEP_5 = Call.STEP.at(4), Call.STEP.at(5)
 SAVING, ENDED = Call.SAVE.at(3), Call.END.at(3)
 
 
-def test_phases_and_calls_in_one_agreement_cannot_be_taken_for_each_other() -> None:
+def test_phases_and_calls_of_one_agreement_are_distinct() -> None:
     for codes in ([*Phase], [call.word for call in Call]):
         for one, other in combinations(codes, 2):
             assert one & other not in codes
     assert all(call.word < 1 << WORD_BITS for call in Call)
 
 
-def test_only_different_calls_conflict() -> None:
+def test_calls_conflict_only_if_they_differ() -> None:
     assert not conflict([])
     assert not conflict([SAVING, SAVING])
     assert conflict([SAVING, IN_STEP_4])
@@ -69,7 +69,9 @@ def test_only_different_calls_conflict() -> None:
         ),
     ],
 )
-def test_error_names_the_call_and_where_the_others_are(grid: Grid, calls: dict[int, int], told: str) -> None:
+def test_call_error_names_the_call_and_the_position_of_the_others(
+    grid: Grid, calls: dict[int, int], told: str
+) -> None:
     first, *remedy = explain(calls, grid).splitlines()
     assert first == told
     assert all("step.loss" in line and "extra=" in line and "if rank == 0" in line for line in remedy)

@@ -45,12 +45,12 @@ def places(stream: Stream, samples: range) -> list[int]:
 
 @given(n=st.integers(1, 3000), key=st.text(max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_a_shuffle_is_a_bijection(n: int, key: str) -> None:
+def test_shuffle_is_a_bijection(n: int, key: str) -> None:
     shuffle = Shuffle(n, key)
     assert sorted(shuffle[i] for i in range(n)) == list(range(n))
 
 
-def test_a_shuffle_leaves_no_trace_of_the_old_order() -> None:
+def test_shuffle_leaves_no_trace_of_the_old_order() -> None:
     """Neighbours end up as far from each other as in a random order, and keys give unrelated orders."""
     n = 4000
     order = np.array([Shuffle(n, "a")[i] for i in range(n)])
@@ -64,7 +64,7 @@ def test_a_shuffle_leaves_no_trace_of_the_old_order() -> None:
     st.integers(2, 300), st.integers(1, 9), st.integers(1, 4), st.integers(0), st.sampled_from([0, 0.02, 0.3])
 )
 @settings(max_examples=60, deadline=None)
-def test_every_pass_uses_each_sequence_at_most_once_and_never_one_held_out(
+def test_data_pass_uses_each_sequence_at_most_once_and_none_held_out(
     sequences: int, seq_len: int, size: int, seed: int, fraction: float
 ) -> None:
     corpus = counting(sequences * (seq_len + 1))
@@ -86,7 +86,7 @@ def test_every_pass_uses_each_sequence_at_most_once_and_never_one_held_out(
         assert held.isdisjoint(used)
 
 
-def test_no_token_is_both_trained_on_and_held_out() -> None:
+def test_tokens_are_either_trained_on_or_held_out() -> None:
     corpus = counting(2000)
     splits = [Stream(corpus, 7, 2, 0, split, 0.1) for split in ("train", "heldout")]  # type: ignore[arg-type]
     train, heldout = (
@@ -105,13 +105,13 @@ def test_targets_are_the_next_tokens() -> None:
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
-def test_a_sample_depends_on_its_index_alone_not_on_those_asked_for_before(indices: list[int]) -> None:
+def test_sample_depends_on_its_index_only(indices: list[int]) -> None:
     stream = Stream(counting(500), 4, 2, seed=3)
     for index in indices:
         assert stream.sequences(index) == Stream(counting(500), 4, 2, seed=3).sequences(index)
 
 
-def test_seeds_and_passes_give_different_orders_and_the_same_held_out() -> None:
+def test_seeds_and_passes_change_the_order_and_not_the_held_out_set() -> None:
     one, two = (Stream(counting(5000), 4, 2, seed) for seed in (1, 2))
     first, second = range(len(one)), range(len(one), 2 * len(one))
     assert places(one, first) != places(two, first)
@@ -120,7 +120,9 @@ def test_seeds_and_passes_give_different_orders_and_the_same_held_out() -> None:
     assert set(places(held[0], range(len(held[0])))) == set(places(held[1], range(len(held[1]))))
 
 
-def test_text_is_tokenised_once_and_anew_when_it_changes(tmp_path: Path, cache: Path, tokenizer: str) -> None:
+def test_text_is_tokenised_once_and_again_when_it_changes(
+    tmp_path: Path, cache: Path, tokenizer: str
+) -> None:
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)
     (folder / "b" / "two.txt").write_text("cat sat far")
@@ -158,7 +160,7 @@ def test_long_texts_are_cut_between_lines(
     ]
 
 
-def test_token_files_are_mapped_as_they_are(tmp_path: Path) -> None:
+def test_token_files_are_mapped_without_a_copy(tmp_path: Path) -> None:
     ids = np.arange(200)
     np.save(tmp_path / "t.npy", ids)
     ids.astype(np.uint16).tofile(tmp_path / "t.bin")
@@ -187,7 +189,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, str]]) -> list[tup
     return asked
 
 
-def test_a_dataset_of_the_hub_is_streamed_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_is_streamed_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = hub(monkeypatch, [{"text": "abc"}] * 1000)
     assert len(open_corpus("hf:someone/some:en", "bytes").tokens) == 4000
     limited = open_corpus("hf:someone/some@1K", "bytes")
@@ -205,7 +207,7 @@ def refuse(match: str, path: Path | str | None, tokenizer: str = "bytes") -> Non
     assert "\n" not in str(refusal.value)
 
 
-def test_what_cannot_be_trained_on_is_refused_with_the_mend(tmp_path: Path, tokenizer: str) -> None:
+def test_unusable_data_is_refused_with_the_remedy(tmp_path: Path, tokenizer: str) -> None:
     text, tokens = tmp_path / "text.txt", tmp_path / "t.npy"
     text.write_text("the cat sat " * 1000)
     refuse("no_such.txt' does not exist; name", tmp_path / "no_such.txt")
@@ -238,12 +240,12 @@ def test_what_cannot_be_trained_on_is_refused_with_the_mend(tmp_path: Path, toke
     refuse("is not a file of the tokenizers library", text, str(text))
 
 
-def test_the_hub_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_dataset_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse(r"pip install 'recover-train\[datasets\]'", "hf:allenai/c4:en")
 
 
-def test_a_token_out_of_range_that_slipped_through_is_refused_when_it_is_used() -> None:
+def test_token_out_of_range_is_refused_when_it_is_used() -> None:
     tokens = np.zeros(1000, np.int64)
     tokens[500:] = 300
     stream = Stream(Corpus(tokens, 256, "mine.npy", "bytes"), 8, 40, 0)
@@ -251,7 +253,7 @@ def test_a_token_out_of_range_that_slipped_through_is_refused_when_it_is_used() 
         stream[0]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECOVER_CACHE", str(_file(tmp_path / "occupied", b"")))
     with pytest.raises(ValueError, match=r"occupied .*set RECOVER_CACHE"):
         open_corpus(str(_file(tmp_path / "a.jsonl", json.dumps({"text": "x"}).encode())), "bytes")

@@ -79,7 +79,7 @@ def run(step: recover.Step, model: torch.nn.Module, stream: Stream, log: list[st
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("buffers", [(), MEMORY], ids=["constant", "moving"])
-def test_no_value_is_read_before_the_vote_and_there_all_at_once(
+def test_device_values_are_read_at_the_vote_only_and_all_at_once(
     log: list[str], reduction: str, buffers: tuple[str, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ class SharingReplica(PlainReplica):
 PARTNER = Equals()
 
 
-def test_what_partners_inside_a_replica_have_used_is_read_at_the_vote_too(log: list[str]) -> None:
+def test_partner_usage_inside_a_replica_is_read_at_the_vote(log: list[str]) -> None:
     model = Model().to(DEVICE)
     gradients = OwnedGradients(model.parameters(), 0.002, ReproducibleSum(9), SharingReplica())
     gradients.begin()
@@ -140,7 +140,7 @@ def test_what_partners_inside_a_replica_have_used_is_read_at_the_vote_too(log: l
     assert log.count("transfer") == 1, "it was read twice"
 
 
-def test_a_loss_whose_memory_is_used_again_counts_as_it_was() -> None:
+def test_loss_counts_although_its_memory_is_reused() -> None:
     """By the user, or by a captured graph that writes each one to the same place."""
     model = Model().to(DEVICE)
     world, stream = World(), Stream()
@@ -154,7 +154,7 @@ def test_a_loss_whose_memory_is_used_again_counts_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("struck", range(BATCH))
-def test_an_overflow_runs_the_step_again_and_leaves_nothing_of_the_first_attempt(struck: int) -> None:
+def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struck: int) -> None:
     """One microbatch has a gradient of 1e9; its loss is as small as the others."""
     model, twin = (Model(always=True).to(DEVICE) for _ in range(2))
     twin.load_state_dict(model.state_dict())
@@ -189,7 +189,9 @@ NUMBERS: dict[torch.dtype, list[Any]] = {
 
 @given(st.lists(st.tuples(st.sampled_from(list(NUMBERS)), st.integers(0, 3)), max_size=12), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype, int]], far: bool) -> None:
+def test_device_values_of_every_type_arrive_unchanged(
+    wanted: list[tuple[torch.dtype, int]], far: bool
+) -> None:
     tensors = [torch.tensor(NUMBERS[dtype][:count], dtype=dtype, device=DEVICE) for dtype, count in wanted]
     tensors += [torch.tensor(values[0], dtype=dtype, device=DEVICE) for dtype, values in NUMBERS.items()]
     expected = [tensor.flatten().tolist() for tensor in tensors]
@@ -205,7 +207,7 @@ def test_numbers_of_every_kind_arrive_as_they_are(wanted: list[tuple[torch.dtype
         assert [math.copysign(1, v) for v in each.value] == [math.copysign(1, v) for v in values]
 
 
-def test_what_is_not_fetched_is_read_when_it_is_asked_for() -> None:
+def test_deferred_value_is_computed_on_demand() -> None:
     assert (
         now(DeviceValue(lambda a, b: float(a[0] + b[0]), torch.ones(1), torch.ones((), dtype=torch.int64)))
         == 2.0
@@ -213,7 +215,7 @@ def test_what_is_not_fetched_is_read_when_it_is_asked_for() -> None:
     assert now(DeviceValue(lambda: 3.0)) == now(3.0) == 3.0
 
 
-def test_a_fingerprint_is_of_the_parameters_as_they_were_and_the_same_on_every_device() -> None:
+def test_fingerprint_is_of_the_parameters_at_call_time_on_every_device() -> None:
     shapes = [(7,), (), (3, 5), (0,), (2,), (16,), (3, WIDTH), (2 * WIDTH + 5,)]
     tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(3).to(torch.bfloat16)]
     there = [tensor.to(DEVICE, copy=True) for tensor in tensors]
@@ -235,7 +237,7 @@ class SlowDevice:
         return DeviceValue(lambda: 0.25)
 
 
-def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other_on_its_own() -> None:
+def test_device_error_is_attributed_to_all_possible_microbatches() -> None:
     shown: list[list[tuple[int, int]]] = []
     notes: list[list[tuple[int, int]]] = []
     world = World()
@@ -264,7 +266,7 @@ def test_an_error_of_the_device_is_blamed_on_all_that_it_may_be_of_and_any_other
     assert len(notes) == 2, "what the device is through with is not to blame"
 
 
-def test_what_is_made_of_a_result_waits_for_it_on_its_own_device_whichever_is_the_current_one(
+def test_result_is_awaited_on_its_own_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank may compute on cuda:1 without having made it the current device."""

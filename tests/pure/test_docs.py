@@ -29,20 +29,20 @@ def anchors(page: Path) -> set[str]:
 
 
 @pages
-def test_every_test_that_the_docs_name_exists(page: Path) -> None:
+def test_docs_name_existing_tests(page: Path) -> None:
     for file, name in TEST.findall(page.read_text()):
         assert f"def {name}(" in (ROOT / file).read_text(), f"{page.name}: there is no {file}::{name}"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda page: page.name)
-def test_every_file_that_the_docs_name_exists(page: Path) -> None:
+def test_docs_name_existing_files(page: Path) -> None:
     """A changelog tells of files that are gone."""
     missing = [path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()]
     assert missing == [], f"{page.name} names {missing}"
 
 
 @pages
-def test_every_link_in_the_docs_resolves(page: Path) -> None:
+def test_docs_links_resolve(page: Path) -> None:
     for link in LINK.findall(CODE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue  # another site
@@ -56,7 +56,7 @@ def documents() -> set[str]:
     return {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
 
 
-def test_the_index_lists_every_document() -> None:
+def test_docs_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     listed = {link.partition("#")[0] for link in LINK.findall(index)}
     assert documents() - listed == {"index.md"}
@@ -69,7 +69,7 @@ class SiteLoader(yaml.SafeLoader):
 SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda _loader, suffix, _node: suffix)
 
 
-def test_the_navigation_of_the_site_has_every_document() -> None:
+def test_site_navigation_has_every_document() -> None:
     def leaves(entry: object) -> list[str]:
         if isinstance(entry, str):
             return [entry]
@@ -85,20 +85,20 @@ KINDS = ("*Tutorial", "*Guide", "*Reference", "*Explanation", "*Overview")
 
 
 @pytest.mark.parametrize("page", sorted(documents()))
-def test_every_document_says_in_its_first_line_which_kind_it_is(page: str) -> None:
+def test_document_names_its_kind_in_its_first_line(page: str) -> None:
     heading, empty, first = (ROOT / "docs" / page).read_text().splitlines()[:3]
     assert heading.startswith("# ")
     assert empty == ""
     assert first.startswith(KINDS), f"{page} begins with {first!r}, not with one of {KINDS}"
 
 
-def test_the_generated_reference_is_up_to_date() -> None:
+def test_generated_reference_is_up_to_date() -> None:
     generated = runpy.run_path(str(ROOT / "tools" / "generate_reference.py"))["pages"]()
     stale = [path.name for path, text in generated.items() if path.read_text() != text]
     assert stale == [], "run `make reference`"
 
 
-def test_the_readme_is_short_and_shows_the_commands_first() -> None:
+def test_readme_is_short_and_shows_the_commands_first() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.split()) <= 1000
     first_screen = "\n".join(readme.splitlines()[:30])
@@ -107,7 +107,7 @@ def test_the_readme_is_short_and_shows_the_commands_first() -> None:
     ] == []
 
 
-def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
+def test_readme_diff_matches_the_examples() -> None:
     """Lines with + are in the ported script and nowhere else, lines with - in the plain one."""
     (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     before, after = (
@@ -213,7 +213,7 @@ def strings_of_the_package() -> str:
     return "\n".join(found)
 
 
-def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+def test_troubleshooting_messages_exist_in_the_code() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = [
         text
@@ -226,7 +226,7 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     assert [piece for piece in pieces if piece not in code] == []
 
 
-def test_aligned_lists_of_arguments_become_lists_of_the_api_reference() -> None:
+def test_api_reference_renders_aligned_arguments_as_lists() -> None:
     with_lists = runpy.run_path(str(ROOT / "tools" / "griffe_arguments.py"))["with_lists"]
     docstring = (
         "Does it.\n\nworld:  from `init`\nclip:   limit of\n        the norm\n\n`size`: ranks\nMore: text."

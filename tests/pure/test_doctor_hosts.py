@@ -12,7 +12,7 @@ from recover.launch.doctor.hosts_probe import rounds
 
 
 @pytest.mark.parametrize("size", range(1, 10))
-def test_every_pair_of_hosts_is_tried_once_and_nobody_has_two_partners_at_a_time(size: int) -> None:
+def test_doctor_tries_every_pair_of_hosts_once_without_overlap(size: int) -> None:
     found = rounds(size)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(size), 2))
     assert all(len(set(sum(pairs, ()))) == 2 * len(pairs) for pairs in found)
@@ -40,7 +40,7 @@ GOOD = {"mbit": 1000.0, "ahead": 0.01, "unsure": 0.001, "mtu": 1500}
         ({"mbit": 400.0}, "warn", "400 Mbit/s between h1 and h2, 1,000 elsewhere"),
     ],
 )
-def test_what_is_wrong_between_hosts_is_told_with_its_mend(
+def test_doctor_reports_problems_between_hosts_with_the_remedy(
     change: dict[str, Any], status: str, words: str
 ) -> None:
     hosts = {str(number): host(number + 1) for number in range(3)}

@@ -47,7 +47,7 @@ OLD, JUNIOR, PROVEN = (0, True), (7, False), (7, True)
         ([(1, *JUNIOR), (1, *JUNIOR), (2, *JUNIOR)], {2}),  # nobody else is left
     ],
 )
-def test_the_majority_of_the_replicas_that_count_is_right(
+def test_majority_of_counting_replicas_decides(
     replicas: list[tuple[int, int, bool]], evicted: set[int]
 ) -> None:
     assert verdict(*replicas) == DriftVerdict(frozenset(evicted), compared=verdict(*replicas).compared)
@@ -64,7 +64,7 @@ def test_the_majority_of_the_replicas_that_count_is_right(
         ),  # nor do those that have joined, all together
     ],
 )
-def test_a_run_stops_where_older_and_newer_replicas_differ_without_a_majority(
+def test_run_stops_where_old_and_new_replicas_differ_without_a_majority(
     replicas: list[tuple[int, int, bool]], states: tuple[tuple[int, ...], ...]
 ) -> None:
     found = verdict(*replicas)
@@ -77,7 +77,7 @@ def test_a_run_stops_where_older_and_newer_replicas_differ_without_a_majority(
     some.lists(some.integers(1, 3), min_size=1, max_size=5),
     some.lists(some.tuples(some.integers(1, 3), some.booleans(), some.integers(1, 9)), max_size=5),
 )
-def test_juniors_never_decide_and_whoever_stays_holds_one_state(
+def test_joined_replicas_never_decide_and_survivors_hold_one_state(
     seniors: list[int], joined: list[tuple[int, bool, int]]
 ) -> None:
     """Any number of seniors and of joined replicas, confirmed or not, with any states."""
@@ -98,7 +98,7 @@ def test_juniors_never_decide_and_whoever_stays_holds_one_state(
     assert verdict(*[one for one in replicas if one[2]]).states == ()
 
 
-def test_a_joined_replica_counts_after_a_comparison_of_all_state_or_a_hundred_steps() -> None:
+def test_joined_replica_counts_after_a_full_comparison_or_100_steps() -> None:
     seniority = Seniority()
     assert seniority.counts(1)
     for asked, counts in ((False, False), (True, True)):
@@ -114,7 +114,7 @@ def test_a_joined_replica_counts_after_a_comparison_of_all_state_or_a_hundred_st
     assert next(step for step in range(10, 300) if seniority.counts(step)) == 10 + STEPS
 
 
-def test_a_record_keeps_what_it_was_told() -> None:
+def test_drift_record_survives_serialization() -> None:
     told = record(2**64 - 1, since=12, counts=False, answer=b"[1]")
     assert Record.from_bytes(told.to_bytes()) == told
 
@@ -144,14 +144,14 @@ def entries(count: int, changed: int | None = None, kind: StateKind = StateKind.
 
 
 @given(some.integers(1, 3 * PARTS * PARTS), some.data())
-def test_the_first_entry_that_differs_is_found_in_a_few_rounds(count: int, data: some.DataObject) -> None:
+def test_first_differing_entry_is_found_in_a_few_rounds(count: int, data: some.DataObject) -> None:
     first = data.draw(some.integers(0, count - 1))
     (found,), rounds = inquire([entries(count), entries(count, first)])
     assert found == Difference(StateKind.PARAMETER, f"blocks.{first}.w1")
     assert rounds <= 5
 
 
-def test_each_replica_has_a_reason_of_its_own() -> None:
+def test_drift_reason_is_specific_to_each_replica() -> None:
     others = [entries(500, 7 * number) for number in range(1, 12)]
     found, rounds = inquire([entries(500), *others, entries(500)])
     assert [one.name for one in found[:-1]] == [f"blocks.{7 * number}.w1" for number in range(1, 12)]
@@ -159,7 +159,7 @@ def test_each_replica_has_a_reason_of_its_own() -> None:
     assert rounds <= 12
 
 
-def test_a_cause_is_named_before_its_effects() -> None:
+def test_drift_cause_is_named_before_its_effects() -> None:
     def state(rate: str, moment: str, trained: str = "True") -> list[Digest]:
         return [
             Digest(StateKind.PARAMETER, "w", moment, True),
@@ -186,7 +186,7 @@ def test_a_cause_is_named_before_its_effects() -> None:
     ]
 
 
-def test_who_dies_during_the_questions_is_asked_nothing_more() -> None:
+def test_drift_inquiry_skips_replicas_that_die_during_it() -> None:
     inquiry = Inquiry(lambda: entries(3))
     assert inquiry.goes_on({1: (b"", b""), 2: (b"", b"")})
     mine, theirs = inquiry.answer(), Inquiry(lambda: entries(3, 1))
@@ -245,12 +245,12 @@ def _state_of(change: str) -> list[Digest]:
         ("extra", "its extra state differs from the majority: other.step_size 8, the others have 7"),
     ],
 )
-def test_each_kind_of_difference_has_its_reason(change: str, reason: str) -> None:
+def test_drift_reason_distinguishes_each_kind_of_difference(change: str, reason: str) -> None:
     (found,), _ = inquire([_state_of(""), _state_of(change)])
     assert found.reason() == reason
 
 
-def test_answers_are_json_and_small_for_a_large_model() -> None:
+def test_drift_answers_are_json_and_small_for_a_large_model() -> None:
     inquiry = Inquiry(lambda: entries(200_000))
     inquiry.goes_on({1: (b"", b"")})
     assert json.loads(inquiry.answer())[0]["parameter"][0] == 200_000
@@ -271,7 +271,7 @@ class Nested(torch.optim.SGD):
 @pytest.mark.parametrize(
     "change", ["nested", "value", "learning rate", "scheduler", "extra", "none", "no parameter's"]
 )
-def test_all_state_is_in_the_full_fingerprint(change: str) -> None:
+def test_full_fingerprint_covers_all_state(change: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     optimizer = Nested(model.parameters(), lr=0.1)

@@ -86,7 +86,7 @@ def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_a_transaction_is_written_and_its_answer_read_as_the_gateway_wants_it(gateways: Any) -> None:
+def test_etcd_transaction_matches_the_gateway_format(gateways: Any) -> None:
     found = {"key": b64("/job/vote/3"), "value": b64("7:1"), "version": "7", "mod_revision": "41"}
     answer = DONE | {
         "responses": [
@@ -124,7 +124,7 @@ def test_a_transaction_is_written_and_its_answer_read_as_the_gateway_wants_it(ga
     ]
 
 
-def test_a_read_of_several_keys_is_no_transaction_that_only_reads(gateways: Any) -> None:
+def test_etcd_read_of_several_keys_is_no_read_only_transaction(gateways: Any) -> None:
     """Over one whose asker has gone meanwhile, etcd before 3.5.7 may crash."""
     gateway = gateways(lambda *_: (200, {"header": {"revision": "7"}, "responses": []}))
     EtcdClient(gateway.endpoint).read(etcd.get("a"), etcd.get("b"))
@@ -138,7 +138,7 @@ def unavailable(*_: object) -> tuple[int, Any]:
     return 503, {"error": "etcdserver: no leader", "code": 14, "message": "etcdserver: no leader"}
 
 
-def test_who_does_not_answer_is_left_for_the_next(gateways: Any) -> None:
+def test_etcd_client_skips_endpoints_that_do_not_answer(gateways: Any) -> None:
     """Nobody listens; somebody listens and is silent; somebody has no leader; somebody hangs up."""
     with socket.socket() as silent, socket.socket() as refusing:
         silent.bind(("127.0.0.1", 0))
@@ -166,7 +166,7 @@ def test_who_does_not_answer_is_left_for_the_next(gateways: Any) -> None:
             EtcdClient(bad[3]).txn([], [])
 
 
-def test_every_thread_asks_by_a_connection_of_its_own(gateways: Any) -> None:
+def test_etcd_client_uses_one_connection_per_thread(gateways: Any) -> None:
     connections: dict[int, set[str]] = {}
 
     class Client(EtcdClient):
@@ -191,7 +191,7 @@ def test_every_thread_asks_by_a_connection_of_its_own(gateways: Any) -> None:
     assert len(set.union(*connections.values())) == 3
 
 
-def test_a_login_is_made_once_and_again_when_it_has_expired(gateways: Any) -> None:
+def test_etcd_client_logs_in_once_and_again_after_expiry(gateways: Any) -> None:
     tokens = iter(["first", "second"])
     valid = ""
 
@@ -222,7 +222,7 @@ def test_a_login_is_made_once_and_again_when_it_has_expired(gateways: Any) -> No
         EtcdClient(gateway.endpoint).txn([], [])
 
 
-def test_a_refusal_names_endpoint_cause_and_mend(gateways: Any) -> None:
+def test_etcd_refusal_names_endpoint_cause_and_remedy(gateways: Any) -> None:
     for status, answer, mend in (
         (500, {"error": "etcdserver: corrupt cluster", "code": 15}, "alarm CORRUPT"),
         (404, b"404 page not found", "JSON gateway"),
@@ -278,7 +278,7 @@ ERRORS = [
 ]
 
 
-def test_every_error_of_etcd_is_retried_logged_in_for_or_final() -> None:
+def test_etcd_error_is_retried_answered_by_a_login_or_final() -> None:
     assert {said: classify(code, status, said)[0] for said, code, status, _ in ERRORS} == {
         said: kind for said, _, _, kind in ERRORS
     }
@@ -293,7 +293,7 @@ def test_every_error_of_etcd_is_retried_logged_in_for_or_final() -> None:
 
 
 @pytest.mark.parametrize("error", [error[:3] for error in ERRORS if error[3] is Kind.LOGIN])
-def test_a_refused_token_is_replaced_once_and_the_request_sent_again(
+def test_refused_etcd_token_is_replaced_once_and_the_request_repeated(
     gateways: Any, error: tuple[str, int, int]
 ) -> None:
     """Also where authentication is turned off and on again while the client runs."""
@@ -329,7 +329,7 @@ def test_a_refused_token_is_replaced_once_and_the_request_sent_again(
     assert asked(write) == ["/v3/kv/txn", "/v3/auth/authenticate", "/v3/kv/txn"]
 
 
-def test_a_full_etcd_is_waited_for_and_then_named_with_its_alarm_and_remedy(gateways: Any) -> None:
+def test_full_etcd_is_awaited_and_then_named_with_alarm_and_remedy(gateways: Any) -> None:
     full = True
     gateway = gateways(
         lambda *_: (
@@ -356,7 +356,7 @@ def test_a_full_etcd_is_waited_for_and_then_named_with_its_alarm_and_remedy(gate
 
 
 @pytest.mark.parametrize("wrong", ["", "host", "host:", ":2379", "host:port"])
-def test_an_endpoint_that_is_none_is_refused(wrong: str) -> None:
+def test_invalid_etcd_endpoint_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="give host:port"):
         EtcdClient(wrong)
     assert EtcdClient("https://[::1]:2379, h2:1").endpoints == [("::1", 2379), ("h2", 1)]
@@ -366,13 +366,13 @@ ranks = st.frozensets(st.integers(0, 300))
 
 
 @given(st.integers(0, (1 << 31) - 1), ranks, ranks)
-def test_a_vote_survives_the_wire(word: int, acknowledged: frozenset[int], admit: frozenset[int]) -> None:
+def test_vote_survives_serialization(word: int, acknowledged: frozenset[int], admit: frozenset[int]) -> None:
     vote = Vote(word, acknowledged, admit)
     assert Vote.from_bytes(vote.to_bytes()) == vote
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), ranks, ranks), min_size=1, max_size=4))
-def test_vote_of_a_replica_says_no_more_than_any_of_its_ranks(
+def test_replica_vote_is_the_conjunction_of_its_ranks_words(
     said: list[tuple[int, frozenset[int], frozenset[int]]],
 ) -> None:
     """A death counts as acknowledged, and a joining rank as admitted, only if every rank of the replica says so."""
@@ -392,7 +392,7 @@ few = st.frozensets(st.integers(0, 23), max_size=6)
 
 
 @given(st.data(), st.sampled_from([1, 2, 3]), few, few)
-def test_a_decision_follows_from_the_votes_of_the_living_alone(
+def test_decision_follows_from_the_votes_of_living_ranks_only(
     data: st.DataObject, size: int, dead: frozenset[int], others: frozenset[int]
 ) -> None:
     participants = frozenset(range(12)) - {mate for rank in others for mate in mates(rank, size)}
@@ -430,7 +430,7 @@ def test_a_decision_follows_from_the_votes_of_the_living_alone(
         assert (f'"key": "{key}"' in forgotten) == (not kept and not dead.isdisjoint(mates(rank, size)))
 
 
-def test_an_etcd_that_may_lose_what_was_committed_is_told() -> None:
+def test_etcd_that_may_lose_commits_is_reported() -> None:
     with pytest.warns(UserWarning, match=r"etcd 3\.5\.1, in which a crash may lose"):
         warn_if_unsafe((3, 5, 1), "this one")
     with warnings.catch_warnings():

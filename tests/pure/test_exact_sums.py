@@ -73,7 +73,7 @@ def test_sums_do_not_depend_on_order_or_grouping(slots: int, seed: int, size: in
 
 @given(st.lists(FINITE, min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
-def test_no_finite_gradient_is_too_large_for_one_rerun(values: list[float], seed: int) -> None:
+def test_finite_gradient_needs_at_most_one_rerun(values: list[float], seed: int) -> None:
     sum_ = ReproducibleSum(len(values))
     gradients = [torch.tensor([value], dtype=torch.float32) for value in values]
     place, maxima = torch.zeros(1, dtype=torch.float64), [ZERO, ZERO]
@@ -92,7 +92,7 @@ def test_no_finite_gradient_is_too_large_for_one_rerun(values: list[float], seed
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300), min_size=1)
 )
-def test_no_finite_loss_is_too_large_for_one_rerun(losses: list[float]) -> None:
+def test_finite_loss_needs_at_most_one_rerun(losses: list[float]) -> None:
     sum_ = ReproducibleSum(len(losses))
     maxima = [ZERO, code_of(losses)]
     if not sum_.exponents.fit(maxima):
@@ -103,14 +103,14 @@ def test_no_finite_loss_is_too_large_for_one_rerun(losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_have_a_code_of_their_own(value: float) -> None:
+def test_nonfinite_values_have_their_own_code(value: float) -> None:
     place = torch.zeros(2, dtype=torch.float64)
     assert code_of_gradient(ReproducibleSum(16), place, torch.tensor([1.0, value])) == NOT_FINITE
     assert code_of([1.0, value, 2.0]) == NOT_FINITE
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9])
-def test_the_largest_gradient_is_known_whatever_comes_after_it(value: float) -> None:
+def test_largest_gradient_is_known_whatever_follows_it(value: float) -> None:
     sum_, place = ReproducibleSum(4), torch.zeros(2, dtype=torch.float64)
     for struck in range(6):
         extremes = Extremes()
@@ -125,13 +125,13 @@ def test_the_largest_gradient_is_known_whatever_comes_after_it(value: float) -> 
 
 
 @given(st.floats(min_value=5e-324, max_value=1e308))
-def test_the_code_is_the_least_exponent_above_a_magnitude(value: float) -> None:
+def test_exponent_code_is_the_least_exponent_above_a_magnitude(value: float) -> None:
     code = code_of([-value, value / 2, 0.0])
     assert math.ldexp(0.5, code) <= value < math.ldexp(1.0, code) if code < 1024 else value >= 2.0**1023
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 16, 100, 8192])
-def test_values_below_the_exponent_are_summed_exactly_and_the_next_one_is_an_overflow(batch: int) -> None:
+def test_values_below_the_exponent_sum_exactly_and_the_next_overflows(batch: int) -> None:
     sum_ = ReproducibleSum(batch)
     limit = 2.0 ** START[GRADIENTS]
     below = float(torch.nextafter(torch.tensor(limit), torch.tensor(0.0)))
@@ -145,7 +145,7 @@ def test_values_below_the_exponent_are_summed_exactly_and_the_next_one_is_an_ove
 
 
 @given(st.lists(st.tuples(st.integers(-140, 128), st.integers(-40, 60)), max_size=WINDOW + 20))
-def test_exponents_follow_from_the_largest_maximum_of_the_last_steps(steps: list[tuple[int, int]]) -> None:
+def test_exponents_follow_the_largest_maximum_of_recent_steps(steps: list[tuple[int, int]]) -> None:
     exponents, resumed = Exponents(8), Exponents(8)
     for number, maxima in enumerate(steps, start=1):
         exponents.begin(number)
@@ -163,14 +163,14 @@ def test_exponents_follow_from_the_largest_maximum_of_the_last_steps(steps: list
     assert resumed.state_dict() == exponents.state_dict()
 
 
-def test_exponents_start_anew_only_while_all_values_were_zero() -> None:
+def test_exponents_reset_only_while_all_values_were_zero() -> None:
     exponents = Exponents(8)
     exponents.commit([ZERO, 3])
     exponents.begin(2)
     assert exponents.current == (START[GRADIENTS], 3 + HEADROOM)
 
 
-def test_a_rerun_changes_only_the_exponents_that_were_too_small() -> None:
+def test_rerun_changes_only_the_exponents_that_were_too_small() -> None:
     exponents = Exponents(8)
     exponents.add_buffers(2)
     exponents.begin(1)
@@ -180,7 +180,7 @@ def test_a_rerun_changes_only_the_exponents_that_were_too_small() -> None:
     assert exponents.fit(maxima)
 
 
-def test_an_attempt_with_larger_exponents_than_required_does_not_fit() -> None:
+def test_attempt_with_larger_exponents_than_required_is_rejected() -> None:
     """A replica that died had the largest value, and the rerun is without it: the calm run would not have rerun."""
     exponents = Exponents(8)
     exponents.begin(1)
@@ -203,7 +203,7 @@ def test_maxima_that_differ_in_every_rerun_do_not_end_a_run() -> None:
     assert not exponents.fit([90, 0])
 
 
-def test_frequent_reruns_are_named_once_in_a_hundred_steps() -> None:
+def test_frequent_reruns_are_reported_once_in_a_hundred_steps() -> None:
     exponents, said = Exponents(8), []
     for number in range(1, 151):
         exponents.begin(number)
@@ -215,7 +215,7 @@ def test_frequent_reruns_are_named_once_in_a_hundred_steps() -> None:
     assert "11 reruns in the last 55 steps" in said[54]
 
 
-def test_a_step_that_is_left_and_begun_again_keeps_its_exponents() -> None:
+def test_step_left_and_begun_again_keeps_its_exponents() -> None:
     exponents = Exponents(8)
     exponents.begin(3)
     exponents.rerun([40, 0])
@@ -235,6 +235,6 @@ def test_exponents_of_another_model_are_refused() -> None:
         other.load_state_dict(saved.state_dict())
 
 
-def test_an_unknown_reduction_is_refused_with_the_choices() -> None:
+def test_unknown_reduction_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'fast' or 'reproducible'"):
         make_sum("exact", 4)

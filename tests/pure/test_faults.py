@@ -34,7 +34,7 @@ MIXED = {"kill": 3, "exit": 1, "stop": 1, "pause:1": 1, "slow:2": 1, "corrupt:we
         "12joined:3.0:vote=stop",
     ],
 )
-def test_a_fault_is_read_as_it_is_written(text: str) -> None:
+def test_fault_parses_what_it_formats(text: str) -> None:
     assert str(parse_fault(text)) == text
 
 
@@ -59,7 +59,7 @@ def test_a_fault_is_read_as_it_is_written(text: str) -> None:
         ("4asks:4:ask=exit", "only a signal strikes it"),
     ],
 )
-def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: str) -> None:
+def test_invalid_fault_is_refused_with_the_remedy(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"^fault ") as caught:
         parse_fault(text)
     assert said in str(caught.value)
@@ -83,12 +83,12 @@ def test_a_fault_that_makes_no_sense_is_refused_with_the_mend(text: str, said: s
         ("4asks:0:vote", "replica 4 can join only a job whose replicas come back; give --return"),
     ],
 )
-def test_a_fault_that_can_never_strike_is_named(faults: str, said: str) -> None:
+def test_fault_that_can_never_strike_is_named(faults: str, said: str) -> None:
     (problem,) = impossible(parse_faults(faults.split()), 4, 2, 40, checkpoint_every=5)
     assert said in problem
 
 
-def test_what_can_strike_is_not_called_impossible() -> None:
+def test_fault_that_can_strike_is_accepted() -> None:
     possible = (
         "4:1:vote 4:1.1:advance 5:2:in-reduce 5:3:extra 6:0:forward=pause:1 6:0:vote=slow:2 10:0:checkpoint"
     )
@@ -97,7 +97,7 @@ def test_what_can_strike_is_not_called_impossible() -> None:
         assert list(impossible(parse_faults(late), 4, 2, 40)) == []
 
 
-def test_of_faults_over_a_join_those_are_named_that_can_never_strike() -> None:
+def test_fault_at_a_join_that_can_never_strike_is_named() -> None:
     possible = (
         "3:1:vote 4asks:4:ask 5asks:0:repair:closing 6joined:2:in-reduce 6joined:3.1:extra 7joined:7:update"
     )
@@ -117,7 +117,7 @@ def test_of_faults_over_a_join_those_are_named_that_can_never_strike() -> None:
         assert said in problem
 
 
-def test_the_probe_strikes_over_the_join_of_the_replica_that_it_was_told() -> None:
+def test_probe_strikes_at_the_join_of_the_named_replica() -> None:
     struck: list[str] = []
     faults = parse_faults(["4asks:0:forward", "5asks:0:repair:census", "5joined:0:forward"])
     probe = Probe(0, 0, faults, lambda fault: struck.append(str(fault)))
@@ -136,7 +136,7 @@ def test_the_probe_strikes_over_the_join_of_the_replica_that_it_was_told() -> No
         assert struck == expected, (coming, came, place)
 
 
-def test_a_schedule_survives_its_file(tmp_path: Path) -> None:
+def test_schedule_survives_its_file(tmp_path: Path) -> None:
     file = tmp_path / "faults.yaml"
     faults = (*draw_schedule(8, 2, 5, count=7, steps=(1, 9), actions=MIXED), *draw_by_clock(4, 1, 5, mtbf=30))
     faults += parse_faults(["8asks:0.1:repair:in-state", "9joined:9:vote=exit"])
@@ -164,7 +164,7 @@ def test_a_schedule_survives_its_file(tmp_path: Path) -> None:
         ("- [", "must be a YAML list like"),
     ],
 )
-def test_a_schedule_that_cannot_be_read_names_the_entry(tmp_path: Path, text: str, said: str) -> None:
+def test_unreadable_schedule_names_the_entry(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "faults.yaml").write_text(text)
     assert said in _refusal(tmp_path / "faults.yaml")
 
@@ -175,7 +175,7 @@ def _refusal(file: Path) -> str:
     return str(caught.value)
 
 
-def test_drawn_schedules_can_strike_and_spare_somebody() -> None:
+def test_drawn_schedules_can_strike_and_leave_a_survivor() -> None:
     places = set()
     for seed in range(400):
         replicas, size = 2 + seed % 7, 1 + seed % 2
@@ -187,7 +187,7 @@ def test_drawn_schedules_can_strike_and_spare_somebody() -> None:
     assert places == set(LOCATIONS) - {"checkpoint", *OUTSIDE}
 
 
-def test_a_rate_gives_as_many_faults_as_it_says() -> None:
+def test_fault_rate_gives_the_expected_number_of_faults() -> None:
     drawn = [len(draw_schedule(1000, 1, seed, mtbf=12, steps=(1, 1200))) for seed in range(30)]
     assert 85 < sum(drawn) / len(drawn) < 115  # 100 by the rate
     gaps = [fault.after for seed in range(200) for fault in draw_by_clock(2, 1, seed, mtbf=30)]
@@ -196,14 +196,14 @@ def test_a_rate_gives_as_many_faults_as_it_says() -> None:
         draw_schedule(4, 1, 0, count=4, steps=(1, 9))
 
 
-def test_no_two_faults_by_the_clock_fall_together() -> None:
+def test_timed_faults_never_coincide() -> None:
     """A replica that is struck in the moment of its death would be refused as lost already."""
     for seed in range(300):
         faults = draw_by_clock(4, 1, seed, mtbf=0.02, actions={"kill": 1.0, "pause:0.5": 1.0})
         assert not list(impossible(faults, replicas=4, replica_size=1))
 
 
-def test_the_probe_strikes_once_at_its_place_and_nowhere_else() -> None:
+def test_probe_strikes_once_at_its_location_only() -> None:
     struck: list[Fault] = []
     faults = parse_faults(["2:1.1:bucket:1=pause:1", "2:1.1:vote", "2:0.1:vote", "3:1.1:bucket=slow:3"])
     probe = Probe(1, 1, faults, struck.append)
@@ -215,7 +215,7 @@ def test_the_probe_strikes_once_at_its_place_and_nowhere_else() -> None:
     assert list(map(str, struck)) == ["2:1.1:bucket:1=pause:1", "2:1.1:vote", "3:1.1:bucket=slow:3"]
 
 
-def test_the_probe_hands_on_what_it_cannot_do_itself() -> None:
+def test_probe_delegates_actions_it_cannot_perform() -> None:
     probe = Probe(
         0, 0, parse_faults(["1:0:bucket:2=nan", "1:0:vote=slow:3", "1:0:update=exit", "1:0:bucket=nan"])
     )
@@ -234,7 +234,7 @@ def test_the_probe_hands_on_what_it_cannot_do_itself() -> None:
         probe("update")
 
 
-def test_train_takes_schedules_from_files_and_from_the_command_line(tmp_path: Path) -> None:
+def test_train_reads_schedules_from_files_and_the_command_line(tmp_path: Path) -> None:
 
     from recover.train.preparation import prepare_run
 
@@ -248,7 +248,7 @@ def test_train_takes_schedules_from_files_and_from_the_command_line(tmp_path: Pa
         prepare_run(words, tmp_path / "run", ["9:1:vote"], None)
 
 
-def test_a_slow_sample_is_slow_for_whoever_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_sample_is_slow_for_any_replica_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("recover.faults.probe.time.sleep", waited.append)
     faults = parse_faults(["3:1:forward=sample:0.1", "3:2:forward=sample:7", "4:9:forward=sample:9"])
@@ -264,7 +264,7 @@ def test_a_slow_sample_is_slow_for_whoever_is_given_it(monkeypatch: pytest.Monke
             assert waited == list(slow.values())
 
 
-def test_a_stall_waits_and_a_held_lock_stops_the_other_threads_of_its_process() -> None:
+def test_stall_sleeps_and_a_held_lock_stops_the_other_threads() -> None:
     ticks: list[float] = []
     done = threading.Event()
 

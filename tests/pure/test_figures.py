@@ -167,14 +167,14 @@ RESULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_the_documents_say_what_the_file_of_figures_says(page: Path) -> None:
+def test_documents_quote_the_figures_file(page: Path) -> None:
     text = page.read_text()
     assert fill(text, read()) == text, (
         f"{page.name} or docs/figures.json was edited alone; run `recover bench publish`"
     )
 
 
-def test_a_figure_that_is_edited_alone_is_seen_wherever_it_is_quoted() -> None:
+def test_edited_figure_is_detected_wherever_it_is_quoted() -> None:
     figures, quoted = read(), set()
     for page in pages():
         text = page.read_text()
@@ -191,7 +191,7 @@ def test_a_figure_that_is_edited_alone_is_seen_wherever_it_is_quoted() -> None:
         assert any(fill(page.read_text(), edited) != page.read_text() for page in pages())
 
 
-def test_no_figure_of_a_benchmark_is_given_by_hand() -> None:
+def test_benchmark_figures_are_never_entered_by_hand() -> None:
     page = (CHECKOUT / "docs" / "explanation" / "evaluation.md").read_text()
     rows = [line for line in page.splitlines() if "| `recover bench" in line[1:]]
     assert len(rows) >= 11
@@ -202,7 +202,7 @@ def test_no_figure_of_a_benchmark_is_given_by_hand() -> None:
         assert "**" not in QUOTED.sub("", row).replace("****", ""), f"bold, and not from the file: {row}"
 
 
-def test_the_evaluation_counts_what_the_tables_of_broken_runs_count() -> None:
+def test_evaluation_counts_match_the_tables_of_broken_runs() -> None:
     evaluation, faults, world = (
         (CHECKOUT / name).read_text()
         for name in (
@@ -232,7 +232,7 @@ def checkout(directory: Path) -> Path:
     return directory
 
 
-def test_what_a_run_has_measured_reaches_every_document_that_quotes_it(tmp_path: Path) -> None:
+def test_measured_figures_reach_every_document_that_quotes_them(tmp_path: Path) -> None:
     root, runs = checkout(tmp_path), tmp_path / "runs"
     runs.mkdir()
     origin = {
@@ -312,7 +312,7 @@ GPU = {
 }
 
 
-def test_the_gpu_page_has_a_table_only_if_gpus_were_measured(tmp_path: Path) -> None:
+def test_gpu_page_has_a_table_only_if_gpus_were_measured(tmp_path: Path) -> None:
     root, run = checkout(tmp_path), tmp_path / "gpu.json"
     page = root / "docs" / "guides" / "gpu.md"
     figures = read(root)
@@ -330,12 +330,12 @@ def test_the_gpu_page_has_a_table_only_if_gpus_were_measured(tmp_path: Path) -> 
     assert "1.00x for 1B parameters on\n2 replicas on 1 x NVIDIA H200, NCCL 2.31.2." in readme
 
 
-def test_every_benchmark_has_figures_to_publish() -> None:
+def test_benchmark_has_figures_to_publish() -> None:
     for long in (False, True):
         assert {name.partition("-")[0] for name in suite.parts(long)} <= FIGURES.keys()
 
 
-def test_a_run_that_lacks_what_a_document_quotes_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_run_without_a_quoted_figure_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     before = {page: page.read_text() for page in [*pages(root), root / FILE]}
     small = tmp_path / "collectives.json"

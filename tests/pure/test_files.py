@@ -140,7 +140,7 @@ def a_world(rank: int, *members: int) -> Any:
 
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "all of them"])
-def test_no_operation_that_fails_raises_or_loses_a_record(
+def test_failing_file_operation_raises_nothing_and_loses_no_record(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, operation: str, number: int
 ) -> None:
     everything(tmp_path, 1)
@@ -163,7 +163,7 @@ def test_no_operation_that_fails_raises_or_loses_a_record(
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
-def test_markers_that_wait_are_read_by_who_has_written_them(
+def test_pending_markers_are_readable_by_their_writer(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, number: int
 ) -> None:
     disk.fails = {"replace": number}
@@ -181,7 +181,7 @@ def test_markers_that_wait_are_read_by_who_has_written_them(
     assert json.loads((tmp_path / "ranks" / "0.end").read_text())["end"] == "done"
 
 
-def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: RecordFiles, tmp_path: Path) -> None:
+def test_file_lines_are_whole_and_in_order_after_partial_writes(files: RecordFiles, tmp_path: Path) -> None:
     path, kept = tmp_path / "lines", os.write
     taken = [10]
 
@@ -202,7 +202,7 @@ def test_lines_are_whole_and_in_order_whatever_the_disk_takes(files: RecordFiles
     assert path.read_text().splitlines() == [*(f"line {number}" for number in range(5)), "last"]
 
 
-def test_a_file_that_fails_does_not_keep_others_waiting(
+def test_failing_file_does_not_delay_other_files(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path
 ) -> None:
     disk.fails = dict.fromkeys(["append", "replace"], errno.EACCES)
@@ -216,7 +216,7 @@ def test_a_file_that_fails_does_not_keep_others_waiting(
     assert {path.parent.name for path in files.waiting} == {"a"}
 
 
-def test_a_directory_that_was_moved_away_is_made_again(files: RecordFiles, tmp_path: Path) -> None:
+def test_moved_directory_is_created_again(files: RecordFiles, tmp_path: Path) -> None:
     write_marker(tmp_path, 0, {"end": "fenced", "detail": "x"})
     (tmp_path / "ranks").rename(tmp_path / "elsewhere")
     assert files.modified(tmp_path / "ranks") == 0
@@ -225,7 +225,7 @@ def test_a_directory_that_was_moved_away_is_made_again(files: RecordFiles, tmp_p
     assert (tmp_path / "ranks" / "1.end").exists()
 
 
-def test_the_last_checkpoint_waits_for_room(
+def test_last_checkpoint_waits_for_disk_space(
     files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step follows that could be saved instead."""
@@ -257,7 +257,7 @@ def test_the_last_checkpoint_waits_for_room(
     assert (tmp_path / "checkpoints" / "draft-7" / FACTS).exists()
 
 
-def test_the_oldest_of_too_many_lines_are_dropped_and_reported(
+def test_oldest_of_too_many_lines_are_dropped_and_reported(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "MOST", 50)
@@ -270,7 +270,7 @@ def test_the_oldest_of_too_many_lines_are_dropped_and_reported(
     assert "(15 earlier lines)" in told[-1]
 
 
-def test_the_end_waits_for_the_disk_and_then_reports_what_was_lost(
+def test_end_of_a_run_waits_for_the_disk_and_reports_losses(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path
 ) -> None:
     disk.fails = {"append": errno.EIO, "replace": errno.EIO}
@@ -304,7 +304,7 @@ def test_the_end_waits_for_the_disk_and_then_reports_what_was_lost(
     assert files.patience == 300.0
 
 
-def test_errors_that_may_pass_are_known_in_any_wording() -> None:
+def test_transient_errors_are_recognised_in_any_wording() -> None:
     assert all(is_transient(OSError(number, "x")) for number in ERRORS)
     assert is_transient(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert is_transient(ValueError("OSError: [Errno 5] Input/output error"))
@@ -332,7 +332,7 @@ def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
     assert sum("waiting up to" in text for text in told) == 1
 
 
-def test_what_was_lost_at_the_end_is_reported_in_lines(
+def test_lines_lost_at_the_end_are_counted_in_the_report(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, a_world(0))
@@ -347,7 +347,7 @@ def test_what_was_lost_at_the_end_is_reported_in_lines(
     assert [line["step"] for line in journal.steps.all()] == [1, *range(6, 11)]
 
 
-def test_written_lines_are_forgotten_and_others_are_not(
+def test_written_lines_are_released_and_pending_ones_kept(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_lines, "KEPT", 10)
@@ -370,7 +370,7 @@ def test_written_lines_are_forgotten_and_others_are_not(
     assert [line["step"] for line in other.kept][-100:] == list(range(101, 201))
 
 
-def test_fencing_kills_though_the_marker_cannot_be_written(
+def test_fencing_kills_although_the_marker_cannot_be_written(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All wait for the rank that hangs: nothing comes before its end that a disk may hold up."""
@@ -392,7 +392,7 @@ def test_fencing_kills_though_the_marker_cannot_be_written(
     assert "killed rank 1" in capsys.readouterr().err
 
 
-def test_a_forked_process_finds_no_lock_taken(files: RecordFiles, tmp_path: Path) -> None:
+def test_forked_process_inherits_no_held_lock(files: RecordFiles, tmp_path: Path) -> None:
     held, through = threading.Event(), threading.Event()
 
     def hold() -> None:

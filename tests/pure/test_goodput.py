@@ -42,7 +42,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[LaunchTime], 
 
 
 @given(histories())
-def test_all_time_of_all_ranks_is_dealt_out_to_the_millisecond(history: Any) -> None:
+def test_goodput_accounts_for_all_rank_time_to_the_millisecond(history: Any) -> None:
     told = account(*history)
     assert sum(told["parts_ms"].values()) == told["total_ms"]
     assert list(told["parts_ms"]) == list(PARTS)
@@ -60,7 +60,7 @@ def steady(*, began: float = 1000.0, steps: int = 10, replicas: int = 4) -> list
     ]
 
 
-def test_every_part_is_what_it_says() -> None:
+def test_goodput_parts_are_what_they_say() -> None:
     steps = steady()
     for line in steps[6:]:
         line |= {"replicas": 3, "compute_ms": 2500.0, "wait_ms": 200.0}
@@ -100,7 +100,7 @@ def test_every_part_is_what_it_says() -> None:
     )
 
 
-def test_who_joins_costs_a_transfer_and_brings_back_capacity() -> None:
+def test_goodput_counts_a_join_as_transfer_and_regained_capacity() -> None:
     steps = steady()
     for line in steps[:5]:
         line |= {"replicas": 3, "compute_ms": 2500.0, "wait_ms": 200.0}
@@ -113,7 +113,7 @@ def test_who_joins_costs_a_transfer_and_brings_back_capacity() -> None:
     assert parts["lost_capacity"] == 5 * 1000
 
 
-def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobodys() -> None:
+def test_goodput_counts_steps_repeated_after_a_resume_as_rolled_back() -> None:
     """The first launch took ten steps and then five more, which came after its last checkpoint."""
     first, second = steady(began=1000.0), steady(began=5000.0, steps=3)
     for line in second:
@@ -125,7 +125,7 @@ def test_what_a_resumption_did_again_is_rolled_back_and_the_time_between_is_nobo
     assert told["parts_ms"]["start_up"] == 4 * 1_000
 
 
-def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
+def test_goodput_does_not_depend_on_intermediate_queries(tmp_path: Path) -> None:
     """Asking for it up to a moment changes nothing of what comes later."""
     from recover.runs.records.goodput import TimeAccount
 
@@ -136,7 +136,7 @@ def test_the_account_is_the_same_however_it_is_asked(tmp_path: Path) -> None:
     assert whole.report() == account(steady(), [], [LaunchTime(999.0, 4)])
 
 
-def test_what_the_launcher_saw_waits_in_memory_for_room_and_is_never_torn(
+def test_launcher_events_wait_in_memory_for_disk_space_and_are_never_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os

@@ -56,7 +56,7 @@ def machine(root: Path, listed: int, devices: int) -> Path:
 
 
 @pytest.mark.parametrize(("listed", "devices", "there"), [(8, 8, 8), (8, 2, 2), (0, 1, 1), (4, 0, 4)])
-def test_a_container_has_the_gpus_that_it_was_given(
+def test_container_sees_only_the_gpus_it_was_given(
     tmp_path: Path, listed: int, devices: int, there: int
 ) -> None:
     root = machine(tmp_path, listed, devices)
@@ -64,7 +64,7 @@ def test_a_container_has_the_gpus_that_it_was_given(
     assert gpus_on_host({"CUDA_VISIBLE_DEVICES": "0"}, root) == 1
 
 
-def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_may(
+def test_ranks_that_share_a_gpu_are_refused_unless_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
@@ -99,19 +99,19 @@ def test_ranks_that_share_a_gpu_are_refused_before_anything_starts_unless_they_m
         ("NVIDIA B200", 2250),
     ],
 )
-def test_a_card_is_known_by_its_drivers_name(card: str, teraflops: float) -> None:
+def test_gpu_is_recognised_by_its_driver_name(card: str, teraflops: float) -> None:
     assert peak_of(card) == teraflops * 1e12
 
 
 @pytest.mark.parametrize(
     "card", ["NVIDIA GeForce RTX 4090", "NVIDIA A1000", "", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"]
 )
-def test_a_card_that_is_not_known_has_no_peak(card: str) -> None:
+def test_unknown_gpu_has_no_peak(card: str) -> None:
     assert peak_of(card) is None
 
 
 @pytest.mark.parametrize("shape", [SIZES["tiny"], LlamaConfig(tied=True), LlamaConfig(experts=4, top_k=4)])
-def test_flops_are_those_of_the_matrices_that_torch_multiplies(shape: LlamaConfig) -> None:
+def test_flops_match_the_counter_of_torch(shape: LlamaConfig) -> None:
     """Torch's own counter, over forward and backward of one sequence."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -123,13 +123,13 @@ def test_flops_are_those_of_the_matrices_that_torch_multiplies(shape: LlamaConfi
     assert flops_per_token(shape, 64) * 64 == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_a_mixture_pays_for_the_experts_that_a_token_visits() -> None:
+def test_mixture_model_counts_only_the_experts_a_token_visits() -> None:
     one, eight = LlamaConfig(), LlamaConfig(experts=8, top_k=1)
     router = 6 * eight.layers * 8 * eight.dim
     assert flops_per_token(eight, 128) == flops_per_token(one, 128) + router
 
 
-def test_mfu_is_of_the_cards_that_living_ranks_compute_on() -> None:
+def test_mfu_counts_the_gpus_of_living_ranks() -> None:
     assert mfu(tokens=1000, seconds=2.0, flops=1e9, peak=1e12) == 0.5
     assert cards_in_use((0, 1, 2, 3), cards=4, on_host=4) == 4
     assert cards_in_use((0, 2), cards=1, on_host=4) == 1  # they share it
@@ -150,7 +150,7 @@ def used(monkeypatch: pytest.MonkeyPatch, card: str) -> tuple[GpuUse, dict[str, 
     return use, line
 
 
-def test_a_run_tells_its_cards_who_shares_them_and_of_what_its_mfu_is(
+def test_run_reports_its_gpus_their_sharing_and_the_basis_of_mfu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use, line = used(monkeypatch, "NVIDIA H200")
@@ -165,7 +165,7 @@ def test_a_run_tells_its_cards_who_shares_them_and_of_what_its_mfu_is(
         assert words in use.describe((0, 1))
 
 
-def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_gpu_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     use, line = used(monkeypatch, "Abacus")
     assert line == {"tokens": 4096, "seconds": 0.5, "gpu_peak_mib": 3072}
     assert "no MFU: the peak of Abacus is not known" in use.describe((0, 1))
@@ -184,12 +184,12 @@ def test_an_unknown_card_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch
         ({"carrier": "nccl", "device": "cpu"}, "use carrier=mpi or gloo"),
     ],
 )
-def test_what_a_gpu_or_a_compiler_cannot_do_is_refused(words: dict[str, str], said: str) -> None:
+def test_unsupported_gpu_or_compiler_setting_is_refused(words: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(words)
 
 
-def test_compile_without_a_compiler_is_refused_with_its_name(
+def test_compile_without_a_compiler_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -198,7 +198,7 @@ def test_compile_without_a_compiler_is_refused_with_its_name(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_keep_their_names_and_their_gradients(recompute: bool) -> None:
+def test_compiled_blocks_keep_their_names_and_gradients(recompute: bool) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(dim=32, heads=2, kv_heads=1, hidden=64, layers=2, seq_len=16)
     plain, compiled = Llama(shape), Llama(shape)
@@ -219,7 +219,7 @@ def test_compiled_blocks_keep_their_names_and_their_gradients(recompute: bool) -
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_adamw_is_fused_only_where_all_parameters_are_alike_and_on_gpus() -> None:
+def test_adamw_is_fused_only_for_uniform_parameters_on_gpus() -> None:
     cpu: Any = torch.zeros(1)
     cuda, cut, otherwise = (
         SimpleNamespace(is_cuda=True, **mesh)
@@ -233,9 +233,7 @@ def test_adamw_is_fused_only_where_all_parameters_are_alike_and_on_gpus() -> Non
     assert not optimizer.defaults["fused"]
 
 
-def test_a_dry_run_tells_the_memory_of_a_gpu_and_that_it_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_states_the_memory_of_an_absent_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("recover.train.dry_run.gpus_on_host", lambda: 2)
     words = [*small_world(tmp_path), "model=small", "seq_len=256", "replicas=4", "device=cuda"]

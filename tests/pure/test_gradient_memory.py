@@ -29,7 +29,7 @@ class SumsOfParameters(torch.nn.Module):
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_gradients_memory_is_left_as_it_is(
+def test_gradient_memory_is_left_unchanged(
     monkeypatch: pytest.MonkeyPatch, far: bool, reduction: str, rows: int
 ) -> None:
     """It may be that of another gradient, too, or of one that is on its way, or be kept by a hook of the user's."""

@@ -37,7 +37,7 @@ def run(gradients: OwnedGradients, model: torch.nn.Module, inputs: torch.Tensor,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buckets_hold_the_sum_over_microbatches_in_fp32(dtype: torch.dtype) -> None:
+def test_buckets_hold_the_fp32_sum_over_microbatches(dtype: torch.dtype) -> None:
     model, reference = model_of(dtype), model_of(dtype)
     gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
     gradients.begin()
@@ -61,7 +61,7 @@ def test_buckets_hold_the_sum_over_microbatches_in_fp32(dtype: torch.dtype) -> N
         )
 
 
-def test_buckets_are_posted_in_one_order_and_while_backward_runs() -> None:
+def test_buckets_are_posted_in_one_order_while_backward_runs() -> None:
     model = model_of()
     gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
     assert len(gradients.buckets) == 4
@@ -78,7 +78,7 @@ def test_buckets_are_posted_in_one_order_and_while_backward_runs() -> None:
     )
 
 
-def test_parameters_that_a_microbatch_does_not_use_count_as_zero() -> None:
+def test_unused_parameters_count_as_zero() -> None:
     used, unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     gradients = OwnedGradients([*used.parameters(), *unused.parameters()], bucket_mb=1)
     elsewhere = torch.tensor([True, True, True, False])  # another replica has used the unused weight, too
@@ -158,14 +158,14 @@ def test_complex_gradients_keep_both_parts(dtype: torch.dtype, exact: bool) -> N
     assert fingerprint([turned.detach()], 1).value != before
 
 
-def test_a_sparse_gradient_is_refused_where_it_comes_up_by_name() -> None:
+def test_sparse_gradient_is_refused_by_name() -> None:
     words = torch.nn.Embedding(4, 2, sparse=True)
     gradients = OwnedGradients(words.parameters(), bucket_mb=1, name=lambda p: "words.weight")
     with pytest.raises(RuntimeError, match=r"words\.weight is sparse.*sparse=False"):
         one(gradients, words(torch.tensor([1])).sum())
 
 
-def test_what_is_trained_can_change_between_steps_and_not_within() -> None:
+def test_trained_parameters_may_change_between_steps_and_not_within() -> None:
     first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     second.requires_grad_(False)
     gradients = OwnedGradients([first, second], bucket_mb=1)
@@ -198,7 +198,7 @@ def test_gradients_take_eight_bytes_per_parameter() -> None:
     assert held == 8 * sum(p.numel() for p in model.parameters())
 
 
-def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
+def test_second_gradient_after_its_bucket_was_posted_is_refused() -> None:
     layer = torch.nn.Linear(2, 2, bias=False)
     gradients = OwnedGradients(layer.parameters(), bucket_mb=1)
     gradients.begin()
@@ -218,7 +218,7 @@ def test_a_second_gradient_after_the_bucket_was_posted_is_refused() -> None:
     [[3, 2, 3, 5, 4]], 2, "fast", True
 )  # a second one, in a full bucket that waits for the one before it
 @settings(max_examples=80, deadline=None)
-def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
+def test_gradient_sums_follow_the_order_of_arrival(
     microbatches: list[list[int]], in_a_bucket: int, reduction: str, far: bool
 ) -> None:
     """Some gradients not at all, some several times, in any order; until a bucket is handed over. On a device that is
@@ -255,7 +255,7 @@ def test_sums_are_made_in_the_order_of_arrival_whatever_arrives_when(
 
 
 @pytest.mark.parametrize(("far", "most"), [(False, 1), (True, 3)])
-def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
+def test_pending_gradients_are_at_most_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, far: bool, most: int
 ) -> None:
     """And on the host those of one parameter."""
@@ -278,9 +278,7 @@ def test_gradients_that_wait_to_be_added_are_those_of_one_bucket(
 
 
 @pytest.mark.parametrize(("far", "sizes"), [(False, [6, 6, 3]), (True, [12, 3])])
-def test_a_device_sums_few_large_buckets(
-    monkeypatch: pytest.MonkeyPatch, far: bool, sizes: list[int]
-) -> None:
+def test_device_sums_few_large_buckets(monkeypatch: pytest.MonkeyPatch, far: bool, sizes: list[int]) -> None:
     monkeypatch.setattr(deferred, "NEAR", () if far else ("cpu",))
     parameters = [torch.nn.Parameter(torch.empty(1 << 20)) for _ in range(15)]  # 4 MiB each
     assert [b.local.numel() >> 20 for b in OwnedGradients(parameters, None).buckets] == sizes
@@ -300,7 +298,7 @@ class Dispatches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(
+def test_device_is_called_per_bucket_and_not_per_gradient(
     monkeypatch: pytest.MonkeyPatch, reduction: str
 ) -> None:
     monkeypatch.setattr(deferred, "NEAR", ())
@@ -320,7 +318,7 @@ def test_a_device_is_told_of_a_bucket_and_not_of_each_of_its_gradients(
     assert told[0]["_foreach_copy_.default"] == 1
 
 
-def test_a_model_without_gradients_is_refused() -> None:
+def test_model_without_gradients_is_refused() -> None:
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         OwnedGradients(frozen.parameters(), bucket_mb=1)
@@ -339,7 +337,7 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_bucket_is_stale_under_another_epoch_and_can_be_rewound(in_place: bool) -> None:
+def test_bucket_of_another_epoch_is_stale_and_can_be_rewound(in_place: bool) -> None:
     bucket = Bucket(torch.ones(4), in_place)
     bucket.post(FakeGroup(), epoch=1, contribute=True)  # type: ignore[arg-type]
     assert bucket.reduced_under(1)
@@ -351,7 +349,7 @@ def test_a_bucket_is_stale_under_another_epoch_and_can_be_rewound(in_place: bool
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_spare_contributes_zeros_and_keeps_its_sum(in_place: bool) -> None:
+def test_spare_contributes_zeros_and_keeps_its_sum(in_place: bool) -> None:
     bucket = Bucket(torch.ones(4), in_place)
     bucket.post(FakeGroup(), epoch=1, contribute=False)  # type: ignore[arg-type]
     assert bucket.result.tolist() == [0.0] * 4
@@ -359,7 +357,7 @@ def test_a_spare_contributes_zeros_and_keeps_its_sum(in_place: bool) -> None:
     assert bucket.local.tolist() == [1.0] * 4
 
 
-def test_what_a_module_was_built_into_is_found_inside_a_wrapper() -> None:
+def test_module_is_found_inside_its_wrapper() -> None:
     part = torch.nn.Linear(2, 2)
     mark(part, replica := PlainReplica())
     assert replica_of(torch.nn.Sequential(torch.nn.ReLU(), part)) is replica

@@ -52,9 +52,7 @@ def check(faults: list[Fault] | tuple[Fault, ...], hosts: HostPlatform, config: 
 
 
 @pytest.mark.parametrize(("count", "replicas"), [(3, 3), (3, 6), (4, 4), (4, 8), (5, 5)])
-def test_schedules_over_hosts_can_strike_spare_somebody_and_leave_most_of_etcd(
-    count: int, replicas: int
-) -> None:
+def test_host_schedules_can_strike_and_leave_a_survivor_and_most_of_etcd(count: int, replicas: int) -> None:
     hosts, config = HostPlatform(count), config_of(replicas)
     schedules = [hosts.schedule(config, seed) for seed in range(400)]
     assert schedules == [hosts.schedule(config, seed) for seed in range(400)]
@@ -77,7 +75,7 @@ def test_schedules_over_hosts_can_strike_spare_somebody_and_leave_most_of_etcd(
         assert any(len(cell.hosts) == 2 for cell in served) == (count > 3)
 
 
-def test_where_replicas_come_back_those_who_come_are_struck_as_well() -> None:
+def test_host_schedules_strike_rejoining_replicas() -> None:
     hosts, config = HostPlatform(3, returns=True), config_of(3, steps=300)
     schedules = [hosts.schedule(config, seed) for seed in range(300)]
     for schedule in schedules:
@@ -91,12 +89,12 @@ def test_where_replicas_come_back_those_who_come_are_struck_as_well() -> None:
     ("count", "replicas", "said"),
     [(2, 4, "it takes 3 or more"), (3, 4, "each must take the same number of them; give replicas=3")],
 )
-def test_hosts_that_cannot_be_had_are_refused(count: int, replicas: int, said: str) -> None:
+def test_impossible_hosts_are_refused(count: int, replicas: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         HostPlatform(count).check(config_of(replicas))
 
 
-def test_what_a_lab_must_do_is_asked_of_it_and_refused_where_there_is_none(
+def test_lab_fault_is_requested_from_the_lab_and_refused_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = parse_fault("3:1:vote=lab:blink")
@@ -154,7 +152,7 @@ def life(
     return AgentLife(host, process, said_in, late=said is not None, struck=struck)
 
 
-def test_every_law_that_a_run_on_hosts_breaks_is_told(tmp_path: Path) -> None:
+def test_host_campaign_reports_every_broken_invariant(tmp_path: Path) -> None:
     hosts, config = HostPlatform(3), config_of(3, steps=4, **{"checkpoint.every": "0"})
     (cut,) = faults = parse_faults(["3:1:vote=lab:cut"])
     calm = pretend(tmp_path / "calm", {}, {})
@@ -210,7 +208,7 @@ class PretendedHost:
         self.up = True
 
 
-def test_a_lost_host_comes_back_is_lost_again_and_goes_when_it_is_too_late(tmp_path: Path) -> None:
+def test_lost_host_rejoins_is_lost_again_and_leaves_when_it_is_too_late(tmp_path: Path) -> None:
     lab: Any = [PretendedHost(name) for name in ("h1", "h2")]
     started: list[Any] = []
 

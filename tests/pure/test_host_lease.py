@@ -30,7 +30,7 @@ GENEROUS = 30.0
 
 @given(st.floats(LEASE, 600.0))
 @example(2.875)  # seven tenths of it are two whole seconds, and too little would be left for the grace
-def test_etcds_lease_its_look_and_the_grace_make_up_what_users_call_a_lease(lease: float) -> None:
+def test_lease_option_includes_etcd_lease_check_interval_and_grace(lease: float) -> None:
     """Those of etcd, the time until it looks, and the grace in which one that lives can come back."""
     ttl, grace = parts_of(lease)
     assert ttl >= 1
@@ -79,14 +79,14 @@ def kept(etcd: SlowEtcd) -> Iterator[None]:
         lease.leave()
 
 
-def test_a_lease_is_asked_for_again_while_no_answer_comes() -> None:
+def test_lease_renewal_is_repeated_while_no_answer_arrives() -> None:
     etcd = SlowEtcd()
     with kept(etcd):
         for _ in range(KEEPERS):
             assert etcd.came.acquire(timeout=GENEROUS), "all waited for one answer, and the lease ran out"
 
 
-def test_etcd_is_asked_no_more_often_than_is_needed_whatever_the_number_of_keepers() -> None:
+def test_lease_renewal_rate_does_not_depend_on_the_number_of_keepers() -> None:
     etcd = SlowEtcd()
     etcd.answering.set()
     began = time.monotonic()
@@ -96,7 +96,7 @@ def test_etcd_is_asked_no_more_often_than_is_needed_whatever_the_number_of_keepe
         assert time.monotonic() - began >= 10 * KEEP
 
 
-def test_a_lease_that_etcd_has_refused_can_be_left() -> None:
+def test_lease_refused_by_etcd_ends_with_its_error() -> None:
     """Its agent has no other way out, and says what etcd said."""
     etcd = SlowEtcd()
     etcd.grant = lambda ttl: (_ for _ in ()).throw(EtcdError("too large"))  # type: ignore[method-assign]
@@ -171,9 +171,7 @@ def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("asleep", [5.5, 60.0, 3600.0])
-def test_process_that_was_suspended_gives_hosts_a_full_grace(
-    monkeypatch: pytest.MonkeyPatch, asleep: float
-) -> None:
+def test_suspended_process_gives_hosts_a_full_grace(monkeypatch: pytest.MonkeyPatch, asleep: float) -> None:
     """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)

@@ -29,7 +29,7 @@ SLURM = {
 
 
 @given(some.lists(some.integers(1, 9), min_size=1, max_size=8), some.integers(1, 12))
-def test_a_replica_lies_on_as_few_hosts_as_possible(counts: list[int], size: int) -> None:
+def test_replica_is_placed_on_as_few_hosts_as_possible(counts: list[int], size: int) -> None:
     slots = {f"h{number}": count for number, count in enumerate(counts)}
     seats = place(slots, size)
     assert len(seats) == sum(counts) // size * size
@@ -50,7 +50,7 @@ def test_a_replica_lies_on_as_few_hosts_as_possible(counts: list[int], size: int
         assert len({seat.host for seat in seats[:size]}) == least
 
 
-def test_torchruns_words_are_understood() -> None:
+def test_torchrun_options_are_understood() -> None:
     part = read_options(ASKED, {})
     assert (part.least, part.most, part.slots, part.job) == (4, 4, 8, "job")
     assert part.endpoints == ("h1:2379", "h2:5000", "[::1]:7")
@@ -58,7 +58,7 @@ def test_torchruns_words_are_understood() -> None:
     assert access_to(ASKED, part).prefix == "/recover/job/"
 
 
-def test_what_slurm_says_need_not_be_said_again() -> None:
+def test_slurm_environment_supplies_the_options() -> None:
     part = read_options(HostOptions(nnodes=None), SLURM)
     assert (part.least, part.slots, part.job, part.order) == (3, 8, "77", 2)
     assert part.endpoints == ("gpu08:2379", "gpu09:2379", "gpu10:2379")
@@ -86,7 +86,7 @@ def test_what_slurm_says_need_not_be_said_again() -> None:
         ("token_file", Path("/absent"), "--token-file /absent cannot be read on this host"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_option_value_and_mend(
+def test_invalid_host_option_is_refused_with_option_value_and_remedy(
     option: str, value: object, words: str
 ) -> None:
     with pytest.raises(Refusal) as refusal:
@@ -124,7 +124,7 @@ def test_what_makes_no_sense_is_refused_with_option_value_and_mend(
         ({"nnodes": "4", "ready": False}, "--no-ready would have no effect without --return"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(given: dict[str, Any], words: str) -> None:
+def test_host_option_without_effect_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         HostOptions(**given).check_use()
 
@@ -133,13 +133,13 @@ def test_what_would_have_no_effect_is_refused(given: dict[str, Any], words: str)
 @pytest.mark.parametrize(
     "other", [["--nnodes", "2", "--rdzv-endpoint", "h", "--rdzv-id", "j"], ["-n", "2", "--standby", "1"]]
 )
-def test_open_mpis_options_are_refused_where_a_job_stands_on_etcd(option: str, other: list[str]) -> None:
+def test_open_mpi_options_are_refused_for_a_job_on_etcd(option: str, other: list[str]) -> None:
     result = CliRunner().invoke(app, ["run", *other, option, "x", __file__])
     assert result.exit_code == 2
     assert option in result.output
 
 
-def test_what_has_an_effect_is_taken() -> None:
+def test_host_option_with_effect_is_accepted() -> None:
     """Every option, with what it needs; and a word that says no more than the default."""
     several = {"nnodes": "2", "rdzv_endpoint": "h", "rdzv_id": "j"}
     of_returns = {"return_delay": 0.0, "forgive": 0.0, "ready": False, "warm_up": 2.0}
@@ -164,7 +164,7 @@ def test_what_has_an_effect_is_taken() -> None:
     HostOptions(lease=LEASE).check_use()
 
 
-def test_the_ranks_read_what_the_agent_wrote(tmp_path: Path) -> None:
+def test_ranks_read_the_job_the_agent_wrote(tmp_path: Path) -> None:
     access = EtcdAccess(("h1:1", "h2:2"), "/recover/j/", "me", "secret", patience=5.0)
     spec = JobSpec(
         6, 2, session=str(tmp_path), etcd=access, host="h1", across=(1,), directories=((0, 1), (2, 3))
@@ -172,7 +172,7 @@ def test_the_ranks_read_what_the_agent_wrote(tmp_path: Path) -> None:
     assert JobSpec.read(spec.write()) == spec
 
 
-def test_each_run_directory_has_one_writer_and_one_more_when_it_dies() -> None:
+def test_run_directory_has_one_writer_and_a_successor_when_it_dies() -> None:
     spec = JobSpec(6, directories=((0, 1), (2, 3, 4, 5)))
     assert spec.ranks_by_run_directory(range(6)) == ((0, 1), (2, 3, 4, 5))
     assert spec.ranks_by_run_directory([5, 1, 3]) == ((1,), (3, 5))

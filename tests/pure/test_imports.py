@@ -18,7 +18,7 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_the_collector_rests_inside_and_is_as_it_was_afterwards_also_after_a_failure(on: bool) -> None:
+def test_garbage_collector_is_paused_during_imports_and_restored(on: bool) -> None:
     if not on:
         gc.disable()
     for error in (ImportError, None):
@@ -32,7 +32,7 @@ def test_the_collector_rests_inside_and_is_as_it_was_afterwards_also_after_a_fai
         assert gc.isenabled() is on
 
 
-def test_what_was_made_inside_is_not_looked_at_again_and_what_comes_later_is() -> None:
+def test_imported_objects_are_frozen_and_later_ones_are_collected() -> None:
     class Node:
         other: object
 

@@ -20,7 +20,7 @@ from recover.launch.preflight import Refusal, check_carrier, check_faults
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_job_is_read_as_it_was_written_and_by_its_owner_alone(tmp_path: Path) -> None:
+def test_job_file_survives_serialization_and_is_private_to_its_owner(tmp_path: Path) -> None:
     job = JobSpec(
         6, 2, "gloo", 2.5, ("3:1.0:vote",), run_dir="/runs/x", session=str(tmp_path), token="secret"
     )
@@ -31,14 +31,14 @@ def test_a_job_is_read_as_it_was_written_and_by_its_owner_alone(tmp_path: Path) 
         job.write()
 
 
-def test_a_job_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_job_of_another_version_is_refused(tmp_path: Path) -> None:
     path = JobSpec(1, session=str(tmp_path)).write()
     path.write_text(path.read_text().replace('"token"', '"colour"'))
     with pytest.raises(ValueError, match="colour, which this version of recover does not know"):
         JobSpec.read(path)
 
 
-def test_a_foreign_launcher_tells_by_a_few_variables() -> None:
+def test_foreign_launcher_is_recognised_by_its_variables() -> None:
     told = {"OMPI_COMM_WORLD_SIZE": "4", "RECOVER_REPLICA_SIZE": "2", "RECOVER_KILL": "3:1:vote 4:0:update"}
     assert JobSpec.from_environment(told) == JobSpec(4, 2, faults=("3:1:vote", "4:0:update"))
     with pytest.raises(ValueError, match="RECOVER_REPLICA_SIZE is 'two'"):
@@ -47,7 +47,7 @@ def test_a_foreign_launcher_tells_by_a_few_variables() -> None:
         JobSpec.from_environment(told | {"RECOVER_HANG_LIMIT": "soon"})
 
 
-def test_a_fault_that_can_never_strike_is_refused_before_anything_starts() -> None:
+def test_fault_that_can_never_strike_is_refused_before_the_start() -> None:
     assert check_faults(["3:1.1:vote"], 4, 2) == ("3:1.1:vote",)
     with pytest.raises(Refusal, match=r"--kill: 3:2\.0:vote can never strike: there are 2 replicas of 2"):
         check_faults(["3:2:vote"], 4, 2)
@@ -57,7 +57,7 @@ def test_a_fault_that_can_never_strike_is_refused_before_anything_starts() -> No
         check_carrier("pigeon")
 
 
-def test_a_fault_that_could_strike_nobody_is_refused_whatever_the_reason() -> None:
+def test_fault_that_could_strike_no_rank_is_refused_with_the_reason() -> None:
     for texts, words in (
         (["3:1:repair"], "there is no repair unless another replica is lost in step 3"),
         (["3:0:extra=pause:1"], "there is no extra unless"),
@@ -72,7 +72,7 @@ def test_a_fault_that_could_strike_nobody_is_refused_whatever_the_reason() -> No
     ("name", "launcher"),
     [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "another MPI")],
 )
-def test_a_process_of_another_launcher_is_no_world_of_its_own(
+def test_process_of_a_foreign_launcher_is_no_world_of_one(
     monkeypatch: pytest.MonkeyPatch, name: str, launcher: str
 ) -> None:
     monkeypatch.setenv(name, "1")
@@ -84,14 +84,14 @@ def test_a_process_of_another_launcher_is_no_world_of_its_own(
         init._lone_job()
 
 
-def test_a_fault_of_another_replica_is_refused_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_another_replica_is_refused_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECOVER_KILL", "3:1:vote")
     monkeypatch.setattr(init, "_current", None)
     with pytest.raises(ValueError, match=r"fault 3:1\.0:vote: there are replicas 0 to 0, and no 1"):
         init._alone(init._lone_job())
 
 
-def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_mpi_variables_are_hidden_from_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_hidden", {})
     given = {
         "OMPI_COMM_WORLD_RANK": "2",
@@ -106,7 +106,7 @@ def test_open_mpi_s_variables_are_hidden_from_all_but_us(monkeypatch: pytest.Mon
     assert (process.rank(), process.ranks_on_host(), process.on_one_host()) == (2, 4, False)
 
 
-def test_local_rank_is_the_number_of_the_rank_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_is_the_index_of_the_rank_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Open MPI, after its variables are hidden, and under an agent; the launcher's own value is replaced."""
     monkeypatch.setattr(process, "_hidden", {})
     monkeypatch.setenv("LOCAL_RANK", "9")
@@ -125,7 +125,7 @@ def test_local_rank_is_the_number_of_the_rank_on_its_host(monkeypatch: pytest.Mo
     assert os.environ["LOCAL_RANK"] == "1"
 
 
-def test_options_after_the_script_s_name_are_named() -> None:
+def test_launcher_options_after_the_script_name_are_reported() -> None:
     for words, late in (
         (["run", "train.py", "-n", "4"], "-n after train.py"),
         (["run", "--timeout", "5", "train.py", "--lr", "1", "--ranks=2"], "--ranks=2 after train.py"),
@@ -138,7 +138,7 @@ def test_options_after_the_script_s_name_are_named() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith(f"recover {__version__} (torch ")
 
 
-def test_nobody_but_the_job_reads_our_variables() -> None:
+def test_environment_variables_are_read_in_few_modules_only() -> None:
     """Ten modules once parsed the environment, each in its own way."""
     allowed = {"job/spec.py", "launch/preflight.py", "launch/doctor/probe.py", "data/cache.py"}
     reads = re.compile(r"environ(\.get\(|\[)\s*f?[\"']RECOVER_")

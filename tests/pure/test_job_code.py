@@ -48,7 +48,7 @@ def make_package(place: Path) -> None:
     (place / "mypackage" / "data.py").write_text("SIZE = 1\n")
 
 
-def test_the_users_modules_are_recorded_as_they_are_loaded(tmp_path: Path) -> None:
+def test_user_modules_are_recorded_as_they_are_loaded(tmp_path: Path) -> None:
     """Not what is installed, and not as they are on disk later."""
     make_package(tmp_path)
     code.record()
@@ -63,7 +63,7 @@ def test_the_users_modules_are_recorded_as_they_are_loaded(tmp_path: Path) -> No
     assert code.loaded["mypackage.data"].path == str(tmp_path / "mypackage" / "data.py")
 
 
-def test_differences_name_the_file_both_digests_and_the_remedy() -> None:
+def test_code_difference_names_the_file_both_digests_and_the_remedy() -> None:
     job = {"train.py": "a" * 64, "mine": "b" * 64, RECOVER: "0.1.0 (x)", "lazy": "c" * 64}
     mine = {
         "train.py": Loaded("/there/train.py", "d" * 64),
@@ -102,7 +102,7 @@ def test_ranks_compare_with_the_code_of_the_job(tmp_path: Path) -> None:
     assert json.loads((tmp_path / FILE).read_text())["train.py"] == [str(tmp_path / "train.py"), "a" * 64]
 
 
-def test_an_agent_sees_edits_and_their_undoing(tmp_path: Path) -> None:
+def test_agent_detects_edits_and_their_reversal(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("TARGET = 1.0\n")
     here = HostCode(tmp_path)
@@ -117,7 +117,7 @@ def test_an_agent_sees_edits_and_their_undoing(tmp_path: Path) -> None:
     assert "sha256 missing vs" in here.differs()
 
 
-def test_slots_of_refused_ranks_rest_and_are_free_again_when_the_code_is() -> None:
+def test_slots_of_refused_ranks_rest_until_the_code_is_restored() -> None:
     """No strike, no busy loop; and no slot of a host is free while its files differ."""
     slots = HostSlots(2, delay=0.0, forgive=60.0)
     slots.take(0, 0.0)

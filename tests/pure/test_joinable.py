@@ -213,7 +213,7 @@ def take(step: recover.Step, model: torch.nn.Module, weight: float | None = None
         step.backward(model(sample).square().sum(), weight=weight)
 
 
-def test_an_undeclared_scheduler_is_reported_once_in_jobs_that_replicas_may_join(capsys: Any) -> None:
+def test_undeclared_scheduler_is_reported_once_in_jobs_with_joins(capsys: Any) -> None:
     for room in (10, 0):
         step, model, optimizer = made(room)
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)  # after Step, as scripts may do
@@ -226,7 +226,7 @@ def test_an_undeclared_scheduler_is_reported_once_in_jobs_that_replicas_may_join
         assert step._engine.joinable.obstacle() is None
 
 
-def test_a_join_is_refused_by_name_before_the_newcomer_asks_and_by_the_members() -> None:
+def test_unjoinable_state_refuses_a_join_by_name_on_both_sides() -> None:
     step, model, optimizer = made()
     lr_scheduler_held = lr_scheduler.StepLR(optimizer, 3)
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_a_join_is_refused_by_name_before_the_newcomer_asks_and_by_the_members()
         Parcel(model, optimizer, None, {}).open(refusal("because"))
 
 
-def test_state_that_cannot_be_sent_refuses_joins_and_is_reported_with_its_name(capsys: Any) -> None:
+def test_state_that_cannot_be_sent_refuses_joins_by_name(capsys: Any) -> None:
     step, model, optimizer = made()
     take(step, model)
     optimizer.state[model.weight]["helper"] = object()
@@ -251,9 +251,7 @@ def test_state_that_cannot_be_sent_refuses_joins_and_is_reported_with_its_name(c
     assert b"helper" in step._engine.handover._packed()[0]
 
 
-def test_extras_of_save_that_step_lacks_are_named_and_those_of_resume_are_not(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_extra_missing_from_step_is_named_at_save_and_not_at_resume(tmp_path: Path, capsys: Any) -> None:
     step, model, _ = made()
     average, other, notes = AveragedModel(model), AveragedModel(model), {"best": 1.0}
     assert recover.resume(step, tmp_path, extra={"average": average, "notes": notes}) is None
@@ -270,7 +268,7 @@ def test_extras_of_save_that_step_lacks_are_named_and_those_of_resume_are_not(
         Parcel(model, optimizer_of(model), None, {}).open(step._engine.handover._packed()[0])
 
 
-def test_extra_of_step_is_saved_and_resumed_without_being_named_again(tmp_path: Path) -> None:
+def test_extra_of_step_is_saved_and_resumed_without_repeating_it(tmp_path: Path) -> None:
     found = []
     for _ in range(2):
         notes: dict[str, Any] = {"best": 0.0, "rows": np.zeros(2), "seen": []}
@@ -284,7 +282,7 @@ def test_extra_of_step_is_saved_and_resumed_without_being_named_again(tmp_path: 
     assert found == [(0.0, [0.0, 0.0], 0), (2.5, [0, 1], 1)]
 
 
-def test_an_extra_without_a_form_is_refused_by_step() -> None:
+def test_extra_of_an_unsupported_type_is_refused_by_step() -> None:
     class Odd(Warmup):
         def state_dict(self) -> dict[str, Any]:
             return {"deep": [object()]}
@@ -293,7 +291,7 @@ def test_an_extra_without_a_form_is_refused_by_step() -> None:
         made(extra={"odd": Odd(None)})
 
 
-def test_optimizer_state_of_lists_and_mixed_keys_is_saved_or_raises(tmp_path: Path) -> None:
+def test_nested_optimizer_state_is_saved_or_refused_by_name(tmp_path: Path) -> None:
     values: dict[Any, Any] = {
         0: torch.arange(3.0),
         "m": torch.ones(2, 1),
@@ -378,7 +376,7 @@ def test_extras_that_differ_at_a_save_are_named() -> None:
         assert "replicas save other entries of extra=" in str(error)
 
 
-def test_replicas_that_have_just_joined_run_nothing_while_others_are_left() -> None:
+def test_joined_replicas_run_nothing_in_their_first_step() -> None:
     layout = BalancedWorldPolicy().layout([0, 2], 6).with_resting([1, 5])
     assert [(share.replica, len(share.run)) for share in layout.shares] == [(0, 3), (1, 0), (2, 3), (5, 0)]
     assert layout.committed == 6
@@ -394,7 +392,7 @@ def test_replicas_that_have_just_joined_run_nothing_while_others_are_left() -> N
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-def test_a_step_without_weight_is_skipped(reduction: str) -> None:
+def test_step_without_weight_is_skipped(reduction: str) -> None:
     step, model, optimizer = made(reduction=reduction)
     take(step, model)
     before = model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()
@@ -415,7 +413,7 @@ def test_a_step_without_weight_is_skipped(reduction: str) -> None:
         lambda: torch.zeros(6).as_strided((4, 3), (1, 1)),
     ],
 )
-def test_an_expanded_buffer_or_parameter_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
+def test_expanded_buffer_or_parameter_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
     for kind in ("buffer", "parameter"):
         model = torch.nn.Linear(2, 1)
         if kind == "buffer":

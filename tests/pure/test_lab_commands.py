@@ -36,7 +36,7 @@ def command_line() -> typer.Typer:
     return app
 
 
-def test_placeholders_stand_for_every_command_of_the_lab() -> None:
+def test_lab_commands_have_placeholders_in_the_core() -> None:
     assert plugins.LAB_COMMANDS.keys() | {"demo.hosts"} == DECLARED.keys()
     assert PROJECT["name"] == plugins.LAB
 
@@ -65,7 +65,7 @@ def test_entry_point_loads_and_its_command_has_a_help(
     ],
     ids=" ".join,
 )
-def test_command_of_the_lab_without_the_lab_names_what_to_install(
+def test_lab_command_without_the_package_names_what_to_install(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugins, "entry_points", no_entry_points)

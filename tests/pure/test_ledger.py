@@ -104,7 +104,7 @@ def share(
 
 
 @pytest.mark.filterwarnings("ignore:no_sync")
-def test_a_users_own_no_sync_changes_no_gradient_whatever_it_is_put_around(world: None) -> None:
+def test_own_no_sync_changes_no_gradient(world: None) -> None:
     """Any share, any period, around forward or backward or both, with a death before, during or after, or none."""
     shares = [((0, 1, 2), ()), ((0, 1), (2,)), ((0, 1), (2, 3, 4)), ((0,), ()), ((), (0, 1))]
     places = ("forward", "backward", "forward and backward")
@@ -134,7 +134,7 @@ def test_a_users_own_no_sync_changes_no_gradient_whatever_it_is_put_around(world
             )
 
 
-def test_a_no_sync_that_does_nothing_says_so_once(world: None) -> None:
+def test_ineffective_no_sync_is_reported_once(world: None) -> None:
     model = DistributedDataParallel(net())
     recover.dropin.DDPGradients(model)
     with warnings.catch_warnings(record=True) as said:
@@ -146,7 +146,7 @@ def test_a_no_sync_that_does_nothing_says_so_once(world: None) -> None:
     copy.deepcopy(model.no_sync)
 
 
-def test_buckets_that_could_be_mistaken_or_lack_a_parameter_are_refused(world: None) -> None:
+def test_ambiguous_or_incomplete_ddp_buckets_are_refused(world: None) -> None:
     ignoring = net()
     first = next(name for name, _ in ignoring.named_parameters())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, [first])
@@ -179,7 +179,7 @@ PARTNERS = TwoPartners()
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_our_own_buckets_are_stamped_with_what_they_hold(rounds: bool) -> None:
+def test_own_buckets_are_stamped_with_their_microbatches(rounds: bool) -> None:
     """Microbatch by microbatch, in rounds, with parameters that partners share, after a rewind and after a clear."""
     model = net()
     gradients = OwnedGradients(
@@ -218,7 +218,7 @@ def test_our_own_buckets_are_stamped_with_what_they_hold(rounds: bool) -> None:
     check_buckets(2, gradients.buckets, slots())
 
 
-def test_a_microbatch_that_was_begun_and_not_finished_is_in_no_bucket() -> None:
+def test_unfinished_microbatch_is_in_no_bucket() -> None:
     model = net()
     gradients = OwnedGradients(model.parameters(), bucket_mb=1)
     gradients.begin()
@@ -232,7 +232,7 @@ def test_a_microbatch_that_was_begun_and_not_finished_is_in_no_bucket() -> None:
     check_buckets(1, [bucket], slots(1))
 
 
-def test_a_bucket_that_was_never_handed_over_is_named_with_the_mend() -> None:
+def test_bucket_that_was_never_posted_is_named_with_the_remedy() -> None:
     with pytest.raises(LedgerError, match=r"bucket 0 of 1 was not handed.*owes slots 0-2.*step\.backward"):
         check_buckets(5, [Bucket(torch.zeros(2))], slots(0, 1, 2))
     with pytest.raises(LedgerError, match="no gradient bucket"):

@@ -48,7 +48,7 @@ def watch(watchdog: LinkWatchdog, seconds: float, start: float, **member: Any) -
     return None
 
 
-def test_a_group_that_stands_still_is_given_up_after_the_limit() -> None:
+def test_stalled_group_is_aborted_after_the_limit() -> None:
     found = watch(LinkWatchdog(LIMIT), 3 * LIMIT, 100.0)
     assert found is not None
     assert LIMIT < found <= LIMIT + 3 * LOOK
@@ -65,11 +65,11 @@ def test_a_group_that_stands_still_is_given_up_after_the_limit() -> None:
         pytest.param({"waits_in": lambda now: 4 if now % LIMIT > 1 else 0}, id="one is busy now and then"),
     ],
 )
-def test_no_time_counts_unless_all_wait_and_nothing_travels(member: dict[str, Any]) -> None:
+def test_link_timeout_counts_only_while_all_wait_and_nothing_travels(member: dict[str, Any]) -> None:
     assert watch(LinkWatchdog(LIMIT), 10 * LIMIT, 100.0, **member) is None
 
 
-def test_a_machine_that_has_slept_gives_nothing_up() -> None:
+def test_machine_that_slept_aborts_nothing() -> None:
     watchdog = LinkWatchdog(LIMIT)
     assert watch(watchdog, 0.9 * LIMIT, 100.0) is None
     assert watch(watchdog, 0.9 * LIMIT, 100.0 + 100 * LIMIT) is None
@@ -118,7 +118,7 @@ some = settings(max_examples=25, phases=[Phase.generate])  # a counterexample is
 
 @some
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 1.5), st.floats(0, 2))
-def test_however_slow_most_ranks_are_no_reduction_of_theirs_is_given_up(
+def test_slow_ranks_never_abort_their_reductions(
     data: st.DataObject, ranks: int, operations: int, wire: float, lag: float
 ) -> None:
     times = st.lists(seconds, min_size=operations, max_size=operations)
@@ -129,7 +129,7 @@ def test_however_slow_most_ranks_are_no_reduction_of_theirs_is_given_up(
 
 @some
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 2))
-def test_all_members_give_up_a_reduction_over_a_cut_link_after_the_last_has_come(
+def test_members_abort_a_reduction_over_a_cut_link_after_the_last_arrives(
     data: st.DataObject, ranks: int, operations: int, lag: float
 ) -> None:
     times = st.lists(seconds, min_size=operations, max_size=operations)
@@ -143,7 +143,7 @@ def test_all_members_give_up_a_reduction_over_a_cut_link_after_the_last_has_come
         assert found < come + LIMIT + lag + 4 * LOOK
 
 
-def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(
+def test_rank_shows_that_it_waits_only_when_its_data_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device the host runs ahead: an operation that was posted may have to wait for microbatches still."""
@@ -174,7 +174,7 @@ def test_a_rank_shows_that_it_waits_only_when_its_data_are_there(
     assert board.row(0)[WAITS] == 0
 
 
-def test_rows_of_other_hosts_tell_whether_their_ranks_wait(tmp_path: Path) -> None:
+def test_rows_of_other_hosts_show_whether_their_ranks_wait(tmp_path: Path) -> None:
     here, there = Board(tmp_path / "here", 2), Board(tmp_path / "there", 2)
     here.claim(0)
     there.claim(1)
@@ -195,7 +195,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield near, far
 
 
-def test_sockets_notice_a_lost_peer_whether_they_send_or_only_wait() -> None:
+def test_sockets_detect_a_lost_peer_when_sending_and_when_waiting() -> None:
     with connection() as (near, _):
         detect_connection_loss(near, 8.0)
         tcp = {name: near.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP}
@@ -210,7 +210,7 @@ def test_sockets_notice_a_lost_peer_whether_they_send_or_only_wait() -> None:
 TCP = {"TCP_USER_TIMEOUT": 8000, "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
-def test_bytes_that_travel_are_seen_at_both_ends_and_silence_is_not() -> None:
+def test_travelling_bytes_are_seen_at_both_ends() -> None:
     with connection() as (near, far):
         before = bytes_carried(near), bytes_carried(far)
         assert (bytes_carried(near), bytes_carried(far)) == before
@@ -222,7 +222,7 @@ def test_bytes_that_travel_are_seen_at_both_ends_and_silence_is_not() -> None:
         assert bytes_carried(near) == before[0] + 1001
 
 
-def test_members_that_take_no_call_are_named_and_one_with_a_closed_door_is_not() -> None:
+def test_unreachable_members_are_named_and_one_with_a_closed_port_is_not() -> None:
     with ExitStack() as opened:
         open_door = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
         closed, deaf = (opened.enter_context(socket.socket()) for _ in range(2))
@@ -265,7 +265,7 @@ def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Ro
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_one_replica_that_is_an_end_of_all_broken_links_is_left_out(both: bool) -> None:
+def test_replica_at_the_end_of_all_broken_links_is_evicted(both: bool) -> None:
     assert membership(3)._failing_members(rows(3, (0, 1), both=both)) == {1}
     assert membership(9)._failing_members(rows(9, (0, 1), both=both)) == {1}
     assert membership(4)._failing_members(rows(4, (0, 2), (0, 3), both=both)) == {0}
@@ -274,7 +274,7 @@ def test_one_replica_that_is_an_end_of_all_broken_links_is_left_out(both: bool) 
     assert membership(6, replica_size=2)._failing_members(rows(6, (0, 4), (1, 5), both=both)) == {4, 5}
 
 
-def test_a_world_with_links_broken_between_many_ends_with_their_names() -> None:
+def test_world_with_links_broken_between_many_ends_with_their_names() -> None:
     with pytest.raises(NoCarrierError, match="ranks 0 and 2 do not reach each other") as told:
         membership(4)._failing_members(rows(4, (0, 2), (0, 3), (1, 2), (1, 3)))
     assert "ranks 1 and 3 do not reach each other" in str(told.value)
@@ -282,14 +282,14 @@ def test_a_world_with_links_broken_between_many_ends_with_their_names() -> None:
 
 
 @given(st.binary(max_size=9), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9))
-def test_a_row_of_the_census_survives_the_wire(offer: bytes, unreached: list[int], rank: int) -> None:
+def test_census_row_survives_serialization(offer: bytes, unreached: list[int], rank: int) -> None:
     row = Row(offer, b"record", built=2, trouble="why", epoch=4, before=(1, 2), unreached=tuple(unreached))
     assert Row.from_bytes(row.to_bytes(rank)) == (rank, row)
     assert broken_links({rank: row}) <= {(rank, rank)}
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "1.9", "inf", "nan"])
-def test_a_link_timeout_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_link_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"the link timeout is .*; give seconds, 2 or more"):
         read_link_timeout(text)
     monkeypatch.setenv("RECOVER_LINK_TIMEOUT", text)
@@ -299,7 +299,7 @@ def test_a_link_timeout_that_makes_no_sense_is_refused(text: str, monkeypatch: p
         JobSpec.from_environment({"RECOVER_LINK_TIMEOUT": text})
 
 
-def test_a_link_timeout_is_read_from_option_variable_or_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_timeout_is_read_from_option_variable_or_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RECOVER_LINK_TIMEOUT", raising=False)
     assert check_link_timeout(None, timeout=30) == LINK_TIMEOUT, "a default is nobody's mistake"
     assert check_link_timeout(5, timeout=30) == 5

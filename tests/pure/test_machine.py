@@ -24,7 +24,7 @@ ARM = "processor\t: {}\nCPU implementer\t: 0x41\nCPU variant\t: 0x3\nCPU part\t:
         ("", platform.machine()),
     ],
 )
-def test_processors_that_are_not_the_same_are_told_apart(told: str, name: str, tmp_path: Path) -> None:
+def test_different_processors_are_distinguished(told: str, name: str, tmp_path: Path) -> None:
     """On aarch64 the kernel knows no names."""
     (tmp_path / "cpuinfo").write_text(told)
     assert processor(tmp_path / "cpuinfo") == name

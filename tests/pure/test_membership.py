@@ -27,7 +27,7 @@ def row(built: int, epoch: int, waited: int = 0) -> Row:
 
 
 @pytest.mark.parametrize("newcomers", [(8,), (8, 9), (8, 9, 10, 11, 12)])
-def test_where_all_fail_alike_those_go_who_were_to_join_and_never_the_members(
+def test_joining_ranks_are_removed_before_members_when_all_fail_alike(
     newcomers: tuple[int, ...],
 ) -> None:
     members = {rank: row(FAILURES, epoch=7) for rank in range(4)}
@@ -44,14 +44,14 @@ def test_where_all_fail_alike_those_go_who_were_to_join_and_never_the_members(
     assert not left_out(waiting)
 
 
-def test_a_member_that_fails_more_often_than_all_others_goes_although_somebody_joins() -> None:
+def test_member_that_fails_most_often_is_removed_although_a_rank_joins() -> None:
     rows = {rank: row(FAILURES if rank == 2 else 1, epoch=7, waited=2) for rank in range(4)}
     rows[8] = row(1, epoch=0, waited=FAILURES)
     assert left_out(rows) == {2}
 
 
 @pytest.mark.parametrize("epoch", [0, 7])
-def test_where_all_fail_alike_and_nobody_joins_it_is_over(epoch: int) -> None:
+def test_world_ends_when_all_members_fail_alike(epoch: int) -> None:
     with pytest.raises(NoCarrierError, match="half of the replicas or more failed"):
         left_out({rank: row(FAILURES, epoch) for rank in range(4)})
 
@@ -112,7 +112,7 @@ def test_failing_members_table(rows: dict[int, Row], replica_size: int, expected
 
 
 @pytest.mark.parametrize(("error", "counted"), [(CarrierError, 1), (OSError, 1), (TookTooLongError, 0)])
-def test_who_has_waited_for_others_in_vain_is_not_at_fault(error: type[Exception], counted: int) -> None:
+def test_rank_that_waited_in_vain_is_not_at_fault(error: type[Exception], counted: int) -> None:
     def build(*_: Any) -> None:
         raise error("so it is")
 

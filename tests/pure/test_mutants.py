@@ -13,7 +13,7 @@ MUTANTS = list(mutants())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
+def test_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
     broken = mutant.applied_to((ROOT / mutant.file).read_text())
     if mutant.file.endswith(".py"):
         compile(broken, mutant.file, "exec")  # it must fail a test, not the import
@@ -25,12 +25,12 @@ def test_a_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
         assert re.search(rf"^def {function}\(", Path(ROOT, path).read_text(), re.MULTILINE), test
 
 
-def test_names_of_mutants_are_unique() -> None:
+def test_mutant_names_are_unique() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, len(MUTANTS), len(MUTANTS) + 5])
-def test_every_mutant_is_in_exactly_one_shard(count: int) -> None:
+def test_mutant_is_in_exactly_one_shard(count: int) -> None:
     shards = [Shard.parse(f"{number}/{count}").of(MUTANTS) for number in range(1, count + 1)]
     assert sorted(mutant.name for shard in shards for mutant in shard) == sorted(m.name for m in MUTANTS)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
@@ -39,6 +39,6 @@ def test_every_mutant_is_in_exactly_one_shard(count: int) -> None:
 @pytest.mark.parametrize(
     "wrong", ["", "1", "/", "0/4", "5/4", "1/0", "0/0", "-1/4", "1/4/2", "a/4", "1/b", "1.0/2"]
 )
-def test_shard_that_does_not_exist_is_refused(wrong: str) -> None:
+def test_mutant_shard_that_does_not_exist_is_refused(wrong: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"shard {wrong!r} is not i/n")):
         Shard.parse(wrong)

@@ -184,7 +184,7 @@ def make_ranks(size: int, seed: int | None = None) -> tuple[list[Rank], list[Ncc
     return ranks, carriers, crosses
 
 
-def test_sums_are_there_when_the_work_says_so() -> None:
+def test_nccl_sums_are_complete_when_the_work_is_done() -> None:
     _, _, crosses = make_ranks(3)
     sources = [on_device(torch.full((100,), float(n + 1))) for n in range(3)]
     outs = [on_device(torch.zeros(100)) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_sums_are_there_when_the_work_says_so() -> None:
         assert halves[n].tolist() == [6.0] * 8
 
 
-def test_what_one_has_goes_to_all_and_what_each_has_lies_in_its_row() -> None:
+def test_nccl_broadcast_and_all_gather_deliver_to_every_rank() -> None:
     _, _, crosses = make_ranks(3)
     state = [on_device(torch.full((7,), n + 1.0)) for n in range(3)]
     mine = [on_device(torch.full((2,), n, dtype=torch.int64)) for n in range(3)]
@@ -219,7 +219,7 @@ def test_what_one_has_goes_to_all_and_what_each_has_lies_in_its_row() -> None:
         assert table[n].tolist() == [[0], [1], [2]]
 
 
-def test_what_is_exchanged_comes_to_those_who_are_named_in_order_on_devices_and_hosts() -> None:
+def test_nccl_exchange_delivers_in_order_from_devices_and_hosts() -> None:
     """Two give to a third, from a device and from the host, while it gives nothing."""
     _, _, crosses = make_ranks(3)
     given = [on_device(torch.arange(5)), np.arange(10, 14)]
@@ -234,7 +234,7 @@ def test_what_is_exchanged_comes_to_those_who_are_named_in_order_on_devices_and_
 
 
 @pytest.mark.parametrize("slow_abort", [0.0, 0.2])
-def test_who_waits_for_the_dead_is_freed_by_an_abort_with_nobody_else_inside_the_library(
+def test_nccl_abort_frees_ranks_that_wait_for_the_dead(
     slow_abort: float,
 ) -> None:
     ranks, _, crosses = make_ranks(3)
@@ -260,7 +260,7 @@ def test_who_waits_for_the_dead_is_freed_by_an_abort_with_nobody_else_inside_the
         assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
 
 
-def test_an_abort_waits_for_a_thread_that_is_inside_the_library() -> None:
+def test_nccl_abort_waits_for_a_thread_inside_the_library() -> None:
     ranks, carriers, crosses = make_ranks(2)
     ranks[0].slow_look = 0.05
     local = on_device(torch.ones(10))
@@ -277,7 +277,7 @@ def test_an_abort_waits_for_a_thread_that_is_inside_the_library() -> None:
     assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
 
 
-def test_a_death_while_the_group_is_made_is_not_waited_for() -> None:
+def test_nccl_death_during_group_creation_is_not_waited_for() -> None:
     groups, stream = Groups(), LateDevice().stream()
     rank = Rank(groups, {stream.handle: stream})
     carrier = NcclCarrier(Worker(), (0, 1), 0, rank, stream, [], [])
@@ -286,7 +286,7 @@ def test_a_death_while_the_group_is_made_is_not_waited_for() -> None:
         carrier.build({0: carrier.offer(), 1: b""}, bool, lambda: next(looks))
 
 
-def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_limit(
+def test_nccl_rank_whose_trial_fails_alone_is_not_waited_for_without_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recover.world.carriers.base.TRIAL_LIMIT", 0.3)
@@ -313,7 +313,7 @@ def test_one_whose_trial_fails_alone_and_who_lives_is_not_waited_for_without_lim
     assert failed == {0: TookTooLongError, 1: CarrierError, 2: TookTooLongError}, "whose fault it was"
 
 
-def test_who_is_freed_by_the_first_one_that_is_late_has_only_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_rank_freed_by_a_late_peer_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Open MPI's revoking and gloo's sockets do it: a moment before its own time."""
     monkeypatch.setattr("recover.world.carriers.base.TRIAL_LIMIT", 100.0)
     now = [0.0]
@@ -341,7 +341,7 @@ def test_who_is_freed_by_the_first_one_that_is_late_has_only_waited(monkeypatch:
     assert not after(90.0, fails=False)
 
 
-def test_an_address_that_nobody_has_used_is_offered_again() -> None:
+def test_nccl_address_that_was_not_used_is_offered_again() -> None:
     """Behind each, NCCL has a thread and a socket that wait for its group for ever."""
     unused: list[bytes] = []
     stream = LateDevice().stream()
@@ -379,7 +379,7 @@ class LibraryThatFails:
 
 
 @pytest.mark.parametrize("bad", ["ncclSend", "ncclRecv", "ncclGroupEnd"])
-def test_no_group_of_calls_stays_open_after_an_error(bad: str) -> None:
+def test_nccl_call_group_is_closed_after_an_error(bad: str) -> None:
     """This thread could never begin anything again, in no group."""
     library = Nccl.__new__(Nccl)
     failing = library._library = LibraryThatFails(bad)  # type: ignore[assignment]
@@ -388,13 +388,13 @@ def test_no_group_of_calls_stays_open_after_an_error(bad: str) -> None:
     assert failing.open == 0
 
 
-def test_a_member_that_has_no_library_is_told_from_one_that_is_late() -> None:
+def test_nccl_member_without_the_library_is_distinguished_from_a_late_one() -> None:
     carrier = NcclCarrier(Worker(), (0, 1), 1, Rank(Groups(), {}), LateDevice().stream(), [], [])
     with pytest.raises(CarrierError, match="could not offer"):
         carrier.connect({0: b"", 1: b""}, bool, lambda: False)
 
 
-def test_data_are_waited_for_on_the_device_and_not_by_the_host() -> None:
+def test_nccl_data_is_awaited_on_the_device_and_not_by_the_host() -> None:
     ranks, carriers, _ = make_ranks(1)
     del ranks
     producer_device = LateDevice()

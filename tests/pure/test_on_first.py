@@ -40,7 +40,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("newcomer", [1, 9])
-def test_what_one_that_is_gone_had_to_do_is_done_by_one_that_knows_of_it(newcomer: int) -> None:
+def test_on_first_call_of_a_dead_replica_runs_on_its_successor(newcomer: int) -> None:
     """Numbers are given when a replica is started: one that comes last may have the lowest."""
     ranks = Ranks(0, 4, 5)
     ranks.ask(1)

@@ -196,7 +196,9 @@ def fabric(comm: Comm, board: Board) -> OpenMPIFabric:
     return fabric_of(board)
 
 
-def test_deaths_are_noticed_by_asking_and_leave_no_group_behind(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_open_mpi_deaths_are_detected_by_polling_without_leaked_groups(
+    fabric: OpenMPIFabric, comm: Comm
+) -> None:
     """Open MPI delivers notices only inside of its calls: asking for the failed must be one that drives progress."""
     before = comm.groups
     assert fabric.failed() == frozenset()
@@ -208,7 +210,9 @@ def test_deaths_are_noticed_by_asking_and_leave_no_group_behind(fabric: OpenMPIF
     assert comm.error_handlers == ["errors are returned"] * 2, "the first death would abort this rank"
 
 
-def test_deaths_are_acknowledged_in_order_up_to_the_first_unknown(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_open_mpi_deaths_are_acknowledged_in_order_up_to_the_first_unknown(
+    fabric: OpenMPIFabric, comm: Comm
+) -> None:
     """MPI acknowledges the first so many notices. A death that nobody has looked at must still fail agreements."""
     comm.dead = [3, 1, 4]
     assert fabric.acknowledge(only=frozenset({1, 4})) == frozenset()
@@ -220,14 +224,14 @@ def test_deaths_are_acknowledged_in_order_up_to_the_first_unknown(fabric: OpenMP
     assert comm.acknowledged == [1, 2, 3]
 
 
-def test_acknowledged_are_those_that_open_mpi_says(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_acknowledged_deaths_are_those_open_mpi_reports(fabric: OpenMPIFabric, comm: Comm) -> None:
     comm.dead, comm.most_to_acknowledge = [3, 1], 1
     assert fabric.acknowledge() == {3}
     comm.most_to_acknowledge = 2
     assert fabric.acknowledge() == {1, 3}
 
 
-def test_agreement_fails_on_any_error_and_is_over_for_the_watchdog(
+def test_agreement_fails_on_any_error_and_ends_its_watchdog_entry(
     fabric: OpenMPIFabric, comm: Comm, board: Board
 ) -> None:
     """A rank that waits in an agreement is seen by its watchdog while it does, and not afterwards."""
@@ -247,7 +251,7 @@ def test_agreement_fails_on_any_error_and_is_over_for_the_watchdog(
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_rank_that_is_early_sleeps_until_ranks_of_its_host_have_come(comm: Comm) -> None:
+def test_early_rank_sleeps_until_the_ranks_of_its_host_arrive(comm: Comm) -> None:
     """Rank 1 comes late, rank 2 was dead before, rank 3 dies while it is waited for, rank 4 is on another host."""
     board = Board(here=4)
     fabric = fabric_of(board)
@@ -264,7 +268,7 @@ def test_rank_that_is_early_sleeps_until_ranks_of_its_host_have_come(comm: Comm)
     assert fabric.agree(0) == 1, "Open MPI spins in an agreement, and takes the core from a rank that is late"
 
 
-def test_leaving_rank_waits_for_others_to_hold_the_result_but_not_for_ever(
+def test_exiting_rank_waits_a_limited_time_for_others_to_hold_the_result(
     comm: Comm, clock: SimpleNamespace
 ) -> None:
     board = Board(here=3)
@@ -292,7 +296,7 @@ def test_fenced_rank_is_killed(fabric: OpenMPIFabric, board: Board) -> None:
     assert board.killed == [3]
 
 
-def test_buffers_of_transfers_are_kept_until_they_end(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_transfer_buffers_are_kept_until_the_transfer_ends(fabric: OpenMPIFabric, comm: Comm) -> None:
     """MPI may read or write them later, also if whoever waited has given up."""
     comm.mail[1, 7] = [b"letter"]
     first, second = fabric.send(b"row", 1, 7), fabric.receive(1, 7)
@@ -317,7 +321,7 @@ def test_buffers_of_transfers_are_kept_until_they_end(fabric: OpenMPIFabric, com
     assert [each() for each in kept] == [None, None], "buffers of transfers that have ended pile up"
 
 
-def test_receive_takes_one_message_whatever_its_length(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_receive_takes_one_message_of_any_length(fabric: OpenMPIFabric, comm: Comm) -> None:
     comm.mail[1, 7] = [b"the first", b"", b"the third one"]
     for expected in (b"the first", b"", b"the third one"):
         transfer = fabric.receive_as_all(1, 7)
@@ -331,7 +335,7 @@ def test_receive_takes_one_message_whatever_its_length(fabric: OpenMPIFabric, co
     assert none.data == b""
 
 
-def test_transfers_with_the_dead_fail_and_do_not_pend(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_transfers_with_dead_ranks_fail_at_once(fabric: OpenMPIFabric, comm: Comm) -> None:
     """The census gives up at once; otherwise it would wait for its limit."""
     comm.mail[1, 7] = [b"letter"]
     sent, matched, expected = fabric.send(b"row", 1, 7), fabric.receive(1, 7), fabric.receive(1, 8)
@@ -351,11 +355,11 @@ def test_transfers_with_the_dead_fail_and_do_not_pend(fabric: OpenMPIFabric, com
         fabric.send(b"row", 1, 9)
 
 
-def test_message_to_all_goes_to_each(fabric: OpenMPIFabric, comm: Comm) -> None:
+def test_message_to_all_is_sent_to_each_rank(fabric: OpenMPIFabric, comm: Comm) -> None:
     assert len(fabric.send_to_all(b"table", [1, 3, 4], 9)) == len(comm.requests) == 3
 
 
-def test_nobody_joins_a_job_on_open_mpi(fabric: OpenMPIFabric) -> None:
+def test_join_is_refused_on_open_mpi(fabric: OpenMPIFabric) -> None:
     assert fabric.participants == frozenset(range(5))
     assert fabric.asking() == frozenset()
     with pytest.raises(NotAdmittedError, match="fabric: etcd"):
@@ -373,7 +377,7 @@ def test_nobody_joins_a_job_on_open_mpi(fabric: OpenMPIFabric) -> None:
         ("Open MPI v5.0.8", True, 1, "grants thread level 1.*before anything else initialises MPI"),
     ],
 )
-def test_mpi_that_would_break_at_the_first_death_is_refused(
+def test_mpi_without_fault_tolerance_or_threads_is_refused(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, version: str, enabled: bool, before: int | None, said: str
 ) -> None:
     """`before`: the thread level with which something else has initialised MPI."""

@@ -55,7 +55,7 @@ def get(port: int, path: str = "/", **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_what_is_served_is_what_the_records_have(tmp_path: Path) -> None:
+def test_page_serves_what_the_records_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     steps, incidents = (list(read_lines(run / name)) for name in ("steps.jsonl", "incidents.jsonl"))
     with serving(run) as port:
@@ -95,7 +95,7 @@ def read_until(source: Iterator[bytes], wanted: str) -> tuple[str, Any]:
     raise AssertionError("a stream never ends")
 
 
-def test_a_page_that_slept_catches_up_and_one_that_saw_what_counts_no_more_starts_anew(
+def test_page_that_slept_catches_up_or_starts_again(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -119,7 +119,7 @@ def test_a_page_that_slept_catches_up_and_one_that_saw_what_counts_no_more_start
     assert len(read_until(source, "incidents")[1]) == 2
 
 
-def test_a_long_run_of_many_replicas_is_sent_in_few_points_and_no_wrong_batch_vanishes(
+def test_page_data_of_a_long_run_is_thinned_and_keeps_every_wrong_batch(
     tmp_path: Path,
 ) -> None:
     run, count, replicas = tmp_path / "run", 20_000, 1000
@@ -143,7 +143,7 @@ def test_a_long_run_of_many_replicas_is_sent_in_few_points_and_no_wrong_batch_va
     assert len(next(event for event in events(view) if b"event: series" in event)) < 60_000
 
 
-def test_who_has_no_token_and_who_comes_by_another_name_gets_nothing(tmp_path: Path) -> None:
+def test_page_refuses_requests_without_token_or_with_a_foreign_host(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     paths = ("/", "/status.json", "/metrics", "/events", "/log/0", "/nothing")
     assert token_for("127.0.0.1") == token_for("::1") == ""
@@ -177,7 +177,7 @@ def test_who_has_no_token_and_who_comes_by_another_name_gets_nothing(tmp_path: P
             assert get(port, "/log/0", Host=host)[0] == 200
 
 
-def test_no_path_leads_out_of_the_run(tmp_path: Path) -> None:
+def test_page_paths_never_leave_the_run_directory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "secret.log").write_text("secret")
     (run / "ranks" / "1.log").symlink_to(tmp_path / "secret.log")
@@ -209,7 +209,7 @@ def test_no_path_leads_out_of_the_run(tmp_path: Path) -> None:
             assert answer.split()[1] in (b"400", b"404", b"414"), (way, answer[:80])
 
 
-def test_thousands_of_bad_requests_are_answered_or_dropped_and_survived(tmp_path: Path) -> None:
+def test_page_server_survives_thousands_of_bad_requests(tmp_path: Path) -> None:
     run, dice = make_run(tmp_path / "run"), random.Random(7)
     words = [
         b"GET",
@@ -252,9 +252,7 @@ def test_thousands_of_bad_requests_are_answered_or_dropped_and_survived(tmp_path
         assert get(port, "/log/0") == (200, "what rank 0 did\n")
 
 
-def test_readers_that_do_not_read_hold_nobody_up_and_too_many_are_turned_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_server_is_not_blocked_by_slow_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "recover.runs.live.server._Handler.timeout", 600.0
     )  # nobody who was let in is sent away
@@ -298,7 +296,7 @@ def _is_served(port: int) -> bool:
         return False
 
 
-def test_a_run_that_leaves_nothing_but_ends_is_told_too(tmp_path: Path) -> None:
+def test_run_without_steps_is_reported_when_it_ends(tmp_path: Path) -> None:
     """A loop of one's own under `recover run` has no steps here, and its losses are in no step."""
     run = tmp_path / "run"
     run.mkdir()
@@ -313,7 +311,7 @@ def test_a_run_that_leaves_nothing_but_ends_is_told_too(tmp_path: Path) -> None:
     assert told["losses"][0]["cause"] == "rank 2 crashed (SIGSEGV)"
 
 
-def test_who_has_joined_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -> None:
+def test_joined_replica_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     came = {"kind": "joined", "joined_ranks": [4], "joined_replicas": [4], "transfer_ms": 30.0}
     with open(run / "incidents.jsonl", "a") as file:
@@ -327,7 +325,7 @@ def test_who_has_joined_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -
     assert view.state()["lost"] == 1
 
 
-def test_one_that_is_on_its_way_in_is_in_the_grid_and_on_the_screen(tmp_path: Path) -> None:
+def test_joining_replica_is_shown_in_the_grid_and_in_status(tmp_path: Path) -> None:
     run, session = make_run(tmp_path / "run"), tmp_path / "session"
     session.mkdir()
     board = Board(session / "board", 9)
@@ -348,7 +346,7 @@ def test_one_that_is_on_its_way_in_is_in_the_grid_and_on_the_screen(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"step": "x"}\n', "\x00\n"])
-def test_damaged_records_are_survived(tmp_path: Path, text: str) -> None:
+def test_damaged_records_are_tolerated(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     for name in ("steps.jsonl", "incidents.jsonl", "job.jsonl", "config.yaml", "summary.json"):
         (run / name).write_text(text)

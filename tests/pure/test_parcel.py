@@ -76,7 +76,7 @@ def pass_on(giver: Parcel, taker: Parcel, position: dict[str, Any]) -> dict[str,
     return taker.install()
 
 
-def test_what_is_given_is_what_was_there_to_the_bit() -> None:
+def test_parcel_delivers_state_to_the_bit() -> None:
     there, here = trained(1, 5), trained(0, 0)
     there[0].single.requires_grad_(False)
     ordered = OrderedDict(a=torch.arange(4), b={"deep": (torch.eye(2).double(), "x")})
@@ -112,7 +112,7 @@ def test_what_is_given_is_what_was_there_to_the_bit() -> None:
         (lambda parts: parts[3].update(more=Holder({})), "names in extra="),
     ],
 )
-def test_one_that_holds_another_kind_of_state_is_told_what_differs(change: Any, said: str) -> None:
+def test_parcel_of_another_kind_is_refused_with_the_differences(change: Any, said: str) -> None:
     head, _ = Parcel(*trained(1, 1), {}).pack({})
     parts: list[Any] = [*trained(0, 0), {}]
     change(parts)
@@ -146,7 +146,7 @@ class Wires:
 
 @pytest.mark.parametrize("givers", [1, 2, 3, 7])
 @pytest.mark.parametrize("sizes", [[0], [1], [8, 3, 0, 64, 5], [8 * 5000 + 3, 1, 8 * 3001]])
-def test_stripes_bring_every_byte_once_whoever_gives(
+def test_stripes_deliver_every_byte_once_for_any_senders(
     givers: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a stripe has many pieces, or none."""
@@ -173,7 +173,7 @@ def test_stripes_bring_every_byte_once_whoever_gives(
 
 @pytest.mark.parametrize("givers", [1, 3])
 @pytest.mark.parametrize("megabytes", [0.1, 5, 33, 500, 20_000])
-def test_also_a_small_state_is_filled_in_while_it_travels(givers: int, megabytes: float) -> None:
+def test_small_state_is_filled_in_while_it_travels(givers: int, megabytes: float) -> None:
     """In several pieces, none of them so small that it costs more to send, nor so large that it takes much memory."""
     stripes = Stripes(Wires(0, tuple(range(givers + 1)), {}), range(givers), [givers])  # type: ignore[arg-type]
     words = int(megabytes * 1e6) // 8
@@ -186,7 +186,7 @@ def test_also_a_small_state_is_filled_in_while_it_travels(givers: int, megabytes
         assert all(size >= SMALL_PIECE for size in sizes[:-1])
 
 
-def test_a_piece_that_is_lost_is_told_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_stripe_piece_is_reported_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recover.step.joining.stripes.PIECE", 10)
     parts, mail = [np.arange(800, dtype=np.uint8)], dict[tuple[int, int], list[Any]]()
     for lost in range(10):

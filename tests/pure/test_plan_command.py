@@ -28,7 +28,7 @@ JOB = ("--replicas", "32", "--accum", "8", "--policy", "static")  # the paper's,
 BARE = JOB[:4]
 
 
-def test_json_of_one_loss_is_exactly_as_documented() -> None:
+def test_plan_json_of_one_loss_is_as_documented() -> None:
     assert json.loads(plan(*JOB, "--lose", "1", "--json").stdout) == {
         "global_batch": 256,
         "events": [
@@ -53,7 +53,7 @@ def test_json_of_one_loss_is_exactly_as_documented() -> None:
     }
 
 
-def test_losses_follow_each_other() -> None:
+def test_plan_losses_follow_each_other() -> None:
     _, minor, majors = events(*JOB, "--lose", "1", "--lose", "minor", "--lose", "major,major")
     assert (minor["lost"], minor["survivors"], minor["boundary"]) == (["minor"], 30, False)
     assert minor["promoted"] == {"major": 0, "minor": 1}
@@ -63,7 +63,7 @@ def test_losses_follow_each_other() -> None:
     assert majors["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 19}
 
 
-def test_joins_stand_among_the_losses_in_the_order_given() -> None:
+def test_plan_joins_and_losses_keep_the_given_order() -> None:
     lost, joined, again = events(*JOB, "--lose", "1", "--join", "2", "--lose", "major-spare")
     assert (lost["survivors"], again["survivors"]) == (31, 32)
     # 33 x 8 is more than 256: one too many for majors, and it is a spare.
@@ -81,19 +81,19 @@ def test_joins_stand_among_the_losses_in_the_order_given() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "major", "1.5", ""])
-def test_a_join_that_is_no_number_of_replicas_is_refused(text: str) -> None:
+def test_plan_join_with_an_invalid_number_is_refused(text: str) -> None:
     result = plan(*JOB, f"--join={text}")
     assert result.exit_code == 2
     assert "is no number of replicas; write one from 1 on" in result.output
 
 
-def test_a_loss_in_an_extra_round_cannot_follow_a_join() -> None:
+def test_plan_loss_in_an_extra_round_cannot_follow_a_join() -> None:
     result = plan(*JOB, "--lose", "1", "--join", "1", "--lose", "major@extra1")
     assert result.exit_code == 2
     assert "comes after a join; put the loss whose extra round it means before it" in result.output
 
 
-def test_a_number_takes_that_many_at_the_same_moment_majors_first() -> None:
+def test_plan_number_of_losses_strikes_at_once_majors_first() -> None:
     (event,) = events("--replicas", "4", "--accum", "3", "--lose", "3")
     assert (event["lost"], event["survivors"]) == (["major"] * 3, 1)
     _, event = events("--replicas", "7", "--accum", "1", "--policy", "static", "--lose", "1", "--lose", "5")
@@ -101,7 +101,7 @@ def test_a_number_takes_that_many_at_the_same_moment_majors_first() -> None:
     assert event["committed_microbatches"] == 7
 
 
-def test_a_loss_inside_an_extra_round_belongs_to_the_step_of_the_loss_before_it() -> None:
+def test_plan_loss_in_an_extra_round_belongs_to_the_same_step() -> None:
     _, inside = events(*JOB, "--lose", "major", "--lose", "major@extra1")
     # 30 survivors, of whom 7 hold 9 and 23 hold 8: 9 are missing. In a later step, a spare would step in.
     assert inside["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 21}
@@ -111,7 +111,7 @@ def test_a_loss_inside_an_extra_round_belongs_to_the_step_of_the_loss_before_it(
     assert later["extra"] == {"rounds": 1, "full": 8, "boundary_minors": 22}
 
 
-def test_of_several_in_a_role_the_one_with_most_in_hand_dies() -> None:
+def test_plan_loss_of_a_role_strikes_the_replica_with_most_in_hand() -> None:
     # At five, 7x2 has four majors at 3 and a minor at 2. When a major dies, the minor and two majors run one
     # more and are its majors, with 3, 4 and 4 in hand. The loss of a 4 leaves 4 to be run by three.
     losses = ("--lose", "2", "--lose", "1", "--lose", "major@extra1")
@@ -119,13 +119,13 @@ def test_of_several_in_a_role_the_one_with_most_in_hand_dies() -> None:
     assert event["extra"] == {"rounds": 2, "full": 1, "boundary_minors": 2}
 
 
-def test_a_spare_that_did_not_fit_is_used_by_the_next_loss_of_the_same_step() -> None:
+def test_plan_unused_spare_serves_the_next_loss_of_the_step() -> None:
     losses = (*JOB, "--lose", "11", "--lose", "minor", "--lose", "major@extra1")
     assert events(*losses)[-1]["promoted"] == {"major": 1, "minor": 0}
     assert "0 microbatches of spare work" in plan(*losses).stdout
 
 
-def test_a_major_spare_that_does_not_fit_is_left_out() -> None:
+def test_plan_leaves_out_a_major_spare_that_does_not_fit() -> None:
     event = events(*JOB, "--lose", "11", "--lose", "minor")[-1]
     assert event["promoted"] == {"major": 0, "minor": 0}
     assert event["extra"] == {"rounds": 1, "full": 9, "boundary_minors": 11}
@@ -133,26 +133,26 @@ def test_a_major_spare_that_does_not_fit_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "balanced"])
-def test_every_loss_down_to_one_survivor_commits_the_batch(policy: str, tmp_path: Path) -> None:
+def test_plan_commits_the_batch_for_every_loss_down_to_one_survivor(policy: str, tmp_path: Path) -> None:
     all_events = events(*BARE, "--until", "1", "--policy", policy, "--png", str(tmp_path / "plan.png"))
     assert [event["survivors"] for event in all_events] == list(range(31, 0, -1))
     assert {event["committed_microbatches"] for event in all_events} == {256}
 
 
-def test_the_adaptive_policy_is_shown_to_lose_the_batch() -> None:
+def test_plan_shows_that_the_adaptive_policy_loses_the_batch() -> None:
     first, second = events(*BARE, "--policy", "adaptive", "--lose", "1", "--lose", "3")
     assert (first["committed_microbatches"], second["committed_microbatches"]) == (248, 224)
     assert second["next"]["accum"] == 8
 
 
-def test_a_range_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_range_draws_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = plan(*JOB, "--until", "1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_tells_the_story_and_ends_with_the_totals() -> None:
+def test_plan_table_lists_the_losses_and_ends_with_totals() -> None:
     result = plan(*JOB, "--lose", "1", "--lose", "minor")
     assert result.exit_code == 0
     assert "8 run 1 more, 23 boundary-minors run 0" in result.stdout
@@ -163,7 +163,7 @@ def test_the_table_tells_the_story_and_ends_with_the_totals() -> None:
 
 
 @pytest.mark.parametrize("losses", [[], ["--lose", "1", "--lose", "major"]])
-def test_the_plan_is_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:
+def test_plan_matches_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:
     """By default the trainer's policy; of a job given as to `recover train`, its own, with its batch."""
     default = plan(*BARE, *losses, "--json").stdout
     assert default == plan(*BARE, "--policy", Config().policy, *losses, "--json").stdout
@@ -208,7 +208,7 @@ def test_step_trainer_and_plan_have_one_default() -> None:
         ([*JOB, "--lose", "1", "--png", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
     ],
 )
-def test_bad_input_gets_one_clear_sentence_and_exit_code_2(args: list[str], words: list[str]) -> None:
+def test_plan_refuses_bad_input_with_one_sentence_and_exit_code_2(args: list[str], words: list[str]) -> None:
     result = plan(*args)
     assert result.exit_code == 2
     assert result.stdout == ""

@@ -38,7 +38,7 @@ def comings_and_goings(replicas: int, seed: int) -> list[list[int]]:
 @keeping
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
-def test_every_layout_of_a_world_that_shrinks_and_grows_deals_B_once(policy, world) -> None:  # type: ignore[no-untyped-def]
+def test_layouts_of_a_shrinking_and_growing_world_deal_B_once(policy, world) -> None:  # type: ignore[no-untyped-def]
     replicas, accum, seed = world
     for living in comings_and_goings(replicas, seed):
         check_layout(policy.layout(living, replicas * accum), living, replicas * accum)
@@ -47,7 +47,7 @@ def test_every_layout_of_a_world_that_shrinks_and_grows_deals_B_once(policy, wor
 @keeping
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
-def test_a_layout_depends_on_how_many_live_and_roles_follow_the_order_of_numbers(policy, world) -> None:  # type: ignore[no-untyped-def]
+def test_layout_depends_on_the_number_alive_and_roles_follow_replica_order(policy, world) -> None:  # type: ignore[no-untyped-def]
     """So those who came last are the first to be minor or spares, and a world that is whole again is as it was."""
     replicas, accum, seed = world
     batch = replicas * accum
@@ -63,7 +63,7 @@ def test_a_layout_depends_on_how_many_live_and_roles_follow_the_order_of_numbers
 
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
-def test_static_spares_of_a_grown_world_have_slots_of_their_own_behind_the_batch(world) -> None:  # type: ignore[no-untyped-def]
+def test_static_spares_of_a_grown_world_have_slots_beyond_the_batch(world) -> None:  # type: ignore[no-untyped-def]
     """Fewer than B of them, or one for each replica where B is that small: as the row of the totals has places for."""
     replicas, accum, seed = world
     batch = replicas * accum
@@ -76,7 +76,7 @@ def test_static_spares_of_a_grown_world_have_slots_of_their_own_behind_the_batch
 
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
-def test_an_adaptive_batch_grows_with_the_world_again_and_never_beyond_B(world) -> None:  # type: ignore[no-untyped-def]
+def test_adaptive_batch_grows_with_the_world_up_to_B(world) -> None:  # type: ignore[no-untyped-def]
     replicas, accum, seed = world
     policy, batch = AdaptiveWorldPolicy(replicas), replicas * accum
     for living in comings_and_goings(replicas, seed):
@@ -85,7 +85,7 @@ def test_an_adaptive_batch_grows_with_the_world_again_and_never_beyond_B(world) 
 
 
 @keeping
-def test_a_rehearsal_with_joins_commits_B_in_every_step(policy) -> None:  # type: ignore[no-untyped-def]
+def test_rehearsal_with_joins_commits_B_in_every_step(policy) -> None:  # type: ignore[no-untyped-def]
     events = [Loss.parse("2"), Join(1), Loss.parse("1"), Join(5), Loss.parse("3")]
     story = rehearse(policy, 6, 4, events)
     assert [len(outcome.next.shares) for outcome in story.outcomes] == [4, 5, 4, 9, 6]

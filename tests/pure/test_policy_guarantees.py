@@ -76,7 +76,7 @@ def check_decision(census: list[Holding], batch: int, decision: PolicyDecision) 
 @keeping
 @settings(deadline=None, max_examples=300)
 @given(world=worlds, seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 40), max_size=10))
-def test_every_step_commits_exactly_B_microbatches(
+def test_plan_commits_exactly_B_microbatches_for_any_deaths(
     policy: Policy, world: tuple[int, int], seed: int, sizes: list[int]
 ) -> None:
     """Sets of deaths down to one survivor, in steps of their own and inside extra rounds, at any progress."""
@@ -109,7 +109,7 @@ def test_every_step_commits_exactly_B_microbatches(
 @keeping
 @settings(deadline=None, max_examples=60)
 @given(world=worlds, seed=st.integers(0, 2**32))
-def test_every_order_of_the_census_gives_the_same_plan(
+def test_plan_does_not_depend_on_the_order_of_the_census(
     policy: Policy, world: tuple[int, int], seed: int
 ) -> None:
     replicas, accum = world
@@ -125,7 +125,7 @@ def test_every_order_of_the_census_gives_the_same_plan(
 
 @settings(deadline=None, max_examples=200)
 @given(world=worlds, living=st.integers(1, 300))
-def test_a_steady_static_layout_has_at_most_one_minor_and_the_smallest_accumulation(
+def test_steady_static_layout_has_at_most_one_minor_and_least_accumulation(
     world: tuple[int, int], living: int
 ) -> None:
     batch = world[0] * world[1]
@@ -141,7 +141,7 @@ def test_a_steady_static_layout_has_at_most_one_minor_and_the_smallest_accumulat
 
 @settings(deadline=None, max_examples=200)
 @given(world=worlds, living=st.integers(1, 300))
-def test_a_balanced_layout_has_no_spares_and_differs_by_one_at_most(
+def test_balanced_layout_has_no_spares_and_differs_by_one_at_most(
     world: tuple[int, int], living: int
 ) -> None:
     batch = world[0] * world[1]
@@ -162,7 +162,7 @@ def test_a_balanced_layout_has_no_spares_and_differs_by_one_at_most(
     missing=st.integers(0, 25),
     seed=st.integers(0, 2**32),
 )
-def test_no_plan_has_fewer_extra_rounds_nor_fewer_discarded_microbatches(
+def test_plan_has_the_fewest_extra_rounds_and_discarded_microbatches(
     counted: list[int], spares: list[int], missing: int, seed: int
 ) -> None:
     """Against all choices of spares, tried one by one."""
@@ -203,7 +203,7 @@ def test_holding_is_what_was_kept_and_what_was_finished(kept: int, dealt: int, d
 
 @settings(deadline=None, max_examples=60)
 @given(world=worlds, seed=st.integers(0, 2**32))
-def test_the_adaptive_policy_never_exceeds_the_batch_and_never_adds_work(
+def test_adaptive_policy_never_exceeds_the_batch_and_never_adds_work(
     world: tuple[int, int], seed: int
 ) -> None:
     replicas, accum = world
@@ -217,7 +217,7 @@ def test_the_adaptive_policy_never_exceeds_the_batch_and_never_adds_work(
 
 
 @keeping
-def test_64_replicas_times_128_may_be_lost_one_at_a_time(policy: Policy) -> None:
+def test_plan_64x128_survives_losses_one_at_a_time(policy: Policy) -> None:
     batch = 64 * 128
     for living in range(64, 1, -1):
         census = policy.layout(range(living), batch).holdings()

@@ -62,7 +62,7 @@ def test_paper_all_are_majors_before_the_first_loss() -> None:
     assert layout.committed == 256
 
 
-def test_paper_one_major_lost_eight_run_one_more_and_23_are_boundary_minors() -> None:
+def test_paper_loss_of_one_major_gives_eight_extra_and_23_boundary_minors() -> None:
     decision = lose(static.layout(range(32), 256).holdings(), 256, Role.MAJOR)
     assert decision.boundary
     assert decision.restore is RestoreMode.NON_BLOCKING
@@ -83,7 +83,7 @@ def test_paper_next_layout_has_28_majors_one_minor_and_two_spares() -> None:
     assert layout.committed == 256
 
 
-def test_paper_a_minor_lost_is_replaced_by_the_minor_spare_without_extra_work() -> None:
+def test_paper_lost_minor_is_replaced_by_the_minor_spare() -> None:
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, Role.MINOR)
     assert not decision.boundary
@@ -94,7 +94,7 @@ def test_paper_a_minor_lost_is_replaced_by_the_minor_spare_without_extra_work() 
     assert shape(static.layout(decision.replicas, 256)) == (9, 28, 1, 4, 1, 0)
 
 
-def test_a_major_lost_is_replaced_by_the_major_spare_without_extra_work() -> None:
+def test_major_spare_replaces_a_lost_major_without_extra_work() -> None:
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, Role.MAJOR)
     assert promoted(before, decision) == [Role.MAJOR_SPARE]
@@ -104,7 +104,7 @@ def test_a_major_lost_is_replaced_by_the_major_spare_without_extra_work() -> Non
 # Where the paper's rule does not reach B
 
 
-def test_two_majors_lost_at_31_use_both_spares_and_five_fresh_microbatches() -> None:
+def test_loss_of_two_majors_at_31_uses_both_spares_and_five_extra() -> None:
     """The paper promotes one spare and is 9 short. 18 are missing: 9 + 4 are in hand, 5 are run."""
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, Role.MAJOR, Role.MAJOR)
@@ -113,7 +113,7 @@ def test_two_majors_lost_at_31_use_both_spares_and_five_fresh_microbatches() -> 
     assert (decision.committed, decision.discarded) == (256, 0)
 
 
-def test_a_minor_lost_at_21_is_made_up_by_fresh_microbatches_and_not_by_a_major_spare() -> None:
+def test_loss_of_a_minor_at_21_uses_extra_microbatches_not_a_major_spare() -> None:
     """The paper lets every spare enter at a boundary: 260. The 13 do not fit into the 9 that are missing."""
     layout = static.layout(range(21), 256)
     assert shape(layout) == (13, 19, 1, 9, 1, 0)
@@ -138,7 +138,7 @@ def test_a_minor_lost_at_21_is_made_up_by_fresh_microbatches_and_not_by_a_major_
 # Spares, role by role
 
 
-def test_6x2_at_five_has_a_major_spare_that_replaces_a_major() -> None:
+def test_layout_6x2_at_five_has_a_major_spare_that_replaces_a_major() -> None:
     layout = static.layout(range(5), 12)
     assert shape(layout) == (3, 4, 0, 0, 1, 0)
     decision = lose(layout.holdings(), 12, Role.MAJOR)
@@ -146,7 +146,7 @@ def test_6x2_at_five_has_a_major_spare_that_replaces_a_major() -> None:
     assert (decision.rounds, decision.committed) == (0, 12)
 
 
-def test_7x2_at_six_has_a_minor_and_a_major_spare_but_no_minor_spare() -> None:
+def test_layout_7x2_at_six_has_a_minor_and_a_major_spare_only() -> None:
     layout = static.layout(range(6), 14)
     assert shape(layout) == (3, 4, 1, 2, 1, 0)
     major = lose(layout.holdings(), 14, Role.MAJOR)
@@ -158,7 +158,7 @@ def test_7x2_at_six_has_a_minor_and_a_major_spare_but_no_minor_spare() -> None:
     assert {major.committed, minor.committed, both.committed} == {14}
 
 
-def test_7x1_at_six_has_all_four_roles_and_covers_the_loss_of_a_major_and_the_minor_at_once() -> None:
+def test_layout_7x1_at_six_covers_the_loss_of_a_major_and_the_minor() -> None:
     layout = static.layout(range(6), 7)
     assert shape(layout) == (2, 3, 1, 1, 1, 1)
     decision = lose(layout.holdings(), 7, Role.MAJOR, Role.MINOR)
@@ -169,7 +169,7 @@ def test_7x1_at_six_has_all_four_roles_and_covers_the_loss_of_a_major_and_the_mi
 @pytest.mark.parametrize(
     "dead", [(Role.MAJOR_SPARE,), (Role.MINOR_SPARE,), (Role.MAJOR_SPARE, Role.MINOR_SPARE)]
 )
-def test_a_dead_spare_costs_no_promotion_no_extra_work_and_no_reduction(dead: tuple[Role, ...]) -> None:
+def test_dead_spare_needs_no_promotion_extra_work_or_reduction(dead: tuple[Role, ...]) -> None:
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, *dead)
     assert decision.restore is RestoreMode.SKIP
@@ -178,7 +178,7 @@ def test_a_dead_spare_costs_no_promotion_no_extra_work_and_no_reduction(dead: tu
     assert decision.holdings() == tuple(h for h in before if h.replica in decision.replicas)
 
 
-def test_one_spare_that_fits_is_preferred_to_several() -> None:
+def test_single_fitting_spare_is_preferred_to_several() -> None:
     sizes = {1: 4, 2: 5, 3: 9, 4: 9}
     hands = SlotSet.span(20, 60).deal(sizes.values())
     spares = [
@@ -198,7 +198,7 @@ def test_extra_microbatches_go_to_replicas_with_least_in_hand() -> None:
     assert [len(share.run) for share in decision.shares] == [0, 1, 1, 1]
 
 
-def test_a_spare_that_must_work_in_the_extra_rounds_gives_up_its_sum() -> None:
+def test_spare_that_must_run_extra_rounds_discards_its_sum() -> None:
     """Two survivors: one that counts, one spare too large to fit, and two extra rounds' worth missing."""
     census = [
         Holding(0, Role.MAJOR, SlotSet.span(0, 7), True),
@@ -214,7 +214,7 @@ def test_a_spare_that_must_work_in_the_extra_rounds_gives_up_its_sum() -> None:
 
 
 @pytest.mark.parametrize("policy", [static, BalancedWorldPolicy(), AdaptiveWorldPolicy(32)])
-def test_a_replica_that_comes_back_restores_the_first_layout(policy: StaticWorldPolicy) -> None:
+def test_rejoined_replica_restores_the_first_layout(policy: StaticWorldPolicy) -> None:
     assert policy.layout([*range(31), 31], 256) == policy.layout(range(32), 256)
     assert policy.layout([5, 40, 2], 256).replicas == (2, 5, 40)
     assert policy.layout(range(40), 256).committed == 256
@@ -225,7 +225,7 @@ def test_more_replicas_than_microbatches_still_commit_the_batch() -> None:
     assert BalancedWorldPolicy().layout(range(12), 10).committed == 10
 
 
-def test_the_adaptive_batch_shrinks_with_the_world() -> None:
+def test_adaptive_batch_shrinks_with_the_world() -> None:
     policy = AdaptiveWorldPolicy(32)
     before = policy.layout(range(32), 256).holdings()
     decision = policy.respond(FailureEvent(before[:-1], 256))
@@ -233,7 +233,7 @@ def test_the_adaptive_batch_shrinks_with_the_world() -> None:
     assert policy.layout(range(31), 256).committed == 248
 
 
-def test_policies_are_found_by_name_and_an_unknown_name_lists_them() -> None:
+def test_unknown_policy_is_refused_with_the_list_of_names() -> None:
     assert [get_policy(name, 4).name for name in ("static", "balanced", "adaptive")] == [
         "static",
         "balanced",
@@ -247,7 +247,7 @@ def test_policies_are_found_by_name_and_an_unknown_name_lists_them() -> None:
     ("replicas", "batch", "why"),
     [([], 8, "at least one"), ([1, 1], 8, "twice"), ([1], 0, "at least one microbatch")],
 )
-def test_a_layout_for_nobody_or_nothing_is_refused(replicas: list[int], batch: int, why: str) -> None:
+def test_layout_without_replicas_or_batch_is_refused(replicas: list[int], batch: int, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         static.layout(replicas, batch)
 
@@ -267,16 +267,16 @@ def major(replica: int, start: int, stop: int) -> Holding:
         ([Holding(0, Role.MAJOR_SPARE, SlotSet.span(0, 4), False)], "spares run slots from 8 on"),
     ],
 )
-def test_a_census_that_cannot_be_is_refused(census: list[Holding], why: str) -> None:
+def test_impossible_census_is_refused(census: list[Holding], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         FailureEvent(census, 8)
 
 
-def test_equal_records_from_the_ranks_of_one_replica_are_one() -> None:
+def test_equal_records_of_one_replicas_ranks_are_merged() -> None:
     assert FailureEvent([major(0, 0, 4), major(0, 0, 4)], 8).census == (major(0, 0, 4),)
 
 
-def test_the_policy_stands_on_the_standard_library_alone() -> None:
+def test_policy_imports_the_standard_library_only() -> None:
     for path in Path(recover.policy.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("cuda", None, "cuda:2"),  # rank 6 of its host, which has 4 GPUs
     ],
 )
-def test_the_default_group_of_a_replica_is_bound_to_the_gpu_of_the_rank(
+def test_replica_default_group_is_bound_to_the_gpu_of_the_rank(
     asked: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -70,7 +70,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def test_the_mesh_of_a_replica_has_the_groups_of_its_grid(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_mesh_has_the_groups_of_its_grid(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks are neighbours, pipeline stages are farthest apart; no group has a shorter timeout."""
     timeouts, new_group = [], dist.new_group
 

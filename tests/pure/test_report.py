@@ -97,7 +97,7 @@ def edit(run: Path, step: int, **changes: Any) -> None:
     (run / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_page_stands_alone_and_tells_who_died_where_and_what_it_took(tmp_path: Path) -> None:
+def test_report_is_self_contained_and_lists_each_death_with_its_cost(tmp_path: Path) -> None:
     run = make_run(tmp_path / "failing", deaths={5: [1], 12: [2, 3]})
     page = build([run], tmp_path / "out").read_text().replace("&nbsp;", " ")
     assert "<h1>failing: 24 steps, every one on exactly 16 microbatches, 3 of 4 replicas lost</h1>" in page
@@ -113,7 +113,7 @@ def test_the_page_stands_alone_and_tells_who_died_where_and_what_it_took(tmp_pat
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
 
 
-def test_several_runs_share_the_pictures_and_are_compared(tmp_path: Path) -> None:
+def test_report_of_several_runs_compares_them_in_shared_pictures(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "calm"), make_run(tmp_path / "failing", deaths={5: [1]})]
     page = build(runs, tmp_path / "out").read_text()
     assert "<h1>2 runs: calm, failing</h1>" in page
@@ -123,18 +123,18 @@ def test_several_runs_share_the_pictures_and_are_compared(tmp_path: Path) -> Non
     assert page.count("data:image/png;base64,") == 3
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_report_distinguishes_runs_of_one_name_by_their_paths(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")])
     assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
 
 
-def test_a_calm_run_says_so(tmp_path: Path) -> None:
+def test_report_of_a_failure_free_run_says_so(tmp_path: Path) -> None:
     page = build([make_run(tmp_path / "calm")], tmp_path / "out").read_text()
     assert "Nobody died." in page
     assert not (tmp_path / "out" / "incidents.png").exists()
 
 
-def test_a_run_that_is_still_going_is_shown_as_far_as_it_got(tmp_path: Path) -> None:
+def test_report_of_a_running_job_shows_its_progress(tmp_path: Path) -> None:
     run = make_run(tmp_path / "going", steps=7, deaths={7: [0]}, finished=False)
     with (run / "steps.jsonl").open("a") as file:
         file.write('{"step": 8, "loss": 3.')
@@ -147,13 +147,13 @@ def test_a_run_that_is_still_going_is_shown_as_far_as_it_got(tmp_path: Path) -> 
     assert "could not be read" not in page
 
 
-def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path) -> None:
+def test_report_of_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")
     assert "new: no step committed yet" in build([tmp_path / "new"], tmp_path / "out").read_text()
 
 
-def test_a_broken_line_is_counted_and_a_doubled_one_is_not(tmp_path: Path) -> None:
+def test_report_counts_a_broken_line_and_ignores_a_duplicate(tmp_path: Path) -> None:
     run = make_run(tmp_path / "broken")
     lines = (run / "steps.jsonl").read_text().splitlines()
     (run / "steps.jsonl").write_text("\n".join([lines[0], *lines[:9], "{torn", *lines[9:]]) + "\n")
@@ -162,25 +162,25 @@ def test_a_broken_line_is_counted_and_a_doubled_one_is_not(tmp_path: Path) -> No
     assert "1 line of broken could not be read." in build([run], tmp_path / "out").read_text()
 
 
-def test_a_shrinking_batch_is_not_called_constant(tmp_path: Path) -> None:
+def test_report_does_not_call_a_shrinking_batch_constant(tmp_path: Path) -> None:
     run = make_run(tmp_path / "adaptive")
     edit(run, 20, microbatches=12)
     assert "adaptive: 24 steps, on 12 to 16 microbatches" in build([run], tmp_path / "out").read_text()
 
 
-def test_names_from_a_run_cannot_change_the_page(tmp_path: Path) -> None:
+def test_report_escapes_names_from_a_run(tmp_path: Path) -> None:
     page = build([make_run(tmp_path / "<b>&")], tmp_path / "out").read_text()
     assert "<b>" not in page
     assert "&lt;b&gt;&amp;" in page
 
 
-def test_losses_that_are_no_numbers_and_many_incidents_are_drawn(tmp_path: Path) -> None:
+def test_report_draws_nonfinite_losses_and_many_incidents(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long", steps=200, replicas=64, deaths={3 * n: [n] for n in range(1, 60)})
     edit(run, 5, loss=None)
     assert build([run], tmp_path / "out").exists()
 
 
-def test_equal_runs_are_called_bitwise_equal(tmp_path: Path) -> None:
+def test_report_calls_equal_runs_bitwise_equal(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", deaths={4: [2]})]
     (line,) = compare(runs)
     same = "a and b, 24 steps: samples the same in every step; losses bitwise equal; parameters bitwise equal"
@@ -188,7 +188,7 @@ def test_equal_runs_are_called_bitwise_equal(tmp_path: Path) -> None:
     assert line == same + goodput
 
 
-def test_runs_that_part_are_told_where_and_what_was_recorded_differently(tmp_path: Path) -> None:
+def test_report_names_where_runs_diverge_and_what_differs(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", threads=1, replicas=4)
     b = make_run(tmp_path / "b", threads=2, replicas=2, steps=20)
     edit(b, 9, loss=math.nextafter(json.loads((a / "steps.jsonl").read_text().splitlines()[8])["loss"], 9))
@@ -204,7 +204,7 @@ def test_runs_that_part_are_told_where_and_what_was_recorded_differently(tmp_pat
     assert "wandb" not in line
 
 
-def test_what_is_not_known_is_not_called_equal(tmp_path: Path) -> None:
+def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", finished=False)
     assert "losses bitwise equal; parameters not known (b not finished); goodput" in compare([a, b])[0]
     edit(b, 3, data_digest=None)
@@ -215,7 +215,7 @@ def test_what_is_not_known_is_not_called_equal(tmp_path: Path) -> None:
     assert "parameters differ; recorded differences: seed (0 against 1)" in compare([a, c])[0]
 
 
-def test_the_command_writes_into_the_first_run_or_where_it_is_told(tmp_path: Path) -> None:
+def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=4)
     result = CliRunner().invoke(app, ["report", str(run)])
     assert (result.exit_code, result.stdout) == (0, f"page: {run}/report/index.html\n")
@@ -226,7 +226,7 @@ def test_the_command_writes_into_the_first_run_or_where_it_is_told(tmp_path: Pat
     assert result.stdout.count("\n") == 1
 
 
-def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_report_refuses_what_is_no_run_in_one_sentence(tmp_path: Path) -> None:
     run, nothing = make_run(tmp_path / "a", steps=2), tmp_path / "nothing"
     nothing.mkdir()
     for arguments, reason in (

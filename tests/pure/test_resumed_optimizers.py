@@ -143,7 +143,7 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_bit_of_an_optimizer_is_lost_over_two_resumes(
+def test_optimizer_state_keeps_every_bit_over_two_resumes(
     optimizer: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     make: Make = lambda: net().to(dtype)  # noqa: E731
@@ -160,13 +160,11 @@ def test_parameters_of_every_kind_and_unused_ones_are_resumed(optimizer: str, tm
 
 
 @pytest.mark.parametrize("frozen", [(2, 3, 4), (3,), (5, 6, 7), (0, 1, 2, 3, 4, 5)])
-def test_moments_of_what_is_frozen_when_it_is_resumed_are_kept(
-    frozen: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_moments_of_parameters_frozen_at_resume_are_kept(frozen: tuple[int, ...], tmp_path: Path) -> None:
     assert_same(train(net, adamw, tmp_path, frozen), train(net, adamw, None, frozen))
 
 
-def test_to_save_takes_no_step_and_runs_no_hook(tmp_path: Path) -> None:
+def test_save_takes_no_optimizer_step_and_runs_no_hook(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps: list[int] = []
@@ -178,7 +176,7 @@ def test_to_save_takes_no_step_and_runs_no_hook(tmp_path: Path) -> None:
     assert not optimizer.state
 
 
-def test_names_are_those_of_the_model_whatever_it_is_wrapped_in(tmp_path: Path) -> None:
+def test_checkpoint_names_are_those_of_the_unwrapped_model(tmp_path: Path) -> None:
     with torch_world_of_one():
         wrapped = DistributedDataParallel(net())
         optimizer = adamw(wrapped)
@@ -193,7 +191,7 @@ def test_names_are_those_of_the_model_whatever_it_is_wrapped_in(tmp_path: Path) 
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_the_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = net()
     tensors = Tensors(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
     tensors.write(tmp_path, tensors.snapshot())
@@ -243,12 +241,12 @@ class Keys(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Exports, Keys])
-def test_an_optimizer_of_ones_own_finds_what_it_held_as_it_held_it(kind: Any, tmp_path: Path) -> None:
+def test_custom_optimizer_state_is_restored_unchanged(kind: Any, tmp_path: Path) -> None:
     optimize: Optimize = lambda m: kind(m.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
     assert_same(train(net, optimize, tmp_path), train(net, optimize, None))
 
 
-def test_averages_of_rows_of_a_sharded_parameter_are_sharded_again(tmp_path: Path) -> None:
+def test_row_averages_of_a_sharded_parameter_are_sharded_again(tmp_path: Path) -> None:
     with torch_world_of_one():
         models = [net() for _ in range(2)]
         for model in models:

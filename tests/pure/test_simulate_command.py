@@ -57,7 +57,7 @@ def simulate(*args: str) -> Any:
         (["/nowhere.yaml"], "/nowhere.yaml", "check the path"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_value_and_the_mend(
+def test_simulation_refuses_impossible_settings_with_value_and_remedy(
     words: list[str], value: str, mend: str
 ) -> None:
     result = simulate(*words)
@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_mend(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_run_and_says_what_is_published_and_what_assumed(name: str) -> None:
+def test_simulation_preset_runs_and_separates_published_from_assumed(name: str) -> None:
     found = PRESETS[name]
     assert set(found.published) <= found.values.keys()
     assert "arXiv" in found.source
@@ -81,7 +81,7 @@ def test_every_preset_can_be_run_and_says_what_is_published_and_what_assumed(nam
     assert question.scenario.replicas > 10
 
 
-def test_all_systems_stand_side_by_side_in_json_and_on_the_page(
+def test_simulation_lists_all_systems_in_json_and_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recover_lab.simulate.break_even.FACTORS", (0.3, 3.0))
@@ -106,7 +106,7 @@ def test_all_systems_stand_side_by_side_in_json_and_on_the_page(
     assert all(name in page for name in SYSTEMS.values())
 
 
-def test_the_table_names_every_system_and_where_the_time_goes() -> None:
+def test_simulation_table_names_every_system_and_its_time_shares() -> None:
     result = simulate("--preset", "llama3-16k", "--brief", *QUICK)
     assert result.exit_code == 0, result.output
     assert all(name in result.stdout for name in SYSTEMS.values())
@@ -114,7 +114,7 @@ def test_the_table_names_every_system_and_where_the_time_goes() -> None:
     assert "Assumed: " in result.stdout
 
 
-def test_a_file_of_keys_is_read_and_words_win(tmp_path: Path) -> None:
+def test_simulation_reads_a_key_file_and_options_override_it(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("cluster:\n  nodes: 64\njob: {replica_gpus: 16, microbatch_s: 1.5}\nrun: {seeds: 2}\n")
     question = ask([str(file), "cluster.nodes=32"], None, [])
@@ -122,7 +122,7 @@ def test_a_file_of_keys_is_read_and_words_win(tmp_path: Path) -> None:
     assert question.scenario.replicas == 16
 
 
-def test_parameters_come_from_runs_and_from_benchmarks(tmp_path: Path) -> None:
+def test_simulation_takes_parameters_from_runs_and_benchmarks(tmp_path: Path) -> None:
     from_run = learn([RECORDED / "ddp-test"])
     assert from_run["job.microbatch_s"] == pytest.approx(0.3, rel=0.03)  # the pace of that run
     assert 0.03 < from_run["recovery.repair_s"] < 0.2
@@ -143,7 +143,7 @@ def test_parameters_come_from_runs_and_from_benchmarks(tmp_path: Path) -> None:
         learn([tmp_path])
 
 
-def test_what_a_join_took_is_learned_where_a_run_has_had_one(tmp_path: Path) -> None:
+def test_simulation_learns_join_times_from_runs_with_a_join(tmp_path: Path) -> None:
     for name in ("steps.jsonl", "config.yaml"):
         (tmp_path / name).write_text((RECORDED / "ddp-test" / name).read_text())
     lines = (RECORDED / "ddp-test" / "incidents.jsonl").read_text()
@@ -156,13 +156,13 @@ def test_what_a_join_took_is_learned_where_a_run_has_had_one(tmp_path: Path) -> 
     assert "joining.start_s" not in before
 
 
-def test_a_sweep_goes_from_one_end_to_the_other() -> None:
+def test_simulation_sweep_covers_its_range() -> None:
     key, values = parse_sweep("nodes=8:80000:5")
     assert key == "cluster.nodes"
     assert values == pytest.approx([8, 80, 800, 8000, 80000])
 
 
-def test_crossing_points_lie_where_the_curves_meet() -> None:
+def test_simulation_crossing_points_lie_where_the_curves_meet() -> None:
     found = Curve("k", (1.0, 10.0, 100.0), {"a": (0.9, 0.8, 0.7), "b": (0.95, 0.85, 0.1)}, (3.0, 2.0, 1.0))
     (place,) = crossings(found, "a", "b")
     assert 10 < place < 100
@@ -170,7 +170,7 @@ def test_crossing_points_lie_where_the_curves_meet() -> None:
     assert crossings(found, "a", "a") == []
 
 
-def test_clusters_of_every_size_can_be_measured() -> None:
+def test_simulation_runs_clusters_of_every_size() -> None:
     for gpus in (16, 1024, 16384, 131072, 600_000):
         there = cluster(gpus, 1.0, 1)
         assert there.replicas >= 2
@@ -178,7 +178,7 @@ def test_clusters_of_every_size_can_be_measured() -> None:
     assert cluster(600_000, 30.0, 32, 1000).replicas == 600
 
 
-def test_a_step_takes_what_its_flops_need() -> None:
+def test_simulated_step_time_follows_from_its_flops() -> None:
     scenario = parse_scenario(
         {"job.parameters": 1e9, "job.tokens": 1000, "job.mfu": 0.5, "job.peak_tflops": 100}
     )

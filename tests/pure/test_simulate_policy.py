@@ -18,7 +18,7 @@ POLICIES = ("balanced", "static", "adaptive")
 @pytest.mark.parametrize("name", POLICIES)
 @given(initial=st.integers(2, 60), accum=st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
-def test_more_replicas_never_run_more_rounds(name: str, initial: int, accum: int) -> None:
+def test_simulated_rounds_never_grow_with_more_replicas(name: str, initial: int, accum: int) -> None:
     """So where few and many have the same plan, all in between have it: large worlds need not be listed."""
     policy, batch = get_policy(name, initial), initial * accum
     layouts = [policy.layout(range(alive), batch) for alive in range(1, 2 * initial)]
@@ -29,7 +29,7 @@ def test_more_replicas_never_run_more_rounds(name: str, initial: int, accum: int
 @pytest.mark.parametrize("name", POLICIES)
 @given(initial=st.integers(12, 60), accum=st.integers(1, 9), order=st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
-def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, order: object) -> None:
+def test_simulated_plans_are_those_of_the_policy(name: str, initial: int, accum: int, order: object) -> None:
     listed, plan_cache.LISTED = plan_cache.LISTED, 8  # everything above is counted by bands
     try:
         shares, policy = PlanCache(name, initial, initial * accum), get_policy(name, initial)
@@ -52,7 +52,7 @@ def test_counted_plans_are_the_policys_own(name: str, initial: int, accum: int, 
     strikes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 3)), min_size=1, max_size=3),
 )
 @settings(max_examples=40, deadline=None)
-def test_every_step_with_losses_is_the_policys_and_commits_b(
+def test_simulated_step_with_losses_follows_the_policy_and_commits_B(
     name: str, initial: int, accum: int, strikes: list[tuple[float, int]]
 ) -> None:
     """Loss after loss in one step, whoever is struck: the same rounds as from the census itself, and exactly B."""
@@ -76,7 +76,7 @@ def test_every_step_with_losses_is_the_policys_and_commits_b(
         assert found.committed == batch
 
 
-def test_what_was_asked_once_is_remembered() -> None:
+def test_simulated_plans_are_cached() -> None:
     shares = PlanCache("balanced", 200, 3200)
     for _ in range(3):
         for alive in range(200, 180, -1):

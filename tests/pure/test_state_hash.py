@@ -17,7 +17,7 @@ from recover.gradients.state_hash import WIDTH, StateHash, digest_of, fingerprin
 from recover.step.totals import MODULUS, all_equal, on_the_wire
 
 
-def test_replicas_that_train_different_parameters_have_different_fingerprints() -> None:
+def test_fingerprints_differ_if_replicas_train_different_parameters() -> None:
     values = [torch.randn(3) for _ in range(3)]
     seen = {
         on_the_wire(fingerprint(values, 1, bytes(trained)).value) for trained in product((0, 1), repeat=3)
@@ -25,7 +25,7 @@ def test_replicas_that_train_different_parameters_have_different_fingerprints() 
     assert len(seen) == 8
 
 
-def test_a_device_adds_up_a_large_tensor_twice_and_mixes_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_hashes_a_large_tensor_twice_and_mixes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors cost it nothing of their own, and nothing is waited for."""
     monkeypatch.setattr(deferred, "NEAR", ())
     small = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (8,), (2, 3, 6), (0,))]
@@ -41,9 +41,7 @@ def test_a_device_adds_up_a_large_tensor_twice_and_mixes_all_at_once(monkeypatch
     assert dict(counts[1] - counts[0]) == {"sum.dim_IntList": 6}
 
 
-def test_a_step_is_known_by_its_buffers_as_they_were_and_its_parameters_as_they_are_when_it_is_asked() -> (
-    None
-):
+def test_state_hash_reads_buffers_at_once_and_parameters_at_the_vote() -> None:
     buffer, parameter = torch.zeros(4), torch.zeros(4)  # too small to have sums: their words are kept
     whole = StateHash(3)
     whole.add([buffer])
@@ -55,7 +53,7 @@ def test_a_step_is_known_by_its_buffers_as_they_were_and_its_parameters_as_they_
     assert value.value == fingerprint([torch.zeros(4), torch.ones(4)], 3).value
 
 
-def test_any_flipped_bit_changes_the_fingerprint() -> None:
+def test_bit_flip_changes_the_fingerprint() -> None:
     torch.manual_seed(0)
     parameters = [torch.randn(7), torch.randn(3, 3), torch.randn(5).to(torch.bfloat16)]
     before = fingerprint(parameters, 1).value
@@ -70,12 +68,12 @@ def test_any_flipped_bit_changes_the_fingerprint() -> None:
                 raw[byte] ^= 1 << bit
 
 
-def test_a_parameter_that_is_a_view_at_an_odd_place_has_a_fingerprint() -> None:
+def test_view_with_an_odd_offset_has_a_fingerprint() -> None:
     flat = torch.randn(9)
     assert fingerprint([flat[1:]], 0).value == fingerprint([flat[1:].clone()], 0).value
 
 
-def test_hashes_on_the_wire_tell_whether_all_are_equal() -> None:
+def test_hashes_on_the_wire_show_whether_all_are_equal() -> None:
     for others in ([5, 5, 5], [5, 5, 6], [MODULUS - 1] * 2 + [0]):
         wires = [on_the_wire(value) for value in (others[0], *others)]
         total, squares = (sum(column) for column in zip(*wires, strict=True))
@@ -99,7 +97,7 @@ def _of(words: list[int]) -> int:
     some.data(),
     some.sampled_from([(0, 1 << 63), (0, 0x3F800000 << 32), (0, 1), (5, 6)]),
 )
-def test_two_words_that_change_places_change_the_fingerprint(
+def test_swap_of_two_words_changes_the_fingerprint(
     size: int, data: some.DataObject, values: tuple[int, int]
 ) -> None:
     """Also of words that differ in their highest bit alone, which a multiple of would hide."""
@@ -113,7 +111,7 @@ def test_two_words_that_change_places_change_the_fingerprint(
 
 
 @pytest.mark.parametrize("rows", [6, 300, 4096])
-def test_rows_in_another_order_change_the_fingerprint(rows: int) -> None:
+def test_permutation_of_rows_changes_the_fingerprint(rows: int) -> None:
     torch.manual_seed(1)
     tensor = torch.randn(rows, 64)
     for order in (torch.randperm(rows), torch.arange(rows).flip(0), torch.arange(rows).roll(1)):
@@ -121,7 +119,7 @@ def test_rows_in_another_order_change_the_fingerprint(rows: int) -> None:
     assert fingerprint([tensor.T.contiguous()], 0).value != fingerprint([tensor], 0).value
 
 
-def test_the_fingerprint_tells_tensors_apart_by_their_place() -> None:
+def test_fingerprint_depends_on_the_position_of_tensors() -> None:
     one, other = torch.zeros(3), torch.ones(3)
     seen = [[one, other], [other, one], [torch.zeros(0), one, other], [torch.cat([one, other])]]
     assert len({fingerprint(tensors, 0).value for tensors in seen}) == len(seen)
@@ -140,7 +138,7 @@ NEST = some.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(NEST, some.data())
-def test_a_nest_is_walked_to_its_last_value_whatever_its_keys_are(nest: Any, data: some.DataObject) -> None:
+def test_nested_state_is_hashed_to_its_last_value_for_any_keys(nest: Any, data: some.DataObject) -> None:
     found = list(leaves(nest))
     assert digest_of(nest) == digest_of(_reordered(nest)), "the order in which keys were added does not count"
     if not found:

@@ -35,20 +35,22 @@ import recover
         ({"scheduler": 0.1}, "scheduler is float; give one"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_refused_by_name_and_mend(given: dict[str, Any], told: str) -> None:
+def test_step_arguments_of_the_wrong_type_are_refused_with_the_remedy(
+    given: dict[str, Any], told: str
+) -> None:
     model = Model()
     usual = {"world": World(), "model": model, "optimizer": make_optimizer(model), "global_batch": BATCH}
     with pytest.raises((TypeError, ValueError), match=told):
         recover.Step(**usual | given)
 
 
-def test_swapped_arguments_are_told_as_they_were_given() -> None:
+def test_swapped_arguments_are_named_as_they_were_given() -> None:
     model = Model()
     with pytest.raises(TypeError, match="Step was given a World, SGD, Model"):
         recover.Step(World(), make_optimizer(model), model, BATCH)  # type: ignore[arg-type]
 
 
-def test_losses_and_streams_of_the_wrong_kind_are_refused_by_name_and_mend() -> None:
+def test_losses_and_streams_of_the_wrong_type_are_refused_with_the_remedy() -> None:
     model = Model().eval()
     step = begin(World(), model)
 
@@ -90,7 +92,7 @@ def test_losses_and_streams_of_the_wrong_kind_are_refused_by_name_and_mend() -> 
     assert step.index == 1
 
 
-def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbatches(tmp_path: Path) -> None:
+def test_collective_calls_are_refused_inside_the_microbatch_loop(tmp_path: Path) -> None:
     model = Model().eval()
     step, did = begin(World(), model), list[int]()
     for number, (inputs, target, index) in enumerate(step.microbatches(Stream())):
@@ -110,7 +112,7 @@ def test_what_is_done_once_by_all_alike_is_refused_inside_the_loop_over_microbat
     step.refuse_inside_step("anything")
 
 
-def test_after_a_break_gradients_are_the_users_again() -> None:
+def test_gradients_belong_to_the_user_after_a_break() -> None:
     model, world = Model().eval(), World()
     step = begin(world, model)
 

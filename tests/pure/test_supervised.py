@@ -38,7 +38,7 @@ from recover.world.fabrics.etcd.client import Answer, EtcdError
 GENEROUS = 30.0
 
 
-def test_one_part_that_raises_does_not_keep_the_others_from_being_done(
+def test_supervised_part_that_raises_does_not_block_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     supervised, done = Supervised("the agent", patience=0.0), []
@@ -52,7 +52,7 @@ def test_one_part_that_raises_does_not_keep_the_others_from_being_done(
     assert said.count("the agent could not tell: KeyError: 'x'; it goes on") == 1
 
 
-def test_a_part_that_a_host_needs_ends_it_when_it_fails_for_too_long() -> None:
+def test_required_part_that_keeps_failing_ends_its_host() -> None:
     supervised = Supervised("the agent", patience=0.0)
     with supervised.part("look", essential=True):
         raise OSError(errno.EIO, "x")
@@ -94,7 +94,7 @@ def a_sync(etcd: Etcd, look: Any = lambda: None) -> EtcdSync:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
-def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exception) -> None:
+def test_agent_declares_deaths_although_the_hang_check_fails(error: Exception) -> None:
     """The thread of EtcdSync is the only one that tells the other hosts of deaths here."""
     looked = threading.Semaphore(0)
 
@@ -118,7 +118,7 @@ def test_deaths_are_declared_though_looking_for_hung_ranks_fails(error: Exceptio
     sync.stop()
 
 
-def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_cannot_report_deaths_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     etcd = Etcd()
     etcd.fails = ValueError("no such thing")
     sync = a_sync(etcd)
@@ -137,7 +137,7 @@ def test_a_clerk_that_cannot_tell_of_deaths_ends_its_agent(monkeypatch: pytest.M
     assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
 
 
-def test_all_ranks_that_are_left_are_declared_unless_etcd_is_silent() -> None:
+def test_remaining_ranks_are_declared_dead_unless_etcd_is_silent() -> None:
     etcd = Etcd()
     sync = a_sync(etcd)
     sync.start()
@@ -225,7 +225,7 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "_tell"])
-def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
+def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_LOOK", 0.0)
@@ -253,7 +253,7 @@ def test_an_agent_goes_on_after_an_exception_in_any_part_of_its_loop(
     assert host_ranks.ranks.running == {0}
 
 
-def test_rank_that_finishes_during_a_look_is_not_announced_as_lost(
+def test_rank_that_finishes_during_a_poll_is_not_reported_as_lost(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank leaves its marker, then its process ends: between the two reads of a look, say."""
@@ -277,7 +277,7 @@ def test_rank_that_finishes_during_a_look_is_not_announced_as_lost(
     assert "lost" not in capsys.readouterr().err
 
 
-def test_an_agent_that_cannot_look_after_its_ranks_says_so(
+def test_agent_that_cannot_supervise_its_ranks_reports_it(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "Supervised", lambda name: Supervised(name, patience=0.0))
@@ -289,7 +289,7 @@ def test_an_agent_that_cannot_look_after_its_ranks_says_so(
         host_ranks.supervisor.watch(0.0)
 
 
-def test_the_others_hear_of_a_death_though_telling_people_of_it_fails(
+def test_agent_declares_a_death_although_its_log_output_fails(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -305,7 +305,7 @@ def test_the_others_hear_of_a_death_though_telling_people_of_it_fails(
 
 
 @pytest.mark.parametrize("what", ["the file of the job", "the process", "its output"])
-def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
+def test_rank_that_cannot_be_started_is_declared_dead(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     def fail(*_: Any) -> None:
@@ -332,7 +332,7 @@ def test_a_rank_that_cannot_be_started_is_declared_and_costs_nobody(
     assert host_ranks.slots.free(time.monotonic() + 60) == [2], "it is tried again, not at once"
 
 
-def test_a_last_word_that_went_to_memory_counts_when_the_rank_is_reaped(host_ranks: Any) -> None:
+def test_exit_marker_kept_in_memory_counts_when_the_rank_is_reaped(host_ranks: Any) -> None:
     (host_ranks.dir / "session" / "0.words").write_text('{"end": "done", "detail": ""}')
     host_ranks.started[0].code = 0
     host_ranks.ranks.reap()
@@ -369,7 +369,7 @@ class LeaseOfTest:
 
 @pytest.mark.parametrize("silent", [False, True], ids=["etcd-answers", "etcd-is-silent"])
 @pytest.mark.parametrize("where", ["start", "watch"])
-def test_an_agent_that_fails_declares_its_ranks_before_it_leaves(
+def test_agent_that_fails_declares_its_ranks_dead_before_it_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool, where: str
 ) -> None:
     """Or its lease runs out. A lease that is given back politely says that nobody need miss the ranks."""

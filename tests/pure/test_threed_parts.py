@@ -34,7 +34,7 @@ class SharedReplica(PlainReplica):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_parts_of_shared_gradients_are_added_up_once_per_round(exact: bool) -> None:
+def test_shared_gradient_parts_are_added_once_per_round(exact: bool) -> None:
     """Over two rounds and a reduction that has to be done again; a new step begins with nothing."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     total = ReproducibleSum(8) if exact else None
@@ -56,7 +56,7 @@ def test_parts_of_shared_gradients_are_added_up_once_per_round(exact: bool) -> N
             gradients.rewind(overlapped=False)
 
 
-def test_what_nobody_has_computed_of_a_shared_parameter_counts_as_zero() -> None:
+def test_shared_parameter_without_gradient_counts_as_zero() -> None:
     """A replica that has run nothing in this attempt posts zeros, not what an earlier step has left."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     gradients = OwnedGradients([shared, own], bucket_mb=1, replica=SharedReplica(shared))
@@ -77,7 +77,7 @@ class Busy:
         sums += 1
 
 
-def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None:
+def test_shared_parameter_is_used_if_any_partner_used_it() -> None:
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     replica = SharedReplica(shared)
     replica._sharing = Sharing(copies=2, partners=Busy())
@@ -95,7 +95,7 @@ def test_a_shared_parameter_is_used_if_any_of_its_partners_has_used_it() -> None
     assert gradients.usage == [0, 0]
 
 
-def test_a_part_of_a_gradient_counts_as_large_as_the_sum_may_become() -> None:
+def test_shared_gradient_part_counts_as_the_largest_possible_sum() -> None:
     """Two partners add up their parts: each part counts twice."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     total = ReproducibleSum(8)
@@ -122,7 +122,7 @@ def test_a_part_of_a_gradient_counts_as_large_as_the_sum_may_become() -> None:
         ({"tp": 2, "dropout": 0.1}, 2, "dropout=0.1 is not supported with tp=2"),
     ],
 )
-def test_a_grid_that_does_not_fit_is_refused(shape: dict[str, Any], size: int, complaint: str) -> None:
+def test_grid_that_does_not_fit_is_refused(shape: dict[str, Any], size: int, complaint: str) -> None:
     def check() -> None:
         model = config_of({"dropout": shape.pop("dropout", 0.0)})
         grid = ModelCut(**shape)

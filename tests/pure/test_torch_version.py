@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("installed", [*TESTED, "2.13.0+cpu", "2.13.3", "not installed"])
-def test_a_tested_minor_release_of_torch_is_not_warned_of(installed: str) -> None:
+def test_tested_torch_release_causes_no_warning(installed: str) -> None:
     assert untested(installed) is None
 
 
 @pytest.mark.parametrize("installed", ["2.1.0", "2.8.0", "2.14.1", "2.16.0.dev20261101+cu130", "3.9.0"])
-def test_an_untested_torch_is_named_with_the_tested_ones_and_a_remedy(installed: str) -> None:
+def test_untested_torch_is_named_with_the_tested_ones_and_a_remedy(installed: str) -> None:
     found, remedy = untested(installed) or ("", "")
     assert f"torch {installed} was not tested" in found
     assert all(version in found for version in TESTED)
@@ -36,7 +36,7 @@ def _refuse(*_: object) -> None:
     raise preflight.Refusal("far enough")
 
 
-def test_an_untested_torch_is_warned_of_once_before_ranks_start(
+def test_untested_torch_causes_one_warning_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the launcher of a host, and by the agent of one of several."""
@@ -61,7 +61,7 @@ def test_doctor_warns_of_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> N
         assert installed in finding.seen
 
 
-def test_tested_versions_are_those_of_the_documents_and_the_packages() -> None:
+def test_tested_torch_versions_match_documents_and_packages() -> None:
     assumed = (ROOT / "docs" / "assumptions.md").read_text()
     assert all(f"| {version} |" in assumed for version in TESTED)
     (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)

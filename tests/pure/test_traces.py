@@ -11,7 +11,7 @@ from recorded import START, incident_line, make_run, step_line
 from recover.runs.live.traces import Traces
 
 
-def test_steps_and_repairs_become_traces_and_what_was_there_before_does_not(tmp_path: Path) -> None:
+def test_steps_and_repairs_become_traces_and_earlier_ones_do_not(tmp_path: Path) -> None:
     run, kept = make_run(tmp_path / "run"), InMemorySpanExporter()
     with Traces(run, kept):
         with open(run / "incidents.jsonl", "a") as file:

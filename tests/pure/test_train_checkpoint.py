@@ -65,7 +65,7 @@ def saved_twice(run_dir: Path) -> Found:
     return found
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_checkpoint_loads_what_was_saved(tmp_path: Path) -> None:
     found = saved_twice(tmp_path)
     found.verify()
     model, optimizer = trained(seed=1)
@@ -80,7 +80,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_parameters_without_numbers_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+def test_parameters_without_elements_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     """It is written at all, named and resumed."""
 
     class Empty(torch.nn.Module):
@@ -104,7 +104,7 @@ def test_parameters_without_numbers_are_part_of_a_checkpoint(tmp_path: Path) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_grid_reads_what_any_other_has_written(
+def test_checkpoint_of_any_grid_loads_on_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A tensor cut into blocks along every dimension, spread over files in any order; any block of it is read back."""
@@ -135,9 +135,7 @@ def test_any_grid_reads_what_any_other_has_written(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
-def test_a_flipped_bit_anywhere_is_refused_with_both_digests_and_an_older_one(
-    tmp_path: Path, share: float
-) -> None:
+def test_checkpoint_with_a_flipped_bit_is_refused_with_both_digests(tmp_path: Path, share: float) -> None:
     """In the header, in the parameters, in the optimizer's moments."""
     found = saved_twice(tmp_path)
     path = found.path / "part-0.safetensors"
@@ -161,7 +159,7 @@ def planted(path: Path) -> bytes:
     return pickle.dumps(Evil())
 
 
-def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
+def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
     """One of the old format, with pickles; one of ours whose files are pickles; one that points elsewhere."""
     mark = tmp_path / "mark"
     pickle.loads(planted(mark))  # it would work
@@ -193,7 +191,7 @@ def test_a_foreign_checkpoint_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_sound(tmp_path: Path) -> None:
+def test_draft_checkpoint_is_offered_only_after_a_later_vote(tmp_path: Path) -> None:
     """And the only good one stays until the next is good, with keep=1, too."""
     one = saver(tmp_path, keep=1)
     save(one, 1)
@@ -211,7 +209,7 @@ def test_a_draft_is_offered_to_nobody_until_a_later_vote_has_found_its_writer_so
     assert names(tmp_path) == ["step-2"]
 
 
-def test_two_who_name_the_same_draft_leave_one_good_checkpoint_and_never_none(tmp_path: Path) -> None:
+def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path) -> None:
     """A host that is cut off and sees the same directory may still be at it, when its successor takes over."""
     one, successor = saver(tmp_path), saver(tmp_path, replica=1)
     save(one, 1)
@@ -231,7 +229,7 @@ def test_two_who_name_the_same_draft_leave_one_good_checkpoint_and_never_none(tm
     assert path.stat().st_ino != kept
 
 
-def test_states_that_nobody_can_decide_on_are_offered_to_nobody(tmp_path: Path) -> None:
+def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
     """Until a person has renamed one of them; and they go when the run has gone on beyond them."""
     good = saved_twice(tmp_path)
     made = saver(tmp_path), saver(tmp_path, replica=4)
@@ -255,7 +253,7 @@ def test_states_that_nobody_can_decide_on_are_offered_to_nobody(tmp_path: Path) 
     assert names(tmp_path) == ["step-10"]
 
 
-def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
+def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
     """Whoever saves it, one stays; hosts that hold the same have the same; a good one of that step counts more."""
     first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)
     assert first.step == 2
@@ -293,7 +291,7 @@ def test_what_is_saved_when_the_world_is_lost_is_offered_only_while_it_is_the_ne
         ([(3, [0, 1, 2]), (4, [1, 2])], True, ["step-1"]),  # ... but died over the writing
     ],
 )
-def test_the_successor_of_a_lost_writer_names_its_draft_or_saves_again(
+def test_successor_of_a_lost_writer_confirms_its_draft_or_saves_again(
     tmp_path: Path, votes: list[tuple[int, list[int]]], torn: bool, left: list[str]
 ) -> None:
     lost, successor = saver(tmp_path, 0, keep=3), saver(tmp_path, 1, keep=3)
@@ -316,7 +314,7 @@ def test_the_successor_of_a_lost_writer_names_its_draft_or_saves_again(
     assert names(tmp_path) == [*left, f"step-{step}"]
 
 
-def test_drafts_of_an_earlier_run_are_never_named(tmp_path: Path) -> None:
+def test_drafts_of_an_earlier_run_are_never_confirmed(tmp_path: Path) -> None:
     save(saver(tmp_path), 4)
     later = saver(tmp_path)
     later.start()
@@ -325,9 +323,7 @@ def test_drafts_of_an_earlier_run_are_never_named(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_checkpoint_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = saver(tmp_path, every=2)
     save(one, 2)
     one.found_equal(3, [0])

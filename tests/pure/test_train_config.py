@@ -54,7 +54,7 @@ def refusal(*words: str, place: Path, kills: tuple[str, ...] = (), resume: Path 
         (["novalue"], "key=value"),
     ],
 )
-def test_what_cannot_be_is_refused_with_cause_value_and_mend(
+def test_train_config_refuses_impossible_values_with_the_remedy(
     tmp_path: Path, words: list[str], said: str
 ) -> None:
     assert said in refusal(*words, place=tmp_path)
@@ -69,11 +69,11 @@ def test_what_cannot_be_is_refused_with_cause_value_and_mend(
         ("3:0:vot", "did you mean 'vote'?"),
     ],
 )
-def test_a_kill_that_cannot_strike_is_refused(tmp_path: Path, kill: str, said: str) -> None:
+def test_kill_that_cannot_strike_is_refused(tmp_path: Path, kill: str, said: str) -> None:
     assert said in refusal(place=tmp_path, kills=(kill,))
 
 
-def test_yaml_values_are_read_as_the_person_meant_them(tmp_path: Path) -> None:
+def test_yaml_values_are_read_as_intended(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("lr: 3e-4\nclip: null\nlog: {tensorboard: no}\nsteps: 010\ncheckpoint.every: 7\n")
     config = parse(read_file(file))
@@ -87,19 +87,19 @@ def read_file_of(text: str, place: Path) -> dict[str, object]:
     return read_file(place / "again.yaml")
 
 
-def test_the_batch_follows_from_the_replicas_and_stays_when_it_is_named() -> None:
+def test_batch_follows_from_the_replicas_unless_it_is_given() -> None:
     assert parse({"replicas": "3", "accum": "5"}).global_batch == 15
     assert parse({"replicas": "3", "global_batch": "16"}).accum == 6
 
 
-def test_the_names_of_the_models_are_those_of_the_reference_llama() -> None:
+def test_model_names_are_those_of_the_reference_llama() -> None:
     assert {name: shape.seq_len for name, shape in SIZES.items()} == MODELS
     assert parse({"model": "1b"}).seq_len == 4096
     assert parse({"model": "1b", "seq_len": "512"}).seq_len == 512
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_config_names_a_model(tmp_path: Path, tied: bool) -> None:
+def test_huggingface_config_selects_a_model(tmp_path: Path, tied: bool) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**SHAPE, "tie_word_embeddings": tied, "rope_theta": 5e5}))
     shape = shape_of(parse({"model": str(file), "seq_len": "64"}), vocab=256)
@@ -117,7 +117,7 @@ def test_a_hugging_face_config_names_a_model(tmp_path: Path, tied: bool) -> None
         ({"vocab_size": 100}, "only 100"),
     ],
 )
-def test_a_model_that_is_not_the_reference_llama_is_refused(
+def test_model_other_than_the_reference_llama_is_refused(
     tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     file = tmp_path / "config.json"
@@ -126,7 +126,7 @@ def test_a_model_that_is_not_the_reference_llama_is_refused(
         shape_of(parse({"model": str(file), "seq_len": "64"}), vocab=256)
 
 
-def test_a_dry_run_shows_grid_memory_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_grid_memory_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*small_world(tmp_path), "replicas=3", "accum=4", "policy=static", "samples=partitioned"]
     assert train(words, tmp_path / "run", ["2:1:vote"], None, dry_run=True) == 0
     text = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_dry_run_shows_grid_memory_and_plan(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "run").exists()
 
 
-def test_a_schedule_file_adds_to_the_kills(tmp_path: Path) -> None:
+def test_schedule_file_adds_to_the_kills(tmp_path: Path) -> None:
     faults = tmp_path / "faults.yaml"
     faults.write_text(
         "- {step: 3, replica: 1, location: in-reduce}\n- {step: 4, replica: 2, location: vote}\n"
@@ -147,13 +147,13 @@ def test_a_schedule_file_adds_to_the_kills(tmp_path: Path) -> None:
     assert "must be a YAML list like" in refusal(f"faults={faults}", place=tmp_path)
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+def test_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "steps.jsonl").write_text("")
     assert "--resume" in refusal(place=tmp_path)
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused(
+def test_disk_without_room_for_the_checkpoints_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -172,7 +172,7 @@ def pretend_checkpoint(place: Path, *words: str) -> Path:
     return place / "old"
 
 
-def test_resuming_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
+def test_resume_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
     old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
     for replicas, accum in ((1, 16), (3, 6), (5, 4), (16, 1)):
         config = prepare_run([f"replicas={replicas}"], None, (), old).config
@@ -190,20 +190,20 @@ def test_resuming_keeps_B_on_any_number_of_replicas(tmp_path: Path) -> None:
         (["steps=4"], "all 4 steps already"),
     ],
 )
-def test_resuming_as_another_run_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_resume_as_another_run_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
     old = pretend_checkpoint(tmp_path, "replicas=4", "accum=4", "steps=8")
     with pytest.raises(ConfigError) as caught:
         prepare_run(words, None, (), old)
     assert said in str(caught.value)
 
 
-def test_resuming_what_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "no such directory" in refusal(place=tmp_path, resume=tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     assert "no whole checkpoint" in refusal(place=tmp_path, resume=tmp_path / "empty")
 
 
-def test_a_run_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+def test_impossible_run_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     assert "is a file" in refusal(place=tmp_path)
     assert os.path.isfile(tmp_path / "run")

@@ -46,7 +46,7 @@ def numbers(path: Path) -> list[int]:
     return [json.loads(text)["step"] for text in path.read_text().splitlines()]
 
 
-def test_a_successor_cuts_off_a_torn_line_wherever_it_is_torn_and_writes_it_again(tmp_path: Path) -> None:
+def test_journal_successor_truncates_a_torn_line_and_rewrites_it(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 4)).write()
     whole = path.read_bytes()
@@ -57,7 +57,7 @@ def test_a_successor_cuts_off_a_torn_line_wherever_it_is_torn_and_writes_it_agai
         assert numbers(path) == [1, 2, 3, 4, 5]
 
 
-def test_a_commit_that_only_the_dead_have_seen_gives_way_to_the_survivors_own(tmp_path: Path) -> None:
+def test_commit_seen_only_by_dead_ranks_yields_to_the_survivors(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     dead = filled(path, range(1, 4))
     dead.kept.append(line(4, loss=9.0, seconds=1.0))
@@ -74,7 +74,7 @@ def test_a_commit_that_only_the_dead_have_seen_gives_way_to_the_survivors_own(tm
     assert path.read_bytes() == before
 
 
-def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
+def test_journal_write_is_idempotent(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     lines = filled(path, range(1, 4))
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_writing_twice_changes_nothing(tmp_path: Path) -> None:
     assert numbers(path) == [1, 2, 3]
 
 
-def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
+def test_journal_lines_refused_by_a_full_disk_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world: Any = SimpleNamespace(job=JobSpec(4), rank=0, members=(0, 1))
@@ -105,7 +105,7 @@ def test_lines_that_a_full_disk_refuses_are_written_when_there_is_room(
     assert numbers(tmp_path / "steps.jsonl") == [1, 2, 3, 4]
 
 
-def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
+def test_journal_is_written_by_the_lowest_living_rank_only(tmp_path: Path) -> None:
     world: Any = SimpleNamespace(job=JobSpec(4), rank=2, members=(0, 2, 3))
     journal = Journal(tmp_path, world, Sinks(parse({"log.tensorboard": "false"}), tmp_path).log)
     journal.commit(line(1), [])
@@ -115,7 +115,7 @@ def test_only_the_lowest_living_rank_writes(tmp_path: Path) -> None:
     assert numbers(tmp_path / "steps.jsonl") == [1, 2]
 
 
-def test_one_that_writes_again_after_another_writes_no_line_twice(tmp_path: Path) -> None:
+def test_journal_writer_that_resumes_writes_no_line_twice(tmp_path: Path) -> None:
     """One with a lower number may join later, write for a while, and die."""
     members: Any = SimpleNamespace(job=JobSpec(4), rank=6, members=(6,))
     newcomer: Any = SimpleNamespace(job=JobSpec(4), rank=5, members=(5, 6))
@@ -132,7 +132,7 @@ def test_one_that_writes_again_after_another_writes_no_line_twice(tmp_path: Path
     assert numbers(tmp_path / "incidents.jsonl") == [1, 2, 3]
 
 
-def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
+def test_resumed_run_repeats_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 8)).write()
     lines = filled(path, range(4, 6))
@@ -141,7 +141,7 @@ def test_a_resumed_run_does_the_steps_after_its_checkpoint_again(tmp_path: Path)
     assert numbers(path) == [1, 2, 3, 4, 5]
 
 
-def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None:
+def test_screen_follows_a_file_that_is_truncated_and_grows(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     filled(path, range(1, 8)).write()
     feed = RunFeed(tmp_path, new_only=True)
@@ -156,7 +156,7 @@ def test_the_screen_follows_a_file_that_is_cut_and_grows(tmp_path: Path) -> None
     assert feed.read().steps == []
 
 
-def test_feed_leaves_out_what_stays_of_an_earlier_job(tmp_path: Path) -> None:
+def test_feed_skips_records_of_an_earlier_job(tmp_path: Path) -> None:
     """The files of a resumed run are replaced by a prefix of themselves; the steps in it are not delivered again."""
     steps, incidents = (
         LineFile(tmp_path / "steps.jsonl", "step"),
@@ -201,7 +201,7 @@ def test_feed_delivers_incidents_with_their_step(tmp_path: Path, monkeypatch: py
     assert feed.pending == [line(1, epoch=3), line(2, epoch=4)]
 
 
-def test_a_line_is_told_once_though_its_writers_successor_writes_it_again_and_nothing_is_kept_of_it(
+def test_screen_reports_a_rewritten_line_once_and_keeps_nothing_of_it(
     tmp_path: Path,
 ) -> None:
     path, told, kept = tmp_path / "steps.jsonl", [], []
@@ -218,7 +218,7 @@ def test_a_line_is_told_once_though_its_writers_successor_writes_it_again_and_no
     assert kept[2] - kept[1] < 100, "a job takes steps for weeks"
 
 
-def test_a_failure_is_one_sentence_and_comes_with_its_step(
+def test_screen_reports_a_failure_in_one_sentence_with_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     incident = line(
@@ -245,7 +245,7 @@ def test_a_failure_is_one_sentence_and_comes_with_its_step(
     assert expected in capsys.readouterr().out
 
 
-def test_who_has_joined_is_told_with_how_long_the_others_waited() -> None:
+def test_screen_reports_a_join_with_the_time_the_others_waited() -> None:
     joined = Incident(
         step=7,
         epoch=4,
@@ -284,7 +284,7 @@ def test_who_has_joined_is_told_with_how_long_the_others_waited() -> None:
     assert not {name for name in lost if "joined" in name or name == "kind"}
 
 
-def test_tensorboard_after_a_change_of_hands_shows_every_step_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_every_step_once_after_a_change_of_writer(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = parse({})
@@ -300,7 +300,7 @@ def test_tensorboard_after_a_change_of_hands_shows_every_step_once(tmp_path: Pat
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
 
 
-def test_a_service_that_raises_costs_neither_a_replica_nor_the_other_one(
+def test_failing_metrics_service_costs_neither_replica_nor_other_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """When it is opened, in the middle, and at the end; said once."""
@@ -325,12 +325,12 @@ def test_a_service_that_raises_costs_neither_a_replica_nor_the_other_one(
         assert list((tmp_path / broken / "tensorboard").iterdir())
 
 
-def test_the_data_digest_is_that_of_the_sorted_indices() -> None:
+def test_data_digest_is_that_of_the_sorted_indices() -> None:
     assert data_digest([3, 1, 2]) == data_digest([1, 2, 3]) != data_digest([1, 2, 4])
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3,), (5, 5, 2), (4, 7), (2, 3, 4, 1)])
-def test_partitions_are_cut_anew_out_of_all_samples_that_nobody_has_used(numbers: tuple[int, ...]) -> None:
+def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) -> None:
     """Runs in which one replica is slower and one dies; each goes on from the one before on another number of them."""
     used: list[int] = []
     state: dict[str, Any] = {}
@@ -357,7 +357,7 @@ def test_partitions_are_cut_anew_out_of_all_samples_that_nobody_has_used(numbers
     assert sorted(used) == list(range(len(used))), "a sample was left out"
 
 
-def test_whoever_joins_goes_on_with_the_partition_of_a_dead_replica_and_more_of_them_cut_anew() -> None:
+def test_joined_replica_continues_the_partition_of_a_dead_one() -> None:
     """No sample is drawn twice, none is left out, whoever comes and goes; and one that joins draws as told."""
     drawn: list[int] = []
     replicas = {number: PartitionedSamples(number, 3) for number in range(3)}
@@ -392,7 +392,7 @@ def test_whoever_joins_goes_on_with_the_partition_of_a_dead_replica_and_more_of_
     assert sorted(drawn) == list(range(38)), "partitions that were behind are made up for by the new cut"
 
 
-def test_a_spare_draws_again_what_was_not_used() -> None:
+def test_spare_redraws_its_unused_samples() -> None:
     """Only the partitions of the dead drop out: a spare's samples are used once it is no spare any more."""
     partition = PartitionedSamples(1, 2)
     spare = [partition.index(1, slot) for slot in range(3)]

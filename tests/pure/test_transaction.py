@@ -133,7 +133,7 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     return transaction
 
 
-def test_a_step_commits_as_it_is_only_if_every_survivor_has_the_whole_sum() -> None:
+def test_step_commits_unchanged_only_if_every_survivor_has_the_whole_sum() -> None:
     for theirs in (True, False):
         world = World(Grid(3, 1), {1: like_me(1, complete=theirs), 2: died}, agreed=[None])
         transaction = begun(world)
@@ -143,7 +143,7 @@ def test_a_step_commits_as_it_is_only_if_every_survivor_has_the_whole_sum() -> N
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
-def test_where_an_abort_may_pass_for_a_sum_a_step_with_deaths_is_summed_again(dead: int) -> None:
+def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead: int) -> None:
     """As NCCL's may: one of the dead has perhaps aborted before it died, and said so to nobody."""
     replies: dict[int, Reply] = {rank: died if rank <= dead else like_me(rank, 4) for rank in (1, 2, 3)}
     world = World(Grid(4, 1), replies, agreed=[None])
@@ -155,7 +155,7 @@ def test_where_an_abort_may_pass_for_a_sum_a_step_with_deaths_is_summed_again(de
     assert transaction.incidents[0].extra_microbatches == dead
 
 
-def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:
+def test_stop_request_survives_a_commit_from_the_census() -> None:
     for wish in (False, True):
         world = World(Grid(3, 1), {1: like_me(1, stop=wish), 2: died}, agreed=[None])
         transaction = begun(world)
@@ -167,7 +167,7 @@ def test_a_wish_to_stop_survives_a_commit_out_of_the_census() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "asked"), [(3, 3, True), (3, 7, True), (3, 4, False), (3, None, False)]
 )
-def test_one_that_asks_is_known_after_a_commit_if_all_have_seen_it(
+def test_join_request_is_known_after_a_commit_if_all_have_seen_it(
     mine: int, theirs: int | None, asked: bool
 ) -> None:
     """By an agreement, or out of the census; and who sees another one, or none, makes no repair."""
@@ -193,7 +193,7 @@ def overflow(world: World, code: int = 60) -> Transaction:
     return begun(world, "reproducible")
 
 
-def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents() -> None:
+def test_overflow_repeats_the_step_on_a_new_layout_with_larger_exponents() -> None:
     world = World(Grid(3, 1), {})
     transaction = overflow(world)
     given_up: list[str] = []
@@ -215,7 +215,7 @@ def test_an_overflow_runs_the_step_again_on_a_fresh_layout_with_larger_exponents
     assert transaction.finite
 
 
-def test_a_value_that_is_not_finite_skips_the_step_before_any_overflow() -> None:
+def test_nonfinite_value_skips_the_step_before_any_overflow() -> None:
     world = World(Grid(3, 1), {})
     transaction = overflow(world, NOT_FINITE)
     assert transaction.vote()
@@ -224,7 +224,7 @@ def test_a_value_that_is_not_finite_skips_the_step_before_any_overflow() -> None
 
 
 @pytest.mark.parametrize("owner_died", [False, True])
-def test_an_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
+def test_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
     """The survivors hold a complete sum that is not exact. They complete the batch on the old grid, and the next
     complete vote finds the overflow again."""
     world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
@@ -240,7 +240,7 @@ def test_an_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
     assert exponents.current == before
 
 
-def test_replicas_that_sum_with_different_exponents_are_found_out() -> None:
+def test_replicas_that_sum_with_different_exponents_are_detected() -> None:
     for others in ([99, 13], [-99, 13]):
         world = World(Grid(3, 1), {})
         world.others_exponents = others
@@ -248,7 +248,7 @@ def test_replicas_that_sum_with_different_exponents_are_found_out() -> None:
             begun(world, "reproducible").vote()
 
 
-def test_an_attempt_is_not_complete_without_its_maxima() -> None:
+def test_attempt_is_incomplete_without_its_maxima() -> None:
     world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
     world.carries_maxima = False
     transaction = begun(world, "reproducible")
@@ -294,7 +294,7 @@ def test_a_replica_whose_script_has_ended_is_evicted() -> None:
 
 
 @pytest.mark.parametrize("brought", [2, 4])
-def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int) -> None:
+def test_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int) -> None:
     world = World(Grid(3, 1), {})
     world.brought = brought
     transaction = begun(world)
@@ -303,7 +303,7 @@ def test_a_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: i
 
 
 @pytest.mark.parametrize("brought", [2, 4])
-def test_sum_of_other_samples_than_planned_does_not_commit_from_the_census(brought: int) -> None:
+def test_sum_of_other_samples_does_not_commit_from_the_census(brought: int) -> None:
     """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
     world = World(Grid(3, 1), {1: like_me(1), 2: died}, agreed=[None])
     world.brought = brought
@@ -313,7 +313,7 @@ def test_sum_of_other_samples_than_planned_does_not_commit_from_the_census(broug
     assert transaction.incidents[0].extra_microbatches == 1
 
 
-def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
+def test_losses_and_weights_of_discarded_microbatches_do_not_count() -> None:
     """A replica that has to give up its sum, as a spare that is dealt extra microbatches, begins with nothing."""
     world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
     transaction = begun(world)
@@ -334,14 +334,14 @@ def test_losses_and_weights_of_given_up_microbatches_do_not_count() -> None:
     assert transaction.attempt.contributed == [0]
 
 
-def test_a_share_that_is_not_in_every_bucket_is_not_voted_on() -> None:
+def test_share_missing_from_a_bucket_blocks_the_vote() -> None:
     transaction = begun(World(Grid(3, 1), {}))
     transaction.gradients.buckets[-1].posted = None
     with pytest.raises(LedgerError, match="was not handed to the reduction"):
         transaction.vote()
 
 
-def test_who_left_a_step_brings_its_share_again_unless_the_others_were_dealt_it_meanwhile() -> None:
+def test_rank_that_left_a_step_runs_its_share_again_unless_reassigned() -> None:
     """A repair after it left has found nobody inside of the step, whatever it was for: then all begin anew."""
     for inside, outside, brings in ((0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 1, 1)):
         world = World(Grid(3, 1), {})
@@ -359,7 +359,7 @@ def take(transaction: Transaction) -> None:
         transaction.gradients.post_all(transaction.post)
 
 
-def test_who_was_lost_before_a_step_was_left_is_told_when_it_commits() -> None:
+def test_loss_before_a_step_was_left_is_reported_when_it_commits() -> None:
     world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
     transaction = begun(world)
     assert not transaction.vote()
@@ -371,7 +371,7 @@ def test_who_was_lost_before_a_step_was_left_is_told_when_it_commits() -> None:
     assert transaction.incidents == []
 
 
-def test_repairs_in_which_nobody_is_lost_come_to_an_end() -> None:
+def test_repairs_without_losses_are_bounded() -> None:
     """In a step, and in the comparison after the last one."""
     for last in (False, True):
         world = World(Grid(3, 1), {1: like_me(1), 2: like_me(2)})
@@ -395,14 +395,14 @@ def test_repairs_in_which_nobody_is_lost_come_to_an_end() -> None:
         ((4,), (5,), (4,)),  # nobody is left who began
     ],
 )
-def test_scripts_that_end_apart_leave_the_same_ones_behind_for_all(
+def test_scripts_that_end_apart_evict_the_same_replicas_everywhere(
     ended: tuple[int, ...], inside: tuple[int, ...], behind: tuple[int, ...]
 ) -> None:
     records = dict.fromkeys(ended, b"") | dict.fromkeys(inside, b"in a step")
     assert left_behind(records, 3) == set(behind)
 
 
-def test_a_replica_that_has_just_joined_runs_nothing_in_that_step() -> None:
+def test_joined_replica_runs_nothing_in_its_first_step() -> None:
     """The layout of that step is made for the others; afterwards it is one of them, and alone it runs everything."""
     world = World(Grid(3, 1), {})
     transaction = begun(world)

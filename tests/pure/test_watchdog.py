@@ -86,7 +86,7 @@ def running(
     return watchdog
 
 
-def test_a_process_that_is_stopped_is_fenced_after_the_limit_and_a_shorter_pause_costs_nothing() -> None:
+def test_stopped_process_is_fenced_after_the_limit_and_not_before() -> None:
     watchdog, peer = running(), Peer().stop()
     found, now = watch(watchdog, peer, STOPPED - 1, 100.0)
     assert found == {}
@@ -97,7 +97,7 @@ def test_a_process_that_is_stopped_is_fenced_after_the_limit_and_a_shorter_pause
     assert found == {1: STOPPED}
 
 
-def test_stopped_processes_are_fenced_however_many_they_are_and_in_whatever_step() -> None:
+def test_stopped_processes_are_fenced_in_any_number_and_step() -> None:
     one, two, three = Peer().stop(), Peer().stop(), Peer().stop()
     assert watch(running(), company(one, healthy=1), STOPPED + 1, 0.0)[0] == {1: STOPPED}
     assert watch(running(), company(one, two, three, healthy=1), STOPPED + 1, 0.0)[0] == dict.fromkeys(
@@ -107,7 +107,7 @@ def test_stopped_processes_are_fenced_however_many_they_are_and_in_whatever_step
     assert watch(HangWatchdog(Grid(64)), company(one), STOPPED + 1, 0.0)[0] == {1: STOPPED}
 
 
-def test_a_call_that_holds_pythons_lock_counts_as_a_long_microbatch_and_between_steps_as_nothing() -> None:
+def test_held_lock_counts_as_a_long_microbatch_and_not_between_steps() -> None:
     """Its heartbeat stands still, but the kernel does not say that it was stopped."""
     silent = Peer()
     assert watch(running(), silent, STUCK + 1, 0.0, ticks=False)[0] == {1: STUCK}
@@ -121,7 +121,7 @@ def test_a_call_that_holds_pythons_lock_counts_as_a_long_microbatch_and_between_
         assert watchdog.look(True, {rank: peer.sign() for rank, peer in peers.items()}, now) == {}
 
 
-def test_a_rank_that_computes_for_long_is_not_stuck_until_all_have_waited_many_steps_for_it() -> None:
+def test_long_computation_is_stuck_only_after_many_steps_of_waiting() -> None:
     peer = Peer()
     assert watch(running(step=0.2), peer, STUCK + 2, 0.0)[0] == {1: STUCK}
     assert watch(running(step=20), peer, FACTOR * 20 + 2, 0.0)[0] == {1: FACTOR * 20}
@@ -132,7 +132,7 @@ def test_a_rank_that_computes_for_long_is_not_stuck_until_all_have_waited_many_s
         peer.done += 1
 
 
-def test_the_limit_follows_typical_steps_and_neither_the_first_nor_a_long_one() -> None:
+def test_hang_limit_follows_typical_steps() -> None:
     watchdog = HangWatchdog(Grid(64))
     watchdog.committed(900.0)  # it compiled
     assert watchdog.stuck_limit == STUCK
@@ -148,7 +148,7 @@ def test_the_limit_follows_typical_steps_and_neither_the_first_nor_a_long_one() 
 @pytest.mark.parametrize(
     ("stuck", "healthy"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 1), (3, 4), (7, 1)]
 )
-def test_the_many_are_never_fenced_for_the_few(stuck: int, healthy: int, replica_size: int) -> None:
+def test_majority_is_never_fenced_for_a_minority(stuck: int, healthy: int, replica_size: int) -> None:
     """Replicas count, not ranks: of each stuck one only the first rank, or all of them, may look stuck."""
     for whole in (False, True):
         ranks = {}
@@ -171,7 +171,7 @@ def test_the_many_are_never_fenced_for_the_few(stuck: int, healthy: int, replica
         assert "rank 0 for 60 s in step 6, slot 3 (sample 43)" in said[0]
 
 
-def test_a_stall_that_ends_for_one_after_the_other_costs_nobody() -> None:
+def test_stall_that_ends_for_one_rank_after_another_costs_no_rank() -> None:
     """Three of four wait for a file system, each a little later than the one before, and so they go on."""
     stalled = [Peer(), Peer(), Peer()]
     peers = company(healthy=1)
@@ -185,13 +185,13 @@ def test_a_stall_that_ends_for_one_after_the_other_costs_nobody() -> None:
         assert found == {}, second
 
 
-def test_a_slot_that_has_cost_a_replica_gives_the_next_one_six_times_as_long() -> None:
+def test_slot_that_cost_a_replica_gives_the_next_six_times_as_long() -> None:
     watchdog = running(blamed=lambda step: frozenset({(3, 43)} if step == 6 else ()))
     assert watch(watchdog, Peer(slot=4), STUCK + 1, 0.0)[0] == {1: STUCK}
     assert watch(watchdog, Peer(slot=3), 7 * STUCK, 1000.0)[0] == {1: 6 * STUCK}
 
 
-def test_with_one_limit_for_both_a_stopped_process_is_not_said_to_run() -> None:
+def test_stopped_process_is_not_reported_as_running_with_equal_limits() -> None:
     watchdog, peer = running(limit=2), Peer()
     _, now = watch(watchdog, peer, 0.3, 0.0)  # busy with a microbatch, then stopped
     peers, hung = company(peer.stop()), {}
@@ -204,7 +204,7 @@ def test_with_one_limit_for_both_a_stopped_process_is_not_said_to_run() -> None:
     assert "has been stopped" in hung[1]
 
 
-def test_one_that_dies_of_a_fence_for_being_stopped_is_not_taken_for_stuck_by_the_next_to_look() -> None:
+def test_rank_fenced_for_being_stopped_is_not_reported_as_stuck() -> None:
     """Between SIGKILL and its end a process is no longer stopped; its slot must not be blamed."""
     watchdog, peer = running(limit=2), Peer().stop()
     peers = company(peer)
@@ -214,19 +214,19 @@ def test_one_that_dies_of_a_fence_for_being_stopped_is_not_taken_for_stuck_by_th
     assert found == {}
 
 
-def test_who_waits_for_a_stopped_process_is_not_taken_for_stuck() -> None:
+def test_rank_that_waits_for_a_stopped_process_is_not_stuck() -> None:
     """One has stopped in the middle of telling an agreement's result; its neighbour waits for it, healthy."""
     found, _ = watch(running(limit=5), company(Peer().stop(), Peer()), 8, 0.0)
     assert set(found) == {1}
 
 
-def test_one_who_has_died_meanwhile_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_rank_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(tmp_path / "board", 1)
     monkeypatch.setattr(board, "pid", lambda rank: 2**22 + 1)  # it lived when it was looked up
     board.kill(0)
 
 
-def test_nobody_is_suspected_by_one_who_does_not_wait_outside_of_a_step_or_before_the_first() -> None:
+def test_suspicion_requires_a_waiting_rank_inside_a_later_step() -> None:
     peer = Peer()
     assert watch(running(), peer, 5 * STUCK, 0.0, waiting=False)[0] == {}
     assert watch(running(), Peer().stop(), 5 * STUCK, 0.0, waiting=False)[0] == {}
@@ -236,14 +236,14 @@ def test_nobody_is_suspected_by_one_who_does_not_wait_outside_of_a_step_or_befor
     assert watch(running(), peer, 5 * STUCK, 0.0)[0] == {}
 
 
-def test_a_machine_that_slept_as_a_whole_fences_nobody() -> None:
+def test_machine_that_slept_fences_no_rank() -> None:
     watchdog, peer = running(), Peer().stop()
     found, now = watch(watchdog, peer, STOPPED - 1, 0.0)
     found, now = watch(watchdog, peer, STOPPED - 1, now + 3600)  # this watcher was asleep, too
     assert found == {}
 
 
-def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() -> None:
+def test_rank_does_not_exit_while_a_silent_one_may_hold_the_agreement() -> None:
     watchdog, peers = running(), company(Peer())
     _, now = watch(watchdog, peers, 2.0, 0.0, ticks=False)
     assert watchdog.hushed == [1]
@@ -251,7 +251,7 @@ def test_no_rank_gives_itself_up_while_a_silent_one_may_hold_the_agreement_up() 
     assert watchdog.hushed == []
 
 
-def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
+def test_repeated_microbatch_is_a_sign_of_life_but_no_progress(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
     world = SimpleNamespace(board=board, rank=0)
     handed_out = MicrobatchesInFlight(world, None, None, HostClock())  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def test_a_microbatch_that_is_run_again_is_a_sign_of_life_but_no_progress(tmp_pa
     assert board.accomplished() == before
 
 
-def test_an_agreement_has_forgotten_whoever_waits_for_seconds_although_others_hold_the_result() -> None:
+def test_forgotten_agreement_is_detected_after_seconds() -> None:
     def given_up_after(held: list[bool], gap: float = LOOK) -> int | None:
         watchdog = AgreementWatchdog()
         gone = (watchdog.forgotten(7, each, number * gap) for number, each in enumerate(held))
@@ -292,18 +292,18 @@ def test_an_agreement_has_forgotten_whoever_waits_for_seconds_although_others_ho
 
 
 @pytest.mark.parametrize("text", ["0.5", "-3", "soon", "inf", "nan"])
-def test_a_limit_that_makes_no_sense_is_refused(text: str) -> None:
+def test_invalid_hang_limit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="give seconds, 1 or more"):
         read_hang_limit(text)
 
 
-def test_a_limit_longer_than_the_timeout_is_refused() -> None:
+def test_hang_limit_longer_than_the_timeout_is_refused() -> None:
     with pytest.raises(Refusal, match="lower the hang limit or raise the timeout"):
         check_hang_limit(60, timeout=60)
     assert check_hang_limit(2.5, timeout=60) == 2.5
 
 
-def test_a_straggler_is_named_with_its_factor_once_it_has_been_slow_for_a_while() -> None:
+def test_straggler_is_named_with_its_factor_after_a_while() -> None:
     stragglers = Stragglers()
     for _ in range(WINDOW - 1):
         assert stragglers.committed({0: 0.1, 1: 0.1, 2: 0.35}) == {}

@@ -92,7 +92,7 @@ def make_call(world: World, name: str, number: int) -> None:
         ),
     ],
 )
-def test_calls_that_differ_are_named_by_all_replicas_alike(
+def test_differing_collective_calls_are_named_by_all_replicas(
     mine: list[str], theirs: list[str], told: str
 ) -> None:
     for seed in range(SEEDS):
@@ -101,7 +101,7 @@ def test_calls_that_differ_are_named_by_all_replicas_alike(
         assert len(outcome) == RANKS, "nobody is lost for it"
 
 
-def test_calls_that_differ_while_ranks_die_end_all_survivors_alike() -> None:
+def test_differing_collective_calls_with_deaths_end_all_survivors_alike() -> None:
     """The one that was wrong may be among the dead: then nobody need know."""
     seen = set()
     for seed in range(3 * SEEDS):
@@ -115,14 +115,14 @@ def test_calls_that_differ_while_ranks_die_end_all_survivors_alike() -> None:
     assert seen == {True, False}
 
 
-def test_slow_replicas_that_make_the_same_calls_are_never_accused() -> None:
+def test_slow_replicas_with_equal_calls_are_never_accused() -> None:
     script = ["resume", "step", "save", "agree", "step", "agree", "confirm", "step", "save"]
     for seed in range(SEEDS):
         outcome = run(dict.fromkeys(range(RANKS), script), seed, {3: 60} if seed % 2 else None)
         assert set(outcome.values()) == {"done"}, (seed, outcome)
 
 
-def test_steps_that_are_left_early_are_calls_of_their_own() -> None:
+def test_early_exits_from_a_step_are_separate_calls() -> None:
     """All leave the same step, one after the other: the first of them are in the next call by then."""
     script = ["step", "left", "save", "left", "step"]
     for seed in range(SEEDS):
@@ -130,7 +130,7 @@ def test_steps_that_are_left_early_are_calls_of_their_own() -> None:
         assert set(outcome.values()) == {"done"}, (seed, outcome)
 
 
-def test_a_rank_with_other_code_is_refused_before_it_asks_to_join() -> None:
+def test_rank_with_other_code_is_refused_before_it_asks_to_join() -> None:
     """The members never learn of it: no repair, no pause."""
     grid = Grid(2)
     simulation = Simulation(grid, 1, kept=True, joiners=1)

@@ -41,7 +41,7 @@ def _change(rank: int, step: recover.Step) -> None:
             parameters["inner.bias"].requires_grad_(False)
 
 
-def test_each_kind_of_eviction_says_why_to_the_evicted_and_to_the_others() -> None:
+def test_eviction_of_each_kind_states_its_reason_to_all_replicas() -> None:
     training = Training(7, between=_change)
     assert training.run().finished == {0: "done", 1: "done"}
     for rank, reason in REASONS.items():
@@ -55,7 +55,7 @@ def test_each_kind_of_eviction_says_why_to_the_evicted_and_to_the_others() -> No
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_replicas_that_have_joined_do_not_evict_the_one_that_was_there(saved: bool, tmp_path: Path) -> None:
+def test_joined_replicas_do_not_evict_the_original_replica(saved: bool, tmp_path: Path) -> None:
     """They lack what its loop knows. If a save has found them equal before, nobody can tell who is right."""
     changed: list[int] = []
 

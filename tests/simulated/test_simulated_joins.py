@@ -26,13 +26,13 @@ from recover.step.joining.parcel import Parcel
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
 
 
-def test_no_schedule_of_kept_decisions_lets_one_that_was_declared_dead_commit() -> None:
+def test_declared_dead_rank_never_commits_under_persisted_decisions() -> None:
     """Partitions, slowness, stops and deaths: what anybody has committed, the dead included, all have alike."""
     seen = explore(range(KEPT), kept_schedule)
     assert min(seen[how] for how in ("killed", "orphan", "declared")) > 5, seen
 
 
-def test_no_schedule_of_joins_and_deaths_tears_hangs_or_corrupts_the_world() -> None:
+def test_schedules_of_joins_and_deaths_keep_every_invariant() -> None:
     seen = explore(range(JOINING), joining_schedule)
     assert seen["joined"] > JOINING // 3, seen
     assert (
@@ -40,13 +40,13 @@ def test_no_schedule_of_joins_and_deaths_tears_hangs_or_corrupts_the_world() -> 
     ), seen
 
 
-def test_a_death_at_every_place_of_a_join_is_an_ordinary_death() -> None:
+def test_death_at_every_location_of_a_join_is_an_ordinary_death() -> None:
     seen = explore(range(AIMED), aimed_join_schedule)
     assert min(seen[f"at repair:{phase}"] for phase in (*REPAIR_PHASES, *JOIN_PHASES)) > 3, seen
     assert seen["joined"] > AIMED // 3, seen
 
 
-def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
+def test_joined_replicas_never_outvote_the_sender_of_their_state() -> None:
     """It changes by itself after it has given. Two who hold the same might be right, or spoiled alike on their way."""
     kills, joins = {0: 20, 3: 31}, {4: 21, 5: 70}
     played = play(
@@ -66,19 +66,19 @@ def test_newcomers_never_outvote_the_one_who_gave_them_the_state() -> None:
     assert {played.simulation.dead[4], played.simulation.dead[5]} == {"excluded"}
 
 
-def test_where_half_of_all_fail_those_who_were_to_join_go_and_the_members_go_on() -> None:
+def test_joining_ranks_are_removed_first_when_half_of_all_ranks_fail() -> None:
     """Nobody could tell whose fault it is; without the member nobody would hold the state."""
     played = play(Schedule(1, Grid(2), "balanced", {0: 26}, sick={1: (3, 5, True)}, joins={2: 27}, kept=True))
     assert (played.simulation.finished, played.simulation.dead[2]) == ({1: "done"}, "excluded")
 
 
 @pytest.mark.soak
-def test_no_schedule_out_of_a_hundred_thousand_with_joins_tears_hangs_or_corrupts_the_world() -> None:
+def test_hundred_thousand_schedules_with_joins_keep_every_invariant() -> None:
     explore(range(100_000), joining_schedule)
 
 
 @pytest.mark.soak
-def test_no_schedule_out_of_fifty_thousand_of_kept_decisions_lets_the_dead_commit() -> None:
+def test_fifty_thousand_persisted_schedules_never_let_the_dead_commit() -> None:
     explore(range(50_000), kept_schedule)
 
 
@@ -87,7 +87,7 @@ def agreements(played: Played) -> int:
     return len(played.simulation.kept.decisions)
 
 
-def test_nobody_waits_for_one_that_is_not_ready() -> None:
+def test_members_do_not_wait_for_a_joining_replica_that_is_not_ready() -> None:
     """One that warms up for long, dies over it, or asks when all is over costs the others no agreement at all."""
     for seed in range(10):
         alone = agreements(play(Schedule(seed, Grid(3), kept=True, joins={3: 9}, kills={3: 0})))
@@ -99,7 +99,7 @@ def test_nobody_waits_for_one_that_is_not_ready() -> None:
             assert played.censuses() == {1: ((0, 1, 2), (), ())}, seed
 
 
-def test_several_that_ask_at_once_are_admitted_in_one_repair_and_one_that_comes_later_in_another() -> None:
+def test_simultaneous_join_requests_are_admitted_in_one_repair() -> None:
     """And no repair is for nothing: it is not entered before all see the same one."""
     shapes: Counter[tuple[int, ...]] = Counter()
     for seed in range(30):
@@ -112,7 +112,7 @@ def test_several_that_ask_at_once_are_admitted_in_one_repair_and_one_that_comes_
     assert sum(count for shape, count in shapes.items() if len(shape) > 1) > 3, shapes
 
 
-def test_a_world_that_is_lost_but_for_its_newcomers_goes_on_with_them() -> None:
+def test_world_continues_with_joined_replicas_after_all_originals_die() -> None:
     """All who were there at the start die after they have passed the state on; nothing is lost with them."""
     ends: Counter[str] = Counter()
     for seed in range(40):
@@ -124,7 +124,7 @@ def test_a_world_that_is_lost_but_for_its_newcomers_goes_on_with_them() -> None:
     assert ends["taken over"] > 5, ends
 
 
-def test_one_with_the_lowest_number_may_be_the_last_to_come() -> None:
+def test_replica_with_the_lowest_number_may_join_last() -> None:
     """Numbers are given when a replica is started, not when it is ready."""
     seen = 0
     for seed in range(40):
@@ -144,7 +144,7 @@ def calm() -> dict[int, tuple[object, ...]]:
     return run.commits[0]
 
 
-def test_a_step_that_joins_has_the_bits_of_the_calm_run_whoever_dies(
+def test_joining_step_has_failure_free_bits_whichever_rank_dies(
     calm: dict[int, tuple[object, ...]],
 ) -> None:
     """Samples, loss, learning rate, what the user has added, parameters, buffers and optimizer, after every step of
@@ -170,7 +170,7 @@ def test_a_step_that_joins_has_the_bits_of_the_calm_run_whoever_dies(
     assert seen["died"] > TRAINED // 3, seen
 
 
-def test_newcomer_with_damaged_optimizer_state_commits_nothing(
+def test_joining_replica_with_damaged_optimizer_state_commits_nothing(
     calm: dict[int, tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parameters are right until its first update; the first vote after a join compares the moments, too."""
@@ -193,7 +193,7 @@ def test_newcomer_with_damaged_optimizer_state_commits_nothing(
 
 
 @pytest.mark.parametrize("policy", ["balanced", "static", "adaptive"])
-def test_partitions_go_on_with_whoever_joins_and_no_sample_is_used_twice(policy: str) -> None:
+def test_partitions_continue_on_joined_replicas_without_reuse_of_samples(policy: str) -> None:
     for seed in range(4):
         run = Training(3, seed, {1: 40}, {3: 0, 4: 5}, {"samples": "partitioned", "policy": policy}, steps=8)
         simulation = run.run()
@@ -207,6 +207,6 @@ def test_partitions_go_on_with_whoever_joins_and_no_sample_is_used_twice(policy:
             assert all(commits[number] == first[number] for number in commits), seed
 
 
-def test_the_batch_of_the_schedules_is_smaller_than_some_grown_world() -> None:
+def test_schedules_include_worlds_larger_than_the_batch() -> None:
     """So there are replicas without a share, and spares without a counterpart, among the schedules."""
     assert any(len(joining_schedule(seed).ranks) > BATCH for seed in range(JOINING))

@@ -65,7 +65,7 @@ def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int =
     return {**told, "summary": json.loads((run_dir / "summary.json").read_text())}
 
 
-def test_a_run_whose_first_ranks_all_die_is_finished_by_those_who_joined_with_the_same_bits(
+def test_trainer_run_is_finished_by_joined_ranks_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     """Records, learning rates and the digest of the parameters: the writer was one of the dead."""

@@ -53,7 +53,7 @@ def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_sched
 
 
 @pytest.mark.slow
-def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
+def test_schedules_of_deaths_keep_every_invariant() -> None:
     seen = explore(range(SCHEDULES))
     # The schedules must really contain what they claim to explore.
     assert seen["killed"] > SCHEDULES
@@ -64,16 +64,14 @@ def test_no_schedule_of_deaths_tears_hangs_or_corrupts_the_world() -> None:
     assert min(seen[end] for end in ("diverged", "poisoned", "reran")) > 5, seen
 
 
-def test_deaths_at_every_place_alone_in_pairs_and_in_recoveries_keep_every_law() -> None:
+def test_deaths_at_every_location_and_in_recoveries_keep_every_invariant() -> None:
     seen = explore(range(AIMED), aimed_schedule)
     assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
     assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
 
 
 @pytest.mark.parametrize(("policy", "owed"), [("static", 0), ("balanced", 1)])
-def test_a_death_at_the_vote_costs_what_was_owed_and_only_where_a_sum_is_missing(
-    policy: str, owed: int
-) -> None:
+def test_death_at_the_vote_costs_only_missing_sums(policy: str, owed: int) -> None:
     """The last of five replicas dies, which is a spare or runs one of six microbatches."""
     costs: Counter[tuple[bool, int]] = Counter()
     for seed in range(40):
@@ -86,7 +84,7 @@ def test_a_death_at_the_vote_costs_what_was_owed_and_only_where_a_sum_is_missing
     assert costs.keys() == {(True, 0), (False, owed)}, costs
 
 
-def test_what_was_summed_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
+def test_sum_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
     """The law of sums tells; and no survivor takes its own sum for complete."""
     for seed in range(40):
         played = play(Schedule(seed, Grid(3), drifts={1: 2}, aims={1: (2, "vote")}))
@@ -95,7 +93,7 @@ def test_what_was_summed_with_a_drifted_replica_is_not_committed_when_it_dies() 
 
 
 @pytest.mark.parametrize("replica_size", [1, 2])
-def test_exponents_do_not_depend_on_the_death_of_the_owner_of_the_largest_value(replica_size: int) -> None:
+def test_exponents_do_not_depend_on_the_death_of_the_largest_values_owner(replica_size: int) -> None:
     """The owner dies in the step that overflows, at every place, before or after the others know of the overflow. The
     laws compare the exponents of every commit with those of a run without failures."""
     grid, policy, seen = Grid(3, replica_size), get_policy("balanced", 3), Counter[str]()
@@ -111,19 +109,19 @@ def test_exponents_do_not_depend_on_the_death_of_the_owner_of_the_largest_value(
     assert seen["killed"] >= 2 * len(PLACES)
 
 
-def test_deaths_among_more_ranks_than_a_word_has_bits_are_seen_like_all_others() -> None:
+def test_simulated_deaths_beyond_one_agreement_word_are_seen() -> None:
     seen = explore(range(5), large_schedule)
     assert seen["of 1 words"] > 0, seen
     assert seen["of 2 words"] > 0, seen
 
 
 @pytest.mark.soak
-def test_no_schedule_out_of_a_hundred_thousand_tears_hangs_or_corrupts_the_world() -> None:
+def test_hundred_thousand_schedules_keep_every_invariant() -> None:
     explore(range(100_000))
 
 
 @pytest.mark.parametrize("call", range(14))
-def test_a_rank_that_stops_while_the_world_is_made_is_fenced_even_before_its_first_heartbeat(
+def test_rank_that_stops_during_world_creation_is_fenced(
     call: int,
 ) -> None:
     for seed in range(3):
@@ -131,7 +129,7 @@ def test_a_rank_that_stops_while_the_world_is_made_is_fenced_even_before_its_fir
         assert set(played.simulation.dead) == {2, 3}
 
 
-def test_a_violation_is_shrunk_to_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violation_is_shrunk_to_its_necessary_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a transaction that commits whatever it has: one fault is enough, and nothing else is left."""
     from recover.step.transaction import Transaction
 
@@ -162,7 +160,7 @@ def repaired(simulation: Simulation) -> dict[int, str]:
     return {**simulation.run(run), **simulation.dead}
 
 
-def test_deaths_in_one_repair_cost_nobody_else_whatever_the_dead_have_said() -> None:
+def test_deaths_in_one_repair_cost_no_other_rank() -> None:
     """One may hold a result that dies with it, and have said something to the next agreement already: the others decide
     anew, and come to that one with another question."""
     for seed in range(3000):
@@ -175,7 +173,7 @@ def test_deaths_in_one_repair_cost_nobody_else_whatever_the_dead_have_said() -> 
         assert simulation.finished.keys() >= set(ranks) - set(victims), seed
 
 
-def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -> None:
+def test_rank_that_cannot_build_a_carrier_is_evicted_with_its_reason() -> None:
     told = repaired(Simulation(Grid(3, 2), 1, sick={3: (1, 10**6, False)}))
     assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
     assert "rank 3, of replica 1 with rank 2, was evicted: it failed in 3 rounds of a repair" in told[3]
@@ -186,7 +184,7 @@ def test_who_cannot_make_a_carrier_is_left_out_with_its_replica_and_says_why() -
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_fails_for_less_than_the_limit_is_kept(seed: int) -> None:
+def test_rank_that_fails_less_than_the_limit_is_kept(seed: int) -> None:
     for can_be_made in (False, True):
         told = repaired(Simulation(Grid(3), seed, sick={1: (1, FAILURES - 1, can_be_made)}))
         assert told == dict.fromkeys(range(3), "members [0, 1, 2]")
@@ -205,7 +203,7 @@ def test_who_fails_for_less_than_the_limit_is_kept(seed: int) -> None:
         ),
     ],
 )
-def test_without_a_majority_that_can_build_all_give_up_and_name_the_cause_of_each(
+def test_world_without_a_building_majority_ends_and_names_each_cause(
     sick: dict[int, tuple[int, int, bool]], cause: str
 ) -> None:
     for seed in range(20):
@@ -216,7 +214,7 @@ def test_without_a_majority_that_can_build_all_give_up_and_name_the_cause_of_eac
             assert all(f"rank {rank}: {cause}" in text for rank in sick), text
 
 
-def test_rounds_that_come_to_nothing_are_bounded_whatever_they_fail_by() -> None:
+def test_failed_repair_rounds_are_bounded() -> None:
     """Each round another one fails, so nobody ever fails often enough to be left out."""
     simulation = Simulation(Grid(5), 1)
 
@@ -240,7 +238,7 @@ def test_rounds_that_come_to_nothing_are_bounded_whatever_they_fail_by() -> None
     assert rounds == dict.fromkeys(range(5), FRUITLESS)
 
 
-def test_who_is_to_be_evicted_is_left_out_with_its_replica_and_nobody_else_is() -> None:
+def test_eviction_removes_the_named_replica_only() -> None:
     for seed in range(50):
         grid = Grid(3, 2)
         simulation = Simulation(grid, seed, {}, 0)
