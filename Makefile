@@ -11,7 +11,7 @@ help:
 	@echo "make demo      train a small LLaMA twice, with and without deaths and returns, and draw both"
 	@echo "make test      the core suite (minus the soaks): 20 minutes on two cores; names its slowest tests"
 	@echo "make test-fast those that start no process: two minutes on two cores"
-	@echo "make test-integrations  tests with other trainers' packages, in an environment of their own"
+	@echo "make test-integrations  tests of the lab, and with other trainers' packages, in an environment of their own"
 	@echo "make check     ruff (format, lint), mypy, and the documentation in strict mode"
 	@echo "make docs      the documentation site, in site/"
 	@echo "make reference the generated pages of docs/reference, from the code"
@@ -49,7 +49,8 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m "(pure or simulated) and not slow" --numprocesses auto
 
-test-integrations: $(INTEGRATIONS)/.installed
+test-integrations: setup $(INTEGRATIONS)/.installed
+	$(BIN)/python -m pytest tests/lab --durations=10
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations --durations=10
 
 check: setup
@@ -61,6 +62,7 @@ check: setup
 # The reference pages are committed; a test fails where they are out of date.
 reference: setup
 	$(BIN)/python tools/generate_reference.py
+	$(BIN)/python tests/guarantees.py
 
 docs: reference
 	$(DOCS)
@@ -70,7 +72,7 @@ bench: setup
 	$(BIN)/recover bench all
 
 soak: setup
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak tests/pure tests/simulated tests/processes tests/lab
 
 mutants: setup
 	$(BIN)/python tests/mutate.py $(if $(SHARD),--shard $(SHARD))

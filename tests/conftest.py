@@ -1,5 +1,5 @@
-"""The folder of a test is its kind and its marker (`-m pure`, `-m simulated`, `-m processes`, `-m integrations`); only
-tests of the last two kinds may start processes, and a test that fails leaves none running."""
+"""The folder of a test is its kind and its marker (`-m pure`, `-m simulated`, `-m processes`, `-m integrations`,
+`-m lab`); only tests of the last three kinds may start processes, and a test that fails leaves none running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "1")  # no file of oneDNN's in /tmp,
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code's
 settings.load_profile("untimed")
 HERE = Path(__file__).parent
-MAY_START_PROCESSES = ("processes", "integrations")
+MAY_START_PROCESSES = ("processes", "integrations", "lab")
 KINDS = ("pure", "simulated", *MAY_START_PROCESSES)
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
 ASKS_FOR_FONTS = "fc-list"  # matplotlib does, once, in a home that has no list of them yet

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from constructs import Construct, Padded, of_model, plain, targets_of
 from example_runs import check_example_against_its_twin
@@ -19,6 +20,10 @@ from recover.parallel.blocks import blocks_of, recompute_blocks
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A GPT and a Hugging Face model with a DataLoader keep the losses of their plain twins through deaths.",
+)
 def test_huggingface_example_keeps_the_losses_of_its_plain_twin(tmp_path: Path) -> None:
     check_example_against_its_twin(tmp_path, "huggingface")
 
@@ -47,6 +52,11 @@ def test_huggingface_blocks_are_found() -> None:
     assert len(recompute_blocks(qwen2(layers=3))) == 3
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Blocks are found at any depth, recomputed blocks have the same gradients, and misplaced recomputation "
+    "is refused.",
+)
 def test_recomputed_huggingface_model_has_the_gradients_of_a_plain_one() -> None:
     """Its cache of keys and values must not grow when a block is computed again."""
     torch.manual_seed(0)
@@ -59,6 +69,11 @@ def test_recomputed_huggingface_model_has_the_gradients_of_a_plain_one() -> None
     torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Plain replicas resume a checkpoint of sharded ones with `extra=` included, and user values are "
+    "restored unchanged.",
+)
 def test_huggingface_sharded_checkpoint_resumes_on_plain_replicas(tmp_path: Path) -> None:
     """A Qwen2, whose blocks lie deep, on two replicas of two ranks with recomputation, one of which dies; then on plain
     replicas. Weights and their average, an extra, are those of one process, over all tokens of padded batches."""

@@ -63,6 +63,10 @@ def test_bench_all_continues_after_an_interruption(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "index.html").exists()
 
 
+@pytest.mark.guarantee(
+    "Published figures",
+    "A benchmark that cannot write its figures measures nothing, and missing package metadata loses none.",
+)
 def test_figures_are_written_without_package_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

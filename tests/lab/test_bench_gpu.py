@@ -21,6 +21,9 @@ from recover_lab.publish.page import build
 from recover.launch.doctor import checks
 
 
+@pytest.mark.guarantee(
+    "On GPUs", "Every part of the GPU benchmark yields its figures, and a broken invariant yields none."
+)
 @pytest.mark.soak
 def test_gpu_benchmark_yields_figures_for_every_part(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -130,6 +133,9 @@ def test_gpu_benchmark_times_a_death_by_its_slowest_survivor() -> None:
     )
 
 
+@pytest.mark.guarantee(
+    "On GPUs", "Every part of the GPU benchmark yields its figures, and a broken invariant yields none."
+)
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -27,6 +27,22 @@ SUBSTRATES = {
 }
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "Every step commits exactly B microbatches when two replicas die at once or during a recovery.",
+)
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Any rank of a replica may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Any rank of a grid may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "Deaths of every role at every location, alone, in pairs and during recoveries keep every invariant.",
+)
 @pytest.mark.parametrize(
     ("job", "number", "roles", "modes"),
     [
@@ -66,6 +82,10 @@ def test_deaths_of_many_roles_in_one_launch_keep_every_invariant(
     assert held in page.read_text()
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "Deaths of every role at every location, alone, in pairs and during recoveries keep every invariant.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("substrate", SUBSTRATES)
 def test_whole_matrix_of_deaths_keeps_every_invariant(tmp_path: Path, substrate: str) -> None:
@@ -89,6 +109,7 @@ def chaos(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.guarantee("Faults, hangs and stragglers", "Random schedules keep every invariant.")
 @pytest.mark.soak
 def test_chaos_runs_random_schedules_and_checks_every_invariant(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "25", "--runs", "1", "--output", str(tmp_path / "kept"))
@@ -98,12 +119,16 @@ def test_chaos_runs_random_schedules_and_checks_every_invariant(tmp_path: Path) 
     assert list((tmp_path / "kept").iterdir()) == []
 
 
+@pytest.mark.guarantee("Faults, hangs and stragglers", "Random schedules keep every invariant.")
 @pytest.mark.soak
 def test_fifty_random_schedules_keep_every_invariant(tmp_path: Path) -> None:
     result = chaos(tmp_path, "--seed", "5000", "--runs", "50", "--replicas", "4:6")
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "Random schedules that also strike rejoining replicas keep every invariant."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
 def test_random_schedules_with_rejoins_keep_every_invariant(tmp_path: Path, kind: str) -> None:
@@ -150,6 +175,7 @@ def pretend(
     return FinishedRun(place, 0, 999_999)
 
 
+@pytest.mark.guarantee("Faults, hangs and stragglers", "The campaign reports a broken invariant.")
 def test_chaos_reports_every_broken_invariant(tmp_path: Path) -> None:
     config = parse({"replicas": "3", "accum": "2", "steps": "2", "reduction": "reproducible"})
     faults = parse_faults(["2:1:vote"])

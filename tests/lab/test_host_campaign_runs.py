@@ -27,6 +27,11 @@ def campaign(
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Faults of ranks, hosts, cables, agents and etcd at every location and at random keep every invariant "
+    "and leave nothing on any host.",
+)
 @pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 4)])
 def test_random_schedules_over_hosts_keep_every_invariant(tmp_path: Path, hosts: int, replicas: int) -> None:
     result = campaign(
@@ -35,6 +40,9 @@ def test_random_schedules_over_hosts_keep_every_invariant(tmp_path: Path, hosts:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "Random schedules over hosts that are lost and rejoin keep every invariant."
+)
 @pytest.mark.parametrize("more", [[], ["--shared"], ["hsdp"]], ids=["own", "shared", "hsdp"])
 def test_random_schedules_over_rejoining_hosts_keep_every_invariant(tmp_path: Path, more: list[str]) -> None:
     lasts, options = ["steps=150", "pace=0.1"], [word for word in more if word.startswith("-")]
@@ -50,6 +58,11 @@ def test_random_schedules_over_rejoining_hosts_keep_every_invariant(tmp_path: Pa
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Faults of ranks, hosts, cables, agents and etcd at every location and at random keep every invariant "
+    "and leave nothing on any host.",
+)
 @pytest.mark.parametrize(("hosts", "replicas"), [(3, 6), (4, 8)])
 def test_whole_matrix_over_hosts_keeps_every_invariant(tmp_path: Path, hosts: int, replicas: int) -> None:
     result = campaign(tmp_path, "matrix", "--hosts", str(hosts), replicas=replicas)

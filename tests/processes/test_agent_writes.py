@@ -146,6 +146,16 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meetings, "LEASE", LONG)
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Late and repeated requests of an agent change nothing: hosts, ranks, ends, slots, plans, torch's store "
+    "and a successor of the same name.",
+)
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A paused host that wakes next to its successor of the same name ends, and the successor keeps its "
+    "ranks.",
+)
 @pytest.mark.parametrize("lost", [0.0, 0.3], ids=["answers-come", "answers-are-lost"])
 def test_late_requests_of_a_replaced_agent_change_nothing(
     fabrics: Fabrics, hurried: None, lost: float
@@ -180,6 +190,11 @@ def test_late_requests_of_a_replaced_agent_change_nothing(
     first.meeting.leave()
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Late and repeated requests of an agent change nothing: hosts, ranks, ends, slots, plans, torch's store "
+    "and a successor of the same name.",
+)
 def test_agent_writes_survive_lost_answers(fabrics: Fabrics, hurried: None) -> None:
     fabrics.make(1)
     agent = HostAgent(fabrics, lost=0.4)
@@ -197,6 +212,11 @@ def test_agent_writes_survive_lost_answers(fabrics: Fabrics, hurried: None) -> N
     agent.leave()
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Late and repeated requests of an agent change nothing: hosts, ranks, ends, slots, plans, torch's store "
+    "and a successor of the same name.",
+)
 def test_new_plan_ignores_requests_about_an_earlier_plan(fabrics: Fabrics, hurried: None) -> None:
     """Versions count from 1 again when a key was removed."""
     fabrics.make(1)
@@ -211,6 +231,11 @@ def test_new_plan_ignores_requests_about_an_earlier_plan(fabrics: Fabrics, hurri
         asked += agent.asked
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Late and repeated requests of an agent change nothing: hosts, ranks, ends, slots, plans, torch's store "
+    "and a successor of the same name.",
+)
 def test_torch_store_keeps_the_newest_value(fabrics: Fabrics) -> None:
     client = Recording(fabrics.server.endpoint, prefix=fabrics.prefix)
     store = EtcdStore(client, "replica/0/", timedelta(seconds=30))

@@ -22,6 +22,24 @@ THREE = "h1:2379,h2:2379,h3:2379"
 OWN = {"seconds", "location"}  # what each rank saw by its own clock, in its own place
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A host that loses power costs only its own replicas, also the first host with its etcd member, and "
+    "every step has B microbatches.",
+)
+@pytest.mark.guarantee("Several hosts", "An agent declares its killed rank dead at once.")
+@pytest.mark.guarantee(
+    "Several hosts", "Records and checkpoints are on every surviving host with the same content."
+)
+@pytest.mark.guarantee(
+    "Several hosts",
+    "SIGTERM to one agent ends training on all hosts after the step with a checkpoint, and another script "
+    "at once.",
+)
+@pytest.mark.guarantee(
+    "Several hosts",
+    "`recover why` names a lost host as the first cause with time and advice, and lists its ranks.",
+)
 def test_lost_host_costs_only_its_own_replicas_and_no_record(tmp_path: Path) -> None:
     """`recover train` on three hosts that share no directory, with an etcd of three members that the agents start. A
     rank dies, then the first host loses its power; then one agent is asked to stop."""
@@ -81,6 +99,16 @@ def _facts(line: dict[str, object]) -> dict[str, object]:
     return {name: line[name] for name in kept}
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "SIGTERM to one agent ends training on all hosts after the step with a checkpoint, and another script "
+    "at once.",
+)
+@pytest.mark.guarantee(
+    "Several hosts",
+    "An agent that is killed or stopped takes its ranks along, leaves no process and never rejoins.",
+)
+@pytest.mark.guarantee("Several hosts", "A host that is cut off never commits again and ends itself.")
 @pytest.mark.soak
 def test_agent_killed_stopped_or_cut_off_takes_its_ranks_along(tmp_path: Path) -> None:
     """Of four hosts, one agent is killed, one stopped, one host cut off from the others; the last one trains on."""
@@ -141,6 +169,13 @@ print("replica", world.replica, "has", total.item(), "by local rank", os.environ
 """
 
 
+@pytest.mark.guarantee(
+    "Several hosts", "A replica may span several hosts, and an etcd started by agents ends with them."
+)
+@pytest.mark.guarantee(
+    "User code",
+    "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
+)
 def test_replica_may_span_several_hosts(tmp_path: Path) -> None:
     """Three slots on the one, one on the other: the first replica is on one host, and the second on both. The etcd is
     the agents' own, and the token is in a file."""

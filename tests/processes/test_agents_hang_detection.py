@@ -46,6 +46,11 @@ class Killable(Board):
         self.killed.append(rank)
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "An agent kills its own hung rank although no rank on its host waits for it, and records its microbatch "
+    "for all hosts.",
+)
 @pytest.mark.parametrize("patience", [1.0, PATIENCE])
 def test_agent_kills_its_own_hung_rank(
     server: EtcdServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
@@ -108,6 +113,10 @@ def test_agent_kills_its_own_hung_rank(
     }
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Agents kill stopped ranks only while a complete replica that holds the state is running.",
+)
 @pytest.mark.parametrize(
     ("stopped", "joins", "fenced"),
     [
@@ -168,6 +177,9 @@ def test_agent_kills_stopped_ranks_only_while_a_replica_holds_the_state(
         assert [board.killed for board in boards] == [[], []]
 
 
+@pytest.mark.guarantee(
+    "Monitoring", "The page of any host shows the ranks of all hosts, and says so where it does not know."
+)
 def test_page_of_any_host_shows_the_ranks_of_all_hosts(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:

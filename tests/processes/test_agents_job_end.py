@@ -16,6 +16,11 @@ from recover.runs.records.json_lines import read
 pytestmark = pytest.mark.usefixtures("a_lab_can_be_made_here")
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A script that ends on one host while others are inside a step is named and evicted, and the others "
+    "continue.",
+)
 def test_script_that_ends_early_on_one_host_is_evicted_on_all_hosts(tmp_path: Path) -> None:
     """They would wait for its part of a sum for ever, and it for their last vote. It is left behind."""
     words = ["--nnodes", "2", "--rdzv-endpoint", "h1", "--rdzv-id", "j", "--lease", "5"]
@@ -34,6 +39,11 @@ def test_script_that_ends_early_on_one_host_is_evicted_on_all_hosts(tmp_path: Pa
 LOST = {"the etcd alone": False, "the host that it is on": True}
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A run that loses etcd for good resumes from the last commit, marked unconfirmed, with the bits of a "
+    "failure-free run.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("with_its_host", LOST.values(), ids=LOST.keys())
 def test_run_resumes_from_the_last_commit_after_permanent_loss_of_etcd(

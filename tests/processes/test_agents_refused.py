@@ -74,6 +74,9 @@ class Agents:
         return said
 
 
+@pytest.mark.guarantee(
+    "Several hosts", "Bad input is refused by name on its host and leaves nothing on hosts or in etcd."
+)
 def test_bad_input_is_refused_on_its_host_and_leaves_nothing(tmp_path: Path) -> None:
     with Lab(hosts=2, shared=[tmp_path]) as lab:
         server = etcd_on(lab, "h1")

@@ -76,6 +76,9 @@ def etcd(tmp_path: Path) -> Iterator[tuple[str, EtcdClient]]:
         server.wait()
 
 
+@pytest.mark.guarantee(
+    "Several hosts", "An etcd with mutual TLS and users is used unchanged, and unknown users are refused."
+)
 @pytest.mark.soak
 def test_etcd_with_tls_and_users_admits_the_job_and_refuses_unknown_users(
     etcd: tuple[str, EtcdClient], tmp_path: Path

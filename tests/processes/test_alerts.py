@@ -17,6 +17,9 @@ def add(path: Path, line: dict[str, object]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+@pytest.mark.guarantee(
+    "Monitoring", "`--on-incident` reports every loss once with its cause and delays nothing."
+)
 def test_on_incident_reports_every_loss_once_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,6 +42,9 @@ def test_on_incident_reports_every_loss_once_with_its_cause(
     assert said == [f"--on-incident: 'cat >> {heard}; exit 3' failed (exit code 3); the run goes on"]
 
 
+@pytest.mark.guarantee(
+    "Monitoring", "`--on-incident` reports every loss once with its cause and delays nothing."
+)
 def test_on_incident_command_that_hangs_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from launching import Job
 from rank_pids import ranks_of_run
 
@@ -87,6 +88,11 @@ def details(job: Job) -> dict[int, tuple[str, str]]:
     return {rank: (end["end"], end["detail"]) for rank, end in sorted(ends.items())}
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "All replicas name a collective call that only some of them make, without losses, and never accuse a "
+    "slow replica.",
+)
 def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path: Path) -> None:
     """On mpi it stood still without a word. Nobody is lost as dead, and the parameters are those of the last step."""
     options = ("-n", "3", "--page", "off", "--timeout", "600", "--carrier", "mpi")
@@ -100,6 +106,11 @@ def test_save_called_on_one_rank_ends_all_replicas_with_the_same_error(tmp_path:
     assert not list(tmp_path.glob("saved/checkpoints/step-*"))
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "All replicas name a collective call that only some of them make, without losses, and never accuse a "
+    "slow replica.",
+)
 def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: Path) -> None:
     """The ranks of its replica wait for it inside of torch, where nobody can raise anything."""
     options = ("-n", "4", "--replica-size", "2", "--page", "off", "--timeout", "600")
@@ -110,6 +121,11 @@ def test_save_called_on_one_rank_of_a_sharded_replica_ends_all_ranks(tmp_path: P
     assert details(job) == dict.fromkeys(range(4), ("raised", told)), said
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rejoining replica runs the code of the job or is refused by name before it asks, and a host with "
+    "edited files starts none.",
+)
 def test_edited_code_blocks_a_rejoin_and_divergent_conditions_are_named(tmp_path: Path) -> None:
     """A module is edited, a replica dies and is not started again until the module is restored. Then it joins, and
     saves by a condition of its own: on etcd and gloo, where that was an abort."""

@@ -21,6 +21,10 @@ def survive(
     return outcome
 
 
+@pytest.mark.guarantee(
+    "Membership", "All survivors hold the same members, epoch, census and verdict with both carriers."
+)
+@pytest.mark.guarantee("Membership", "A death inside the repair of another death is repaired.")
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_ranks_die_alone_together_and_in_repairs_down_to_one_survivor(tmp_path: Path, carrier: str) -> None:
     """What real carriers have to do with it: to be freed, and to be built, while somebody dies in them."""
@@ -47,6 +51,9 @@ def test_ranks_die_alone_together_and_in_repairs_down_to_one_survivor(tmp_path: 
     assert outcome.notes(4, "done")[0]["epoch"] >= 7  # start-up and a repair in each of six steps, or more
 
 
+@pytest.mark.guarantee(
+    "Membership", "Deaths among more ranks than one agreement word holds are seen by all survivors."
+)
 @pytest.mark.soak  # tests/simulated shows the same without the 32 processes
 def test_deaths_among_more_ranks_than_one_agreement_word_are_agreed(tmp_path: Path) -> None:
     """32 ranks; two die of those beyond the 27 that one agreement can tell of, and one below."""
@@ -85,12 +92,14 @@ def run_burst(tmp_path: Path, carrier: str, seed: int) -> Outcome:
     )
 
 
+@pytest.mark.guarantee("Membership", "The death of a node costs no bystander and hangs no rank.")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_node_burst_costs_no_bystander(tmp_path: Path, carrier: str, seed: int) -> None:
     run_burst(tmp_path, carrier, seed)
 
 
+@pytest.mark.guarantee("Membership", "The death of a node costs no bystander and hangs no rank.")
 @pytest.mark.soak
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_two_hundred_bursts_cost_no_bystander_and_cause_no_hang(tmp_path: Path, carrier: str) -> None:

@@ -38,6 +38,12 @@ def gone(host: Host) -> bool:
     return not any("etcd_host.py" in command for command in host.processes().values())
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A host that is cut off, also in one direction, never commits again, ends itself and does not rejoin "
+    "when the cable is fixed.",
+)
+@pytest.mark.guarantee("Several hosts", "A host that is cut off never commits again and ends itself.")
 def test_isolated_host_never_commits_again_and_does_not_rejoin(lab: Lab, tmp_path: Path) -> None:
     """With etcd's leader on it. Replicas of two, so that each vote is one for a whole host."""
     with LabRanks(lab, tmp_path, HOSTS, replica_size=2) as ranks:
@@ -56,6 +62,9 @@ def test_isolated_host_never_commits_again_and_does_not_rejoin(lab: Lab, tmp_pat
         ranks.finish(all_but(lost))
 
 
+@pytest.mark.guarantee(
+    "On etcd", "The loss or pause of one of three etcd members, also of the leader, costs no rank."
+)
 def test_loss_of_one_of_three_etcd_members_costs_no_rank(lab: Lab, tmp_path: Path) -> None:
     """Killed, and stopped for longer than a lease; the leader each time."""
     with LabRanks(lab, tmp_path, HOSTS) as ranks:
@@ -72,6 +81,11 @@ def test_loss_of_one_of_three_etcd_members_costs_no_rank(lab: Lab, tmp_path: Pat
         ranks.finish(EVERYONE)
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A host that is cut off, also in one direction, never commits again, ends itself and does not rejoin "
+    "when the cable is fixed.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("direction", ["in", "out", "both"])
 @pytest.mark.parametrize("on_leader", [True, False])
@@ -91,6 +105,7 @@ def test_cut_in_one_direction_counts_as_a_cut(
         ranks.finish(all_but(lost))
 
 
+@pytest.mark.guarantee("On etcd", "Lost frames, delays and an etcd outage of 20 seconds cost no rank.")
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "cable", [{"loss": 0.2}, {"delay_ms": 200.0}, {"delay_ms": 50.0, "loss": 0.1}], ids=str
@@ -116,6 +131,7 @@ def test_bad_cable_costs_no_rank(lab: Lab, tmp_path: Path, cable: dict[str, floa
         ranks.finish(EVERYONE)
 
 
+@pytest.mark.guarantee("On etcd", "Lost frames, delays and an etcd outage of 20 seconds cost no rank.")
 @pytest.mark.soak
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_etcd_outage_of_twenty_seconds_costs_no_rank(lab: Lab, tmp_path: Path, how: str) -> None:
@@ -137,6 +153,9 @@ def test_etcd_outage_of_twenty_seconds_costs_no_rank(lab: Lab, tmp_path: Path, h
         ranks.finish(EVERYONE)
 
 
+@pytest.mark.guarantee(
+    "On etcd", "The loss or pause of one of three etcd members, also of the leader, costs no rank."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 def test_etcd_members_restarted_in_turn_cost_no_rank(
@@ -162,6 +181,9 @@ def test_etcd_members_restarted_in_turn_cost_no_rank(
         ranks.finish(EVERYONE)
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A power cut takes only the ranks of its host, also with the etcd leader on it."
+)
 @pytest.mark.soak
 def test_power_cut_takes_the_ranks_and_the_etcd_member_of_its_host(lab: Lab, tmp_path: Path) -> None:
     with LabRanks(lab, tmp_path, HOSTS) as ranks:

@@ -31,6 +31,9 @@ from recover.world.liveness.board import Board
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A death fails agreements on all ranks until all have acknowledged it, in the order of deaths."
+)
 def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(5)
     assert agree(ranks, 0b111, 0b101, 0b1111, 0b101, 0b111) == [0b101] * 5
@@ -55,6 +58,9 @@ def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fa
     assert agree(living, 7) == [7] * 3
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A rank that was declared dead never votes again, even if its watch is silent."
+)
 def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(3)
     assert agree(ranks, 1) == [1] * 3
@@ -71,6 +77,7 @@ def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
     assert agree(ranks[:2], 1) == [None] * 2
 
 
+@pytest.mark.guarantee("On etcd", "A rank counted in a decision was alive when the decision was written.")
 def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
     struck: list[Any] = []
 
@@ -131,6 +138,11 @@ def test_last_voter_compares_many_votes_without_reading_them(
     assert agree(ranks[:3], 7) == [None] * 3
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A vote decides by itself only if it is the last, all words are equal, and there is neither a death nor "
+    "a join.",
+)
 @pytest.mark.parametrize("kind", ["dead", "another word", "let in", "let in by all", "not all", "earlier"])
 def test_last_vote_decides_alone_only_without_deaths_or_joins(fabrics: Fabrics, kind: str) -> None:
     """Whatever the last voter knows: here it votes as if there was nothing."""
@@ -154,6 +166,11 @@ def test_last_vote_decides_alone_only_without_deaths_or_joins(fabrics: Fabrics, 
     assert len([key for key in fabrics.store() if key.startswith("vote/")]) == len(voters) + 1
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A broadcast message is written once, read without requests, readable after its sender's death, and "
+    "deleted by the next decision.",
+)
 def test_broadcast_message_is_written_once_and_read_without_requests(fabrics: Fabrics) -> None:
     ranks, clients = fabrics.make(4, Recording)
     assert agree(ranks, 1) == [1] * 4
@@ -178,6 +195,7 @@ def test_broadcast_message_is_written_once_and_read_without_requests(fabrics: Fa
         nothing.done()
 
 
+@pytest.mark.guarantee("On etcd", "Requests of ranks are idempotent, also when they are carried out late.")
 def test_etcd_requests_are_idempotent(fabrics: Fabrics) -> None:
     ranks, clients = fabrics.make(3, Recording)
     rng, replay = random.Random(5), EtcdClient(fabrics.server.endpoint)
@@ -197,6 +215,7 @@ def test_etcd_requests_are_idempotent(fabrics: Fabrics) -> None:
         assert fabrics.store() == store, f"something late has come through after agreement {number + 1}"
 
 
+@pytest.mark.guarantee("On etcd", "Lost requests and lost answers change no result.")
 def test_lost_answers_of_etcd_change_no_result(fabrics: Fabrics) -> None:
     rng, lock, late = random.Random(11), threading.Lock(), []
 
@@ -260,6 +279,10 @@ def test_lost_answers_of_etcd_change_no_result(fabrics: Fabrics) -> None:
     assert [word for word, _ in told[0]].count(None) == 1, "one death, one failed agreement"
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A rank that others wait for too long is declared dead, and an outage of etcd does not count as waiting.",
+)
 def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     fabrics: Fabrics,
 ) -> None:
@@ -284,6 +307,10 @@ def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     assert isinstance(late, DeclaredDeadError)
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A rank that others wait for too long is declared dead, and an outage of etcd does not count as waiting.",
+)
 @pytest.mark.parametrize("kind", ["answers", "silent", "suspended"])
 def test_vote_wait_counts_only_while_etcd_answers(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -325,6 +352,7 @@ def test_vote_wait_counts_only_while_etcd_answers(
     assert results == [1]
 
 
+@pytest.mark.guarantee("On etcd", "A rank whose vote arrives before its declaration stays alive.")
 def test_vote_before_the_declaration_keeps_a_rank_alive(
     fabrics: Fabrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +390,9 @@ def test_vote_before_the_declaration_keeps_a_rank_alive(
     assert late_results == [0b010]
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A rank votes only under the lease of its host, and a host that renews in time loses no rank."
+)
 def test_rank_votes_only_under_the_lease_of_its_host(
     fabrics: Fabrics,
 ) -> None:
@@ -398,6 +429,7 @@ def test_rank_votes_only_under_the_lease_of_its_host(
     assert not [key for key in fabrics.store() if key.startswith(("seen/host/", "seen/placed/"))]
 
 
+@pytest.mark.guarantee("On etcd", "Agreements and messages leave no keys behind.")
 def test_messages_are_deleted_by_the_next_agreement(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(3)
     ranks[1].send(b"one", 0, 7)
@@ -432,11 +464,13 @@ def keys_after(fabrics: Fabrics, ranks: Sequence[EtcdFabric], agreements: int) -
     return set(fabrics.store())
 
 
+@pytest.mark.guarantee("On etcd", "Agreements and messages leave no keys behind.")
 def test_agreements_leave_no_keys_behind(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2)
     assert keys_after(fabrics, ranks, 3) == keys_after(fabrics, ranks, 300)
 
 
+@pytest.mark.guarantee("On etcd", "Agreements and messages leave no keys behind.")
 @pytest.mark.soak
 def test_ten_thousand_agreements_leave_no_keys_behind(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2)
@@ -445,6 +479,7 @@ def test_ten_thousand_agreements_leave_no_keys_behind(fabrics: Fabrics) -> None:
     }
 
 
+@pytest.mark.guarantee("On etcd", "A second job of the same name and a second process of a rank are refused.")
 def test_second_job_of_a_name_and_second_process_of_a_rank_are_refused(fabrics: Fabrics) -> None:
     fabrics.make(2, admits=False)
     board = Board(fabrics.directory / "board", 3)
@@ -457,6 +492,7 @@ def test_second_job_of_a_name_and_second_process_of_a_rank_are_refused(fabrics: 
         EtcdFabric(fabrics.etcd, 1, 2, board, TOKEN)
 
 
+@pytest.mark.guarantee("On etcd", "A rank that was declared dead before it arrives cannot enter.")
 def test_rank_declared_dead_before_it_arrives_cannot_enter(fabrics: Fabrics) -> None:
     """Its launcher has seen it fail, or has given it up, before it came to etcd; the others count on its death."""
     fabrics.join(2, 0)
@@ -469,6 +505,7 @@ def test_rank_declared_dead_before_it_arrives_cannot_enter(fabrics: Fabrics) -> 
         assert fabrics.store().get(key_of("claim/", rank)) == before, "a dead rank has claimed its number"
 
 
+@pytest.mark.guarantee("On etcd", "The membership watch survives compactions and lost connections.")
 def test_membership_watch_survives_compactions_and_lost_connections(server: EtcdServer, prefix: str) -> None:
     etcd, told = EtcdClient(server.endpoint, prefix=prefix), {}
 

@@ -52,6 +52,10 @@ class Asking(threading.Thread):
         return self.told
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "An admitted rank takes part from the next agreement on, and joins and deaths are one decision.",
+)
 def test_admitted_ranks_take_part_from_the_next_agreement(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2)
     assert agree(ranks, 1) == [1, 1]
@@ -85,6 +89,9 @@ def test_admitted_ranks_take_part_from_the_next_agreement(fabrics: Fabrics) -> N
     assert agree([trio[1], joiners[0], joiners[1]], 1) == [1] * 3
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A joining rank that dies is not admitted and is forgotten with its replica."
+)
 def test_joining_rank_that_dies_is_forgotten_with_its_replica(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, replica_size=2)
     before = fabrics.store().keys()
@@ -103,6 +110,7 @@ def test_joining_rank_that_dies_is_forgotten_with_its_replica(fabrics: Fabrics) 
     assert list(place(fabrics.etcd)) == [4, 5]
 
 
+@pytest.mark.guarantee("On etcd", "A job that has ended admits no rank, and an id is never used twice.")
 def test_join_is_refused_after_the_end_of_a_job_and_for_used_ids(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(1)
     asking, late = Asking(fabrics.joiner(1)), fabrics.joiner(1)
@@ -293,6 +301,10 @@ def random_schedule(fabrics: Fabrics, seed: int, replica_size: int, rounds: int)
     assert fabrics.store() == store, "something late has come through"
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Schedules of deaths, joins and lost or late requests split no decision, reuse no id and leave no keys.",
+)
 @pytest.mark.parametrize("replica_size", [1, 2])
 def test_schedules_of_deaths_joins_and_lost_answers_keep_every_invariant(
     fabrics: Fabrics, replica_size: int
@@ -300,6 +312,10 @@ def test_schedules_of_deaths_joins_and_lost_answers_keep_every_invariant(
     random_schedule(fabrics, 7, replica_size, 40)
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Schedules of deaths, joins and lost or late requests split no decision, reuse no id and leave no keys.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 def test_long_schedules_of_deaths_and_joins_keep_every_invariant(fabrics: Fabrics, seed: int) -> None:

@@ -45,6 +45,7 @@ def look(*all_of: ReplicaRestarts, times: int = 8) -> None:
         at_once(*(one.look for one in all_of))
 
 
+@pytest.mark.guarantee("Rejoining replicas", "Agents that place concurrently use every slot once.")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_agents_that_place_concurrently_use_every_slot_once(fabrics: Fabrics, size: int) -> None:
     fabrics.make(size, replica_size=size)
@@ -61,6 +62,10 @@ def test_agents_that_place_concurrently_use_every_slot_once(fabrics: Fabrics, si
     assert not {(key.removeprefix(FREE), slot) for key, slots in left.items() for slot in slots} & set(seats)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Nothing is placed on a host that is gone, beyond the available ids or after the end.",
+)
 def test_placement_avoids_gone_hosts_used_up_ids_and_ended_jobs(
     fabrics: Fabrics, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +82,7 @@ def test_placement_avoids_gone_hosts_used_up_ids_and_ended_jobs(
     assert len(placed(fabrics)) == 2
 
 
+@pytest.mark.guarantee("Rejoining replicas", "A replica that waits for a rank of a lost host is cancelled.")
 def test_replica_that_waits_for_a_lost_host_is_cancelled(
     fabrics: Fabrics,
 ) -> None:
@@ -100,6 +106,7 @@ def test_replica_that_waits_for_a_lost_host_is_cancelled(
     assert not placed(fabrics)
 
 
+@pytest.mark.guarantee("Rejoining replicas", "Standbys are admitted only after a loss, one for each.")
 def test_standbys_are_admitted_only_after_a_loss(fabrics: Fabrics, tmp_path: Path) -> None:
     ranks, _ = fabrics.make(2, limit=2)
     standbys = [fabrics.joiner(2) for _ in range(2)]

@@ -73,6 +73,9 @@ def fill(admin: EtcdClient) -> None:
     raise AssertionError("etcd takes more than its quota")
 
 
+@pytest.mark.guarantee(
+    "On etcd", "Users may change, tokens expire and authentication be switched off and on while a job runs."
+)
 def test_etcd_users_may_change_and_tokens_expire_during_a_job(tmp_path: Path) -> None:
     """JWT tokens: votes, the watch and the lease of a host all go on, through a change of users, an end of tokens, and
     authentication that is turned off and on."""
@@ -115,6 +118,9 @@ def test_etcd_users_may_change_and_tokens_expire_during_a_job(tmp_path: Path) ->
             lease._left.set()
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A full etcd is waited for, and the run ends with its state saved if it stays full."
+)
 def test_ranks_continue_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
     with site_etcd(tmp_path, f"--quota-backend-bytes={QUOTA}") as endpoint:
         admin = EtcdClient(endpoint, "/", timeout=5)
@@ -146,6 +152,9 @@ def test_ranks_continue_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
                 rank.close()
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A full etcd is waited for, and the run ends with its state saved if it stays full."
+)
 @pytest.mark.soak
 def test_job_survives_user_changes_and_saves_its_state_when_etcd_is_full(tmp_path: Path) -> None:
     password, run = tmp_path / "password", tmp_path / "run"

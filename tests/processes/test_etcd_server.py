@@ -20,6 +20,9 @@ from recover.world.liveness.board import Board
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee(
+    "On etcd", "An etcd started by recover listens on one address, ends with its starter and leaves nothing."
+)
 def test_own_etcd_listens_on_one_address_and_ends_with_its_starter(
     tmp_path: Path,
 ) -> None:
@@ -53,6 +56,7 @@ def test_own_etcd_listens_on_one_address_and_ends_with_its_starter(
     assert not mine.exists()
 
 
+@pytest.mark.guarantee("On etcd", "An etcd that has lost its data is reported.")
 def test_etcd_that_lost_its_data_is_reported(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path / "etcd")
     try:
@@ -70,6 +74,7 @@ def test_etcd_that_lost_its_data_is_reported(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.guarantee("On etcd", "One of three etcd members may be lost and restart on its data.")
 def test_etcd_member_of_three_may_be_lost_and_restart_on_its_data(tmp_path: Path) -> None:
     with EtcdCluster(tmp_path) as cluster:
         etcd = EtcdClient(cluster.endpoints)

@@ -21,6 +21,10 @@ from recover.world.fabrics.etcd.server import EtcdServer
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A world on etcd continues after deaths with the same members, epochs and verdicts on all survivors.",
+)
 def test_etcd_world_continues_after_deaths_down_to_one_replica(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
@@ -39,6 +43,9 @@ def test_etcd_world_continues_after_deaths_down_to_one_replica(
         )
 
 
+@pytest.mark.guarantee(
+    "On etcd", "A rank that was declared dead while stopped or running ends itself and never commits."
+)
 def test_rank_declared_dead_ends_itself_and_never_commits(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
@@ -62,6 +69,9 @@ def test_rank_declared_dead_ends_itself_and_never_commits(
         ranks.finish([2, 3])
 
 
+@pytest.mark.guarantee(
+    "On etcd", "An etcd that is killed and restarted, or stopped for a while, costs no rank."
+)
 def test_etcd_killed_or_stopped_for_a_while_costs_no_rank(prefix: str, tmp_path: Path) -> None:
     data, runs = tmp_path / "etcd", tmp_path / "run"
     runs.mkdir()
@@ -82,6 +92,7 @@ def test_etcd_killed_or_stopped_for_a_while_costs_no_rank(prefix: str, tmp_path:
         ranks.finish([0, 1, 2])
 
 
+@pytest.mark.guarantee("On etcd", "A lost host takes only its own ranks, also if only its agent is stopped.")
 def test_lost_host_takes_only_its_own_ranks(server: EtcdServer, prefix: str, tmp_path: Path) -> None:
     """One vanishes with all its ranks; of another the agent alone is stopped, and its ranks run."""
     with EtcdRanks(server.endpoint, prefix, tmp_path, [[0, 3], [1, 4], [2, 5]], ttl=2.0) as ranks:
@@ -94,6 +105,9 @@ def test_lost_host_takes_only_its_own_ranks(server: EtcdServer, prefix: str, tmp
         ranks.finish([0, 3])
 
 
+@pytest.mark.guarantee(
+    "On etcd", "Mixtures of deaths, declarations, pauses and outages keep every invariant."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(8))
 def test_mixed_deaths_declarations_pauses_and_outages_keep_every_invariant(
@@ -139,6 +153,9 @@ def test_mixed_deaths_declarations_pauses_and_outages_keep_every_invariant(
             ranks.finish(living)
 
 
+@pytest.mark.guarantee(
+    "On etcd", "An etcd that is killed and restarted, or stopped for a while, costs no rank."
+)
 @pytest.mark.soak
 def test_etcd_stopped_for_long_costs_no_rank(prefix: str, tmp_path: Path) -> None:
     runs = tmp_path / "run"

@@ -54,6 +54,11 @@ REASONS = {
 }
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "The evicted replica, its peers, `recover why`, the page and `incidents.jsonl` name the entry that "
+    "differs.",
+)
 def test_eviction_reason_is_shown_by_every_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "PATIENCE", LIMIT)
     job = Job(tmp_path, EVICTIONS, "-n", "7")
@@ -103,6 +108,10 @@ step.on_first(print, "went on", 0 in world.replicas, optimizer.param_groups[0]["
 """
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Joined replicas that lack part of the state are evicted, and never evict the replica that held it.",
+)
 def test_joined_replicas_do_not_evict_the_original_replica_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,11 @@ def trajectory(outcome: Outcome) -> list[tuple[float, str]]:
 
 
 # test_trained_parameters_... below and tests/processes/test_randomness_runs.py (with draws) show the same
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A run with `reduction=reproducible` has the same bits with and without deaths, on any number of "
+    "replicas and after a resume.",
+)
 @pytest.mark.soak
 def test_reproducible_run_with_deaths_has_the_bits_of_a_failure_free_run(tmp_path: Path) -> None:
     exact = {"reduction": "reproducible", "dropout": 0.1, "noise": 0.1, "steps": 8}
@@ -36,6 +41,11 @@ def test_reproducible_run_with_deaths_has_the_bits_of_a_failure_free_run(tmp_pat
     assert trajectory(fast) != trajectory(calm)  # or the comparison proves nothing
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
+    "and a NaN skips the step.",
+)
 def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path) -> None:
     """Two spikes, each in the share of a replica that dies in that very step, and a NaN after them."""
     exact = {"reduction": "reproducible", "spikes": {"10": 1e4, "21": 1e8}, "nan": 31, "steps": 6}
@@ -52,6 +62,11 @@ def test_overflows_and_nans_change_no_bits_when_their_owner_dies(tmp_path: Path)
     assert stormy.survivors == [0]
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A run with `reduction=reproducible` has the same bits with and without deaths, on any number of "
+    "replicas and after a resume.",
+)
 def test_trained_bits_do_not_depend_on_deaths_or_replica_count(
     tmp_path: Path,
 ) -> None:
@@ -80,6 +95,7 @@ def test_trained_bits_do_not_depend_on_deaths_or_replica_count(
         assert "bitwise equal" in line, line
 
 
+@pytest.mark.guarantee("The trajectory", "The `tiny` model has the same bits with a death at every location.")
 @pytest.mark.soak
 def test_main_job_has_the_same_bits_with_a_death_at_every_location(tmp_path: Path) -> None:
     words = [

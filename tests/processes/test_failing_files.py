@@ -63,6 +63,7 @@ def check_records(run_dir: Path) -> None:
     assert set(ends.values()) == {"done"}
 
 
+@pytest.mark.guarantee("The launcher", "A replica that dies on a full disk is replaced and recorded.")
 def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
     """On a small file system of its own, in a namespace of its own."""
     script, disk = tmp_path / "script.py", tmp_path / "disk"
@@ -85,6 +86,9 @@ def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
     check_records(tmp_path / "kept")
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+)
 def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> None:
     """Neither a record nor the last checkpoint, of a run whose disk was full when it ended."""
     disk, kept, output = tmp_path / "disk", tmp_path / "kept", tmp_path / "out"
@@ -104,6 +108,11 @@ def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> No
     assert ends == {"done"}
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A failing file operation on a record, log, marker or placement file raises nothing, is reported once "
+    "and repeated until it succeeds.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "all"])
@@ -172,6 +181,11 @@ def goes_on(job: LabJob, replicas: int, host: str = "h1") -> None:
     job.wait(lambda: last(job, host)["step"] > before + 5, "it stands still")
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A host with a failing disk survives deaths and fences, and a host whose agent fails is lost like any "
+    "host.",
+)
 @pytest.mark.soak
 def test_host_with_a_full_disk_survives_deaths_and_fences(hosts: Path) -> None:
     """Its disk is full, or its directory is moved away, while a rank of another host dies, and one of its own hangs."""
@@ -203,6 +217,11 @@ def test_host_with_a_full_disk_survives_deaths_and_fences(hosts: Path) -> None:
         assert "fenced" in job.said("h2")
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A host with a failing disk survives deaths and fences, and a host whose agent fails is lost like any "
+    "host.",
+)
 @pytest.mark.soak
 def test_agent_that_fails_ends_its_host_and_blocks_no_other(hosts: Path) -> None:
     """An exception that stays, in the part of an agent that sees its ranks end."""
@@ -225,6 +244,16 @@ def test_agent_that_fails_ends_its_host_and_blocks_no_other(hosts: Path) -> None
         assert job.codes("h1") == {"h1": 0}, job.picture()
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Late and repeated requests of an agent change nothing: hosts, ranks, ends, slots, plans, torch's store "
+    "and a successor of the same name.",
+)
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A paused host that wakes next to its successor of the same name ends, and the successor keeps its "
+    "ranks.",
+)
 @pytest.mark.soak
 def test_paused_host_that_wakes_next_to_its_successor_ends(hosts: Path) -> None:
     """A paused host is given up, one of the same name comes, then the first wakes: the successor keeps its ranks."""

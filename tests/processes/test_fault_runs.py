@@ -24,6 +24,9 @@ def recover(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "Fault schedules are a pure function of their arguments, and can strike."
+)
 def test_faults_command_draws_and_checks_schedules_deterministically(tmp_path: Path) -> None:
     options = ("--replicas", 8, "--replica-size", 2, "--count", 5, "--steps", "3:40", "--seed", 1)
     made = recover("faults", "make", *options)
@@ -41,6 +44,10 @@ def test_faults_command_draws_and_checks_schedules_deterministically(tmp_path: P
     ]
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "An exception, a pause, a slow replica and a flipped weight change neither batch nor trajectory.",
+)
 def test_faults_other_than_stop_change_neither_batch_nor_bits(tmp_path: Path) -> None:
     kills = [
         "2:1:backward=exit",
@@ -59,6 +66,9 @@ def test_faults_other_than_stop_change_neither_batch_nor_bits(tmp_path: Path) ->
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [5, 4, 4, 4, 3, 3, 2, 2]
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "All replicas skip a step with a NaN gradient; a wrong finite gradient is not detected."
+)
 def test_nan_gradient_is_skipped_by_all_and_a_wrong_finite_one_is_not_seen(tmp_path: Path) -> None:
     outcome = train(tmp_path, 3, ["2:2:bucket:0=corrupt:gradient", "4:1:bucket=nan"], steps=5)
     assert outcome.code == 0, outcome.output
@@ -75,6 +85,10 @@ def test_nan_gradient_is_skipped_by_all_and_a_wrong_finite_one_is_not_seen(tmp_p
     assert abs(told[2] - losses[2]) > 1e-4 * losses[2]  # all replicas took the same wrong step
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A bit that flips on the writer reaches neither a checkpoint nor the digest, also after the last step.",
+)
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_bit_flip_on_the_writer_reaches_neither_checkpoint_nor_digest(tmp_path: Path) -> None:

@@ -51,6 +51,11 @@ wait_for_deaths(5)
 )
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The cause of each kind of death is distinguished: signal, exception, crash, exit, OOM killer, full "
+    "disk.",
+)
 def test_cause_of_each_kind_of_death_is_distinguished(tmp_path: Path) -> None:
     job = Job(tmp_path, MANY, "-n", "6")
     assert wait_until((job.run_dir / "pid").exists)
@@ -127,6 +132,11 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     leave_out("memory", f"no control group with a limit can be made (by root alone): {'; '.join(reasons)}")
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The cause of each kind of death is distinguished: signal, exception, crash, exit, OOM killer, full "
+    "disk.",
+)
 def test_oom_killer_is_named_when_a_control_group_is_out_of_memory(
     tmp_path: Path, small_memory: Path
 ) -> None:
@@ -166,6 +176,11 @@ if rank == 0:
 )
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The cause of each kind of death is distinguished: signal, exception, crash, exit, OOM killer, full "
+    "disk.",
+)
 def test_full_disk_is_named_although_the_dead_rank_could_not_write(tmp_path: Path) -> None:
     """On a small file system of its own, in a namespace of its own; the last words went to memory."""
     script, disk = tmp_path / "script.py", tmp_path / "disk"

@@ -72,6 +72,11 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return digest
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "Deaths inside reductions change no bit and cost no other rank on plain, sharded and pipelined replicas "
+    "(GPU: `TEST_DEVICE=cuda`).",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "number"), LAUNCHES)
 def test_gpu_deaths_inside_reductions_change_no_bit_and_no_other_rank(

@@ -19,6 +19,10 @@ from recover.launch.preflight import Refusal
 SHELL = PROGRAMS / "remote_shell.py"
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Ranks under Open MPI with a hostfile may die on any host, and the launcher says that hosts may not.",
+)
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 def test_hostfile_rank_may_die_on_any_host(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2  # the other one\n")

@@ -54,6 +54,15 @@ def check_memory(outcome: Outcome) -> None:
         assert memory["optimizer"] == 2 * memory["parameters"]
 
 
+@pytest.mark.guarantee("State and samples", "Drift in any shard evicts the whole replica.")
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Any rank of a replica may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "The accumulation calls of a user's loop (`no_sync()`, `set_requires_gradient_sync()`) change nothing.",
+)
 def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
     """And a bit may flip in any of them."""
     outcome = train(tmp_path, 4, ["2:1.1:vote", "3:3.1:advance=corrupt:weights", "5:0.0:in-reduce"])
@@ -63,6 +72,10 @@ def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
     assert (outcome.ends[6], outcome.ends[7]) == ("excluded", "excluded")
 
 
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Any rank of a replica may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
 @pytest.mark.soak  # tests/simulated and the matrix show the same
 @pytest.mark.parametrize("places", [("repair", "update"), ("bucket:1", "extra"), ("forward", "backward")])
 def test_hsdp_ranks_of_two_replicas_may_die_together(tmp_path: Path, places: tuple[str, str]) -> None:
@@ -75,6 +88,11 @@ def test_hsdp_ranks_of_two_replicas_may_die_together(tmp_path: Path, places: tup
     check(train(tmp_path, 3, kills), {0, 2}, batch=6)
 
 
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Sharded training has the same bits through deaths and a resume, and its checkpoint fits other shards "
+    "and replicas.",
+)
 @pytest.mark.soak  # tests/processes/test_train_hsdp.py shows the same through the trainer
 def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     exact = {"reduction": "reproducible", "tight": True}
@@ -88,6 +106,19 @@ def test_hsdp_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     assert stormy.notes(4, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Weights per microbatch and per rank give the mean over all tokens for HSDP, pipelines and expert "
+    "groups, through deaths.",
+)
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)", "Each rank holds only its shard of parameters, gradients and optimizer state."
+)
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Sharded gradients equal those of one process to 1e-6 before and after a death.",
+)
+@pytest.mark.guarantee("Sharded replicas (HSDP)", "A slow peer and a slow repair evict no rank.")
 def test_hsdp_gradients_match_one_process_before_and_after_a_death(tmp_path: Path) -> None:
     """The mean over all tokens that count, of which each rank has another number; clipping would hide the divisor.
 
@@ -116,6 +147,11 @@ def commits(outcome: Outcome, rank: int, step: int) -> list[dict[str, Any]]:
     return [entry for entry in outcome.notes(rank, "commit") if entry["step"] == step]
 
 
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "The accumulation calls of a user's loop (`no_sync()`, `set_requires_gradient_sync()`) change nothing.",
+)
+@pytest.mark.guarantee("Sharded replicas (HSDP)", "A model wrapped in FSDP1 behaves like one in FSDP2.")
 @pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.soak
 def test_fsdp1_model_behaves_like_an_fsdp2_model(tmp_path: Path, use_orig_params: bool) -> None:

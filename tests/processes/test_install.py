@@ -156,6 +156,9 @@ def test_build_is_pinned() -> None:
     assert {"build", "setuptools", "pyproject_hooks", "packaging"} <= pinned
 
 
+@pytest.mark.guarantee(
+    "User code", "The wheel requires the core only, trains through a death and names missing extras."
+)
 def test_wheel_alone_trains_through_a_death_and_names_missing_extras(dist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with ZipFile(wheel_in(dist)) as wheel:
@@ -193,6 +196,9 @@ def interpreters() -> dict[str, str]:
 PYTHONS = interpreters()
 
 
+@pytest.mark.guarantee(
+    "User code", "The wheel requires the core only, trains through a death and names missing extras."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("version", PYTHONS)
 def test_clean_environment_with_the_newest_torch_trains(version: str, dist: Path, tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def run(
     return served, ranks, {rank for rank in everybody if ranks.diary(rank)}
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A death at every location of a join and of its neighbouring steps leaves the bits of a failure-free "
+    "run.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", SIZES)
 def test_death_at_every_location_of_a_join_leaves_failure_free_bits(

@@ -32,6 +32,15 @@ def run(place: Path, ranks: int, steps: int, *options: str) -> tuple[dict[str, A
     return json.loads((place / "digests.json").read_text()), done.stdout
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joining replica receives training flags, extra state, generators, schedulers, averages, `extra=` and "
+    "nested optimizer state.",
+)
+@pytest.mark.guarantee(
+    "Joining",
+    "A replica runs no microbatch in the step in which it joins, so its initial state enters no sum.",
+)
 def test_joined_replicas_continue_with_the_state_of_the_lost_ones(tmp_path: Path) -> None:
     """Two of three replicas die, two join, then the last one dies that was there from the start: every kind of state is
     what it is in a calm run of as many steps."""
@@ -68,6 +77,10 @@ while not step.stop_agreed:
 """
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
 @pytest.mark.soak
 def test_replica_that_would_lack_a_scheduler_does_not_join(tmp_path: Path) -> None:
     """The job is told why, at its start and when the replica ends, and goes on without it."""

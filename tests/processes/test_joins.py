@@ -13,6 +13,11 @@ from recover.world.fabrics.etcd.server import EtcdServer
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A run that loses replicas and admits others has the bits of a failure-free run, for plain, sharded and "
+    "pipelined replicas.",
+)
 @pytest.mark.parametrize(
     ("kind", "replica_size"),
     [
@@ -66,6 +71,7 @@ def test_run_with_losses_and_joins_has_the_bits_of_a_failure_free_run(
     )
 
 
+@pytest.mark.guarantee("Joining", "A death during a join is handled like any other death.")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_death_during_a_join_is_an_ordinary_death(
     victim: int, server: EtcdServer, prefix: str, tmp_path: Path
@@ -88,6 +94,11 @@ def test_death_during_a_join_is_an_ordinary_death(
         assert ranks.diary(left[0])[-1]["parameters"] == ranks.diary(left[1])[-1]["parameters"]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A `step.on_first` call of a dead replica runs on a replica that knows of it, also if only a joined "
+    "replica is left.",
+)
 def test_on_first_runs_although_only_a_joined_replica_is_left(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:
@@ -103,6 +114,7 @@ def test_on_first_runs_although_only_a_joined_replica_is_left(
         assert done == list(range(1, last + 1))
 
 
+@pytest.mark.guarantee("Joining", "A joining replica that hangs on the state it received is fenced.")
 @pytest.mark.soak
 def test_joining_replica_that_hangs_on_received_state_is_fenced(
     server: EtcdServer, prefix: str, tmp_path: Path
@@ -115,6 +127,9 @@ def test_joining_replica_that_hangs_on_received_state_is_fenced(
         assert not ranks.diary(came)
 
 
+@pytest.mark.guarantee(
+    "Joining", "A joined replica that counts its own steps does not keep the others from ending."
+)
 def test_joined_replica_that_counts_its_own_steps_does_not_block_the_end(
     server: EtcdServer, prefix: str, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_torch_in_a_rank_writes_no_extra_files_by_default(
     assert job.stdout.split() == [found]
 
 
+@pytest.mark.guarantee("The launcher", "A rank that fails in Python is noticed by the others and named.")
 def test_rank_that_fails_in_python_is_noticed_and_named(tmp_path: Path) -> None:
     script = ULFM + (
         "world.Barrier()\n"
@@ -121,6 +122,7 @@ def test_job_whose_ranks_all_raise_fails(tmp_path: Path) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee("The launcher", "A death before `recover.init()` is survived.")
 def test_death_before_the_world_is_joined_is_survived(tmp_path: Path) -> None:
     script = """
         import os, signal
@@ -153,6 +155,7 @@ def test_death_before_mpi_is_up_ends_the_job_with_the_reason(
     assert "never" not in job.stdout
 
 
+@pytest.mark.guarantee("The launcher", "The verdict of a job comes from its ranks, not from mpirun.")
 def test_verdict_of_a_job_comes_from_its_ranks_not_from_mpirun(tmp_path: Path) -> None:
     job = Job(tmp_path, ULFM + "os.kill(os.getpid(), signal.SIGKILL)", "-n", "2")  # mpirun returns 0 here
     assert job.finish() == 1
@@ -183,6 +186,15 @@ def test_forked_child_does_not_report_the_end_of_its_rank(tmp_path: Path) -> Non
     assert "rank 0 raised: ValueError: in the rank" in job.stderr
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank that cannot build a carrier is evicted with its replica and reason; without a majority that "
+    "can, all ranks end and name every cause.",
+)
+@pytest.mark.guarantee(
+    "The launcher",
+    "A job without progress is ended and shows every stack, and endless repairs are no progress.",
+)
 def test_only_commits_are_progress_and_a_rank_without_carrier_is_evicted(tmp_path: Path) -> None:
     """First reductions and agreements for longer than the timeout, then a repair with a sick rank, then a livelock."""
     script = """
@@ -219,6 +231,10 @@ def test_only_commits_are_progress_and_a_rank_without_carrier_is_evicted(tmp_pat
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A job without progress is ended and shows every stack, and endless repairs are no progress.",
+)
 def test_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> None:
     script = ULFM + (
         "open(os.environ['RECOVER_RUN_DIR'] + f'/{rank}.up', 'w').close()\n"
@@ -240,6 +256,7 @@ def test_job_without_progress_is_ended_and_shows_every_stack(tmp_path: Path) -> 
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee("The launcher", "Ctrl-C ends the job, also ranks that ignore it.")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_ends_ranks_that_ignore_it(tmp_path: Path, number: signal.Signals, code: int) -> None:
     stubborn = (
@@ -285,6 +302,9 @@ def test_job_files_lie_in_its_two_directories(tmp_path: Path) -> None:
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A job leaves nothing behind after `kill -9` of the launcher, mpirun or the guardian."
+)
 def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "import os; os.fork()\n" + BUSY, "-n", "2")
     assert all_up(job, 2)
@@ -294,6 +314,9 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     assert job.finish() == -signal.SIGKILL
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A job leaves nothing behind after `kill -9` of the launcher, mpirun or the guardian."
+)
 def test_kill_9_of_mpirun_is_a_failure_and_leaves_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, RANK + "if rank == 0: sys.exit(0)\n" + BUSY, "-n", "3")
     assert all_up(job, 2)
@@ -307,6 +330,9 @@ def test_kill_9_of_mpirun_is_a_failure_and_leaves_nothing(tmp_path: Path) -> Non
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A job leaves nothing behind after `kill -9` of the launcher, mpirun or the guardian."
+)
 def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
     job = Job(tmp_path, "import os; os.fork()\n" + BUSY, "-n", "1")
     assert all_up(job, 1)

@@ -16,6 +16,9 @@ from recover.launch.launcher import launch
 from recover.launch.request import LaunchRequest
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A launch that cannot work is refused before the start with cause, value and remedy."
+)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -42,6 +45,9 @@ def test_bad_usage_is_refused_with_cause_value_and_remedy(
     assert words in capfd.readouterr().err
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A launch that cannot work is refused before the start with cause, value and remedy."
+)
 @pytest.mark.parametrize(
     ("version", "info", "words"),
     [

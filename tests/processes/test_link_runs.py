@@ -47,6 +47,11 @@ while step.index < STEPS:
 """
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "All members abort a reduction in which all wait and nothing travels for the link timeout, and never "
+    "for a slow rank.",
+)
 @pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_reduction_over_a_cut_link_is_aborted_and_slow_ranks_are_not(tmp_path: Path, carrier: str) -> None:
     job = Job(tmp_path, SCRIPT, "-n", "3", "--carrier", carrier, "--link-timeout", "2", "--timeout", "300")
@@ -88,6 +93,11 @@ class CutJob(LabJob):
             assert self.lab[f"h{here}"].start(["ip", "neigh", *words]).wait() == 0
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "One of two hosts that cannot reach each other is evicted, or the run ends with its state saved and the "
+    "hosts named.",
+)
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
 def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path) -> None:
@@ -104,6 +114,11 @@ def test_hosts_evict_one_of_two_that_cannot_reach_each_other(tmp_path: Path) -> 
             agent.kill()
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "One of two hosts that cannot reach each other is evicted, or the run ends with its state saved and the "
+    "hosts named.",
+)
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 @pytest.mark.soak
 def test_hosts_without_a_majority_save_their_state_and_name_broken_links(tmp_path: Path) -> None:

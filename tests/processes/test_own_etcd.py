@@ -17,6 +17,9 @@ from recover.launch.session import Session
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "A late member of an etcd of three is started, and one that lost its data is not."
+)
 def test_late_etcd_member_is_started_and_a_lost_one_is_not(tmp_path: Path) -> None:
     cluster = EtcdCluster(tmp_path / "cluster")
     access = EtcdAccess(tuple(cluster.endpoints), "/job/")
@@ -39,6 +42,11 @@ def test_late_etcd_member_is_started_and_a_lost_one_is_not(tmp_path: Path) -> No
             member.stop()
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A host that rejoins during an etcd pause waits for it, and an etcd member that lost its data is not "
+    "started again.",
+)
 def test_host_that_rejoins_during_an_etcd_pause_waits_for_it(tmp_path: Path) -> None:
     """With one of three members gone, and another one that stands still, nobody answers; but they are there."""
     cluster = EtcdCluster(tmp_path / "cluster")

@@ -110,6 +110,10 @@ def watching(tmp_path: Path) -> Iterator[Any]:
         process.stdout.close()
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page shows the records, updates without a reload, and survives its writer and its own server.",
+)
 def test_page_follows_a_run_that_loses_its_writer_and_its_server(
     browser: Any, tmp_path: Path, watching: Any, starting: Any
 ) -> None:
@@ -178,6 +182,11 @@ def test_page_follows_a_run_that_loses_its_writer_and_its_server(
     finished.close()
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page shows 1,000 replicas and 20,000 steps at 390 and 1,600 pixels, light and dark, by keyboard, "
+    "and escapes markup.",
+)
 def test_page_shows_a_thousand_replicas_whole_and_accessibly(
     browser: Any, tmp_path: Path, watching: Any
 ) -> None:
@@ -251,6 +260,7 @@ def _server_of(launcher: int) -> list[int]:
     return found
 
 
+@pytest.mark.guarantee("Monitoring", "The page ends with a killed launcher.")
 def test_page_ends_with_a_killed_launcher(tmp_path: Path, starting: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text("import signal; signal.pause()")

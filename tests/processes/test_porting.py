@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from constructs import CONSTRUCTS, plain
 from worlds import run_world
@@ -12,6 +13,11 @@ from worlds import run_world
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "porting.md"
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Every construct on the porting page ends with the parameters of one process to 1e-5 through two "
+    "deaths, or is refused.",
+)
 def test_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_path: Path) -> None:
     """Three replicas, two of which die on the way: final parameters to 1e-5."""
     outcome = run_world("constructs.py", tmp_path / "run", 3, ["constructs", {"1": 2, "0": 8}])
@@ -24,6 +30,11 @@ def test_construct_ends_with_the_parameters_of_one_process_through_deaths(tmp_pa
         )
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Every construct on the porting page ends with the parameters of one process to 1e-5 through two "
+    "deaths, or is refused.",
+)
 def test_porting_page_lists_every_tested_construct() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
     assert [name for name in CONSTRUCTS if name not in rows] == []

@@ -28,6 +28,15 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
+)
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A prewarmed process runs the script in the environment of its rank, and one that was ended is not used "
+    "and none is left.",
+)
 def test_ready_process_runs_the_script_in_the_environment_of_its_rank(
     tmp_path: Path,
 ) -> None:
@@ -56,6 +65,9 @@ def test_ready_process_runs_the_script_in_the_environment_of_its_rank(
         ready.end()
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "Processes started by a rank end with the job, also those of a joined rank."
+)
 @pytest.mark.parametrize("told", ["job.json", "join-3.json"])
 def test_processes_started_by_a_rank_end_with_the_job(told: str, tmp_path: Path) -> None:
     session = str(tmp_path / "session")
@@ -68,6 +80,11 @@ def test_processes_started_by_a_rank_end_with_the_job(told: str, tmp_path: Path)
         child.kill()
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A prewarmed process runs the script in the environment of its rank, and one that was ended is not used "
+    "and none is left.",
+)
 def test_ready_process_that_was_ended_is_not_used_and_none_is_left(tmp_path: Path) -> None:
     write_changes(tmp_path, os.environ)
     assert json.loads((tmp_path / "environment.json").read_text()) == {}

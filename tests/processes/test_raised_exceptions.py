@@ -41,6 +41,14 @@ def train(steps, forward=model, between=lambda: None):
 """
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "Damaged optimizer state is found by the vote after a checkpoint and after the last step.",
+)
+@pytest.mark.guarantee(
+    "The launcher",
+    "A rank that raises outside any step fails the job with its own exit code and the location.",
+)
 def test_writer_that_raises_after_the_last_step_fails_the_job(tmp_path: Path) -> None:
     """An exception inside of a step is made good. Damaged moments are found by the vote after a checkpoint, and by
     the confirmation after the last step. Who has left a step early is not inside of one."""
@@ -82,6 +90,9 @@ def test_writer_that_raises_after_the_last_step_fails_the_job(tmp_path: Path) ->
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee(
+    "The launcher", "The same exception at the same location on two replicas ends the job at once."
+)
 def test_same_exception_from_two_replicas_ends_the_job_at_once(tmp_path: Path) -> None:
     """As a service would raise on whoever writes to it, again and again."""
     script = TRAINING + (
@@ -101,6 +112,9 @@ def test_same_exception_from_two_replicas_ends_the_job_at_once(tmp_path: Path) -
     assert job.leftovers() == []
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+)
 def test_trainer_reports_a_summary_it_cannot_write(tmp_path: Path) -> None:
     """No rank is lost for it, and the last checkpoint is good."""
     run_dir = tmp_path / "run"
@@ -131,6 +145,10 @@ WAYS = {
 }
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A rank that raises outside any step fails the job with its own exit code and the location.",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_end_marker_states_whether_the_job_is_at_fault(tmp_path: Path, way: str) -> None:
     text = "import os, sys, threading, time\nfrom recover.world import rank_exit\n"
@@ -155,6 +173,9 @@ def test_exception_location_is_in_user_code() -> None:
     assert "json" in place_of(raised.tb.tb_next)  # better than nothing
 
 
+@pytest.mark.guarantee(
+    "The launcher", "The same exception at the same location on two replicas ends the job at once."
+)
 def test_exception_is_repeated_only_at_the_same_location_on_two_replicas(tmp_path: Path) -> None:
     def verdict(replica_size: int, **ends: tuple[str, str, bool]) -> str:
         directory = tmp_path / "ranks"

@@ -44,6 +44,11 @@ def check_against_one_process(run: dict[str, Any], shards: int) -> None:
             )
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Buffers that forward changes are equal on all replicas whichever replica died, and bitwise equal with "
+    "`reduction=reproducible`.",
+)
 def test_buffers_and_draws_match_one_process_through_a_death(plain: Outcome) -> None:
     calm = only(plain, 0, "calm")
     check_against_one_process(calm, shards=1)
@@ -59,6 +64,11 @@ def test_buffers_and_draws_match_one_process_through_a_death(plain: Outcome) -> 
             assert {**found, "kind": ""} == {**calm, "kind": ""}, f"rank {rank}, {run}"
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Random draws of a microbatch slot depend neither on the replica nor on the round, and the ranks of a "
+    "replica draw separately.",
+)
 def test_replica_peers_draw_separately_and_agree_on_buffers(sharded: Outcome) -> None:
     """The reference draws for each rank's rows apart, and reads every sample once for both."""
     for rank in range(4):
@@ -73,6 +83,10 @@ def test_own_ddp_model_keeps_buffers_equal(plain: Outcome) -> None:
     check_against_one_process(first, shards=1)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The user's own generators advance as if there were no step, through deaths and abandoned steps.",
+)
 def test_user_generators_advance_as_if_there_were_no_step(plain: Outcome) -> None:
     seed_user()
     expected = [draws() for _ in range(STEPS + 1)]
@@ -86,6 +100,9 @@ def test_step_left_early_restores_buffers(plain: Outcome) -> None:
     assert all(only(plain, rank, "left")["same"] for rank in plain.survivors)
 
 
+@pytest.mark.guarantee(
+    "The trainer", "A resume with another number of replicas or another B repeats and skips no sample."
+)
 def test_changed_batch_is_refused_or_continues_with_the_next_sample(plain: Outcome) -> None:
     for rank in plain.survivors:
         (refusal,) = (entry for entry in plain.notes(rank, "refused") if entry["what"] == "batch")
@@ -98,6 +115,7 @@ def test_changed_batch_is_refused_or_continues_with_the_next_sample(plain: Outco
         assert went_on["state"]["samples"] == {"mode": "exact", "next": 22}
 
 
+@pytest.mark.guarantee("The trajectory", "A buffer that changes unannounced is refused by name.")
 def test_unannounced_buffer_change_is_refused_by_name(plain: Outcome) -> None:
     for rank in plain.survivors:
         (refusal,) = (entry for entry in plain.notes(rank, "refused") if entry["what"] == "buffer")

@@ -58,6 +58,12 @@ def check_against_calm(run: Trained, calm_dir: Path, words: list[str], batch: in
     assert run.summary["parameters_digest"] == calm.summary["parameters_digest"]
 
 
+@pytest.mark.guarantee("The batch", "Every step commits exactly B microbatches with the `gloo` carrier.")
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A lost replica rejoins with `--return` and the bits of a failure-free run, and a slot that kills twice "
+    "is named and not used again.",
+)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("hsdp", marks=pytest.mark.soak)])
 def test_rejoined_replica_leaves_failure_free_bits_and_a_bad_slot_is_named(tmp_path: Path, kind: str) -> None:
     size = {"ddp": 1, "hsdp": 2}[kind]
@@ -108,6 +114,11 @@ while world.agree((here / "warm").exists()) != 1:
 """
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A joining replica that raises or is not ready at the end costs the others nothing, not even the exit "
+    "code.",
+)
 @pytest.mark.soak
 def test_joining_replica_that_is_never_ready_costs_no_other(tmp_path: Path) -> None:
     """The first that is to join raises, the second one is not ready when the job ends."""
@@ -120,6 +131,9 @@ def test_joining_replica_that_is_never_ready_costs_no_other(tmp_path: Path) -> N
     assert 4 not in ranks_of_run(job.run_dir)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "A joining replica that is not ready in time returns its slot and strikes it."
+)
 def test_joining_replica_that_is_never_ready_returns_and_strikes_its_slot(tmp_path: Path) -> None:
     script, run_dir = tmp_path / "script.py", tmp_path / "run"
     script.write_text("import time\ntime.sleep(1000)\n")
@@ -186,6 +200,10 @@ print("step", step.index, "of", world.members)
 """
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rejoined replica of a user's own script is labelled, recorded and its end witnessed.",
+)
 @pytest.mark.soak
 def test_own_script_replica_rejoins_labelled_and_recorded(
     tmp_path: Path,
@@ -240,6 +258,7 @@ print("of", world.members)
 """
 
 
+@pytest.mark.guarantee("Joining", "A script with several `recover.Step` objects admits no replica.")
 @pytest.mark.soak
 def test_join_is_refused_in_a_script_with_two_steps(
     tmp_path: Path,
@@ -252,6 +271,10 @@ def test_join_is_refused_in_a_script_with_two_steps(
     assert "rank 3 is ended before it has joined: the job has come to its end" in job.stderr
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Ranks left of two broken replicas form one replica, and a host that arrives later is used.",
+)
 @pytest.mark.soak
 @pytest.mark.usefixtures("a_lab_can_be_made_here")
 def test_ranks_left_of_two_replicas_become_one_and_a_late_host_adds_one(

@@ -34,6 +34,10 @@ def keys(run_dir: Path) -> Counter[str]:
     return Counter({kind: count for kind, count in kinds.items() if kind not in ("ends", "vote", "mail")})
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Random deaths and rejoins leave the bits of a failure-free run and no key, process or file.",
+)
 @pytest.mark.soak
 def test_random_deaths_and_rejoins_leave_failure_free_bits(tmp_path: Path) -> None:
     words, run_dir, rng = (

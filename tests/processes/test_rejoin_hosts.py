@@ -33,6 +33,10 @@ def ended(job: LabJob) -> Trained:
     return Trained(0, job.picture(), job.run_dir("h1"))
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A job with `--nnodes N:M` grows when another host arrives, with or without a shared run directory.",
+)
 @pytest.mark.parametrize("shared", [True, False])
 def test_job_grows_when_an_additional_host_arrives(tmp_path: Path, shared: bool) -> None:
     """`--nnodes 2:3`: nobody is lost. B stays, and so do the bits."""
@@ -53,6 +57,9 @@ def test_job_grows_when_an_additional_host_arrives(tmp_path: Path, shared: bool)
     check_against_calm(run, tmp_path / "calm", words, 6)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "Ranks left of two replicas of 2 x 2 ranks form one replica without a new machine."
+)
 def test_ranks_left_of_two_grid_replicas_form_a_replica_again(tmp_path: Path) -> None:
     """Three replicas of 2 x 2 ranks, each on a host of its own. One rank of each of two dies as of broken hardware."""
     size, words = 4, [*small_world(tmp_path / "world", **CAN_BE_CUT), *GRID, *LR, "reduction=reproducible"]

@@ -86,6 +86,10 @@ def pace(run_dir: Path, steps: slice) -> float:
     return median([line["seconds"] for line in lines if line["step"] not in disturbed][steps])
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Memory, files, threads, keys and step time do not grow over hundreds of deaths and rejoins.",
+)
 @pytest.mark.soak
 def test_launcher_and_etcd_do_not_grow_over_a_week_of_deaths_and_rejoins(tmp_path: Path) -> None:
     words, run_dir = [*small_world(tmp_path / "world"), *LR, "reduction=reproducible"], tmp_path / "run"
@@ -126,6 +130,15 @@ def test_launcher_and_etcd_do_not_grow_over_a_week_of_deaths_and_rejoins(tmp_pat
     check_against_calm(run, tmp_path / "calm", words, 8)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rank has its initial threads, sockets and files after any number of deaths, also without garbage "
+    "collection of cycles.",
+)
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Memory, files, threads, keys and step time do not grow over hundreds of deaths and rejoins.",
+)
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def test_surviving_rank_does_not_grow_over_hundreds_of_rejoins(

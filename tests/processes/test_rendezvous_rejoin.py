@@ -76,6 +76,10 @@ def test_host_with_another_token_is_refused_and_the_others_wait(
         each.leave()
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A host that rejoins at once waits until its old lease is gone, and files it left do not block it.",
+)
 def test_host_that_rejoins_at_once_waits_until_its_old_lease_is_gone(
     meet: Callable[[str], Rendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +123,10 @@ def test_host_that_rejoins_at_once_waits_until_its_old_lease_is_gone(
     back.leave()
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A host that rejoins at once waits until its old lease is gone, and files it left do not block it.",
+)
 @pytest.mark.parametrize(("job", "comes"), [("j", True), ("another", False)])
 def test_files_left_by_a_host_do_not_block_its_rejoin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], job: str, comes: bool

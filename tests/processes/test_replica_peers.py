@@ -22,6 +22,7 @@ from recover.world.fabrics.etcd.replica_peers import ReplicaFollower
 pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 
 
+@pytest.mark.guarantee("On etcd", "A replica casts one vote, which none of its ranks contradicts.")
 def test_replica_casts_one_vote_that_no_rank_of_it_contradicts(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(6, replica_size=3)
     early = threading.Thread(
@@ -40,6 +41,11 @@ def test_replica_casts_one_vote_that_no_rank_of_it_contradicts(fabrics: Fabrics)
         assert agree(ranks, number) == [number] * 6
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A peer that dies after its word was counted ends its replica, and a rank that lost its replica's "
+    "speaker decides nothing.",
+)
 def test_peer_that_dies_after_its_word_was_counted_ends_its_replica(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(6, replica_size=2)
     assert agree(ranks, 1) == [1] * 6
@@ -60,6 +66,11 @@ def test_peer_that_dies_after_its_word_was_counted_ends_its_replica(fabrics: Fab
     assert living[0].participants == {0, 1, 4, 5}
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A peer that dies after its word was counted ends its replica, and a rank that lost its replica's "
+    "speaker decides nothing.",
+)
 def test_rank_that_lost_its_replica_speaker_ends_and_decides_nothing(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, replica_size=2)
     assert agree(ranks, 1) == [1] * 2
@@ -70,6 +81,10 @@ def test_rank_that_lost_its_replica_speaker_ends_and_decides_nothing(fabrics: Fa
     assert fabrics.store()["seen/decision"].version == 1
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A lost connection between replica peers costs nothing, and a process without the token is ignored.",
+)
 def test_lost_connection_between_replica_peers_costs_nothing(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(4, replica_size=2)
     for number in range(20):
@@ -93,6 +108,10 @@ def test_lost_connection_between_replica_peers_costs_nothing(fabrics: Fabrics) -
         assert at_once(vote, cut)[0] == [number] * 4
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A lost connection between replica peers costs nothing, and a process without the token is ignored.",
+)
 def test_replica_peers_ignore_a_process_without_the_token(fabrics: Fabrics) -> None:
     (alone,), _ = fabrics.make(1, token="secret")
     assert alone._leader is None, "one without mates listens to nobody"

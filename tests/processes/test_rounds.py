@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from toy_rounds import reference
 from worlds import run_world
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "Whole rounds have the trajectory of single microbatches in one process."
+)
 def test_rounds_match_the_trajectory_of_one_process_through_deaths(tmp_path: Path) -> None:
     """In odd steps by one backward pass, in even ones by a pass for each microbatch, as a pipeline has it; both kinds
     have to run an extra round."""

@@ -77,6 +77,22 @@ def check(outcome: Outcome, victims: set[int], batch: int, exact: bool = True, c
         torch.testing.assert_close(torch.tensor(memory[1]).double(), average, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "Every step commits exactly B microbatches wherever a replica dies, and survivors repeat none of theirs.",
+)
+@pytest.mark.guarantee("The trajectory", "Parameters of all survivors are bitwise equal after every commit.")
+@pytest.mark.guarantee(
+    "The trajectory", "Losses and parameters equal those of one process on the same samples up to rounding."
+)
+@pytest.mark.guarantee(
+    "The trajectory", "Step t uses samples (t-1)B to tB-1 once each with `samples=exact`, through any deaths."
+)
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Buffers that forward changes are equal on all replicas whichever replica died, and bitwise equal with "
+    "`reduction=reproducible`.",
+)
 def test_death_at_every_location_of_a_step_keeps_batch_and_bits(tmp_path: Path) -> None:
     places = ["forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "in-totals"]
     kills = [f"{step}:{9 - step}:{place}" for step, place in enumerate(places, start=1)]
@@ -93,6 +109,10 @@ def test_death_at_every_location_of_a_step_keeps_batch_and_bits(tmp_path: Path) 
     )
 
 
+@pytest.mark.guarantee(
+    "The batch", "Every step commits exactly B microbatches with the roles and spares of the paper."
+)
+@pytest.mark.guarantee("Work kept after a death", "A dead spare costs a repair and no second reduction.")
 @pytest.mark.parametrize(
     "places",
     [
@@ -123,6 +143,9 @@ def test_dead_spare_costs_nothing_and_a_spare_replaces_a_dead_major(
         assert told[1:-1] == [(True, False, 0), (False, False, 0)]
 
 
+@pytest.mark.guarantee(
+    "The batch", "Every step commits exactly B microbatches with the roles and spares of the paper."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(("replicas", "victim"), [(7, 1), (6, 1)])
 def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, victim: int) -> None:
@@ -134,6 +157,9 @@ def test_spares_of_larger_batches_are_promoted(tmp_path: Path, replicas: int, vi
     assert (promotion["boundary"], promotion["restore"], promotion["complete"]) == (False, "blocking", False)
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "In-place buckets with snapshots give the same gradients with either restore mode."
+)
 @pytest.mark.parametrize(
     ("restore", "views", "accum"),
     [
@@ -153,6 +179,9 @@ def test_own_ddp_model_has_the_gradients_of_the_out_of_place_path(
     assert outcome.notes(0, "end")[0]["rewinds"][restore] == 2
 
 
+@pytest.mark.guarantee(
+    "State and samples", "A replica with a flipped bit is evicted within one step, and the others continue."
+)
 def test_replica_with_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -> None:
     """Reproducible sums are those of one process, too."""
     outcome = train(tmp_path, 3, [], flip=[3, 1], reduction="reproducible", bit=30)
@@ -163,6 +192,11 @@ def test_replica_with_a_flipped_bit_is_evicted_within_one_step(tmp_path: Path) -
     assert [len(entry["replicas"]) for entry in commits(outcome)] == [3, 3, 2, 2, 2, 2]
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "A run without a majority stops, names both sides and saves both states, which are never offered "
+    "without a person's decision.",
+)
 def test_run_without_a_majority_stops_and_names_both_sides(tmp_path: Path) -> None:
     outcome = train(
         tmp_path, 2, [], flip=[3, 1], flipped="average"
@@ -176,6 +210,12 @@ def test_run_without_a_majority_stops_and_names_both_sides(tmp_path: Path) -> No
     assert "rename it to unconfirmed-2, and resume" in outcome.output
 
 
+@pytest.mark.guarantee(
+    "State and samples", "A sample that raises on two replicas ends the run with slot, sample and traceback."
+)
+@pytest.mark.guarantee(
+    "Monitoring", "A fence and a poisoned sample are distinguished from other causes of death."
+)
 def test_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: Path) -> None:
     """Whether it raises where it is read (on replica 0, which has it first) or in the loop, where it is computed."""
     outcome = train(tmp_path, 4, [], poison=17)
@@ -192,12 +232,16 @@ def test_poisoned_sample_ends_the_run_with_slot_sample_and_traceback(tmp_path: P
     assert [death["because_of"] for death in story["followed"]] == [first] * 2
 
 
+@pytest.mark.guarantee("The batch", "Every step commits exactly B microbatches with the `gloo` carrier.")
 @pytest.mark.soak  # test_rejoin.py has the bits of a calm run on gloo, test_deaths.py deaths in its reductions
 def test_gloo_carrier_commits_the_same_steps(tmp_path: Path) -> None:
     outcome = train(tmp_path, 4, ["2:1:in-reduce", "4:3:vote"], carrier="gloo")
     check(outcome, {1, 3}, batch=8)
 
 
+@pytest.mark.guarantee(
+    "Membership", "A script that ends while other replicas are inside a step is named and hangs no rank."
+)
 def test_script_that_ends_while_others_are_in_a_step_is_named_and_evicted(tmp_path: Path) -> None:
     outcome = train(tmp_path, 3, [], ends=[3, 2])
     assert outcome.ends[2] == "raised", outcome.output

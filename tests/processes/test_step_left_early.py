@@ -29,6 +29,13 @@ def check_memory(outcome: Outcome) -> None:
         assert late[-1]["os"][1] <= threads + 1
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "Any rank may leave a step early in any way without losses, and the step is taken afterwards.",
+)
+@pytest.mark.guarantee(
+    "Work kept after a death", "Repairs leak no memory, thread or socket with either carrier."
+)
 @pytest.mark.parametrize("carrier", ["mpi", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_step_may_be_left_early_in_any_way_by_any_rank(
     tmp_path: Path, carrier: str, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,9 @@ def strangers(fabrics: Fabrics) -> tuple[Forger, Copier]:
     return tuple(kind(fabrics.server.endpoint, fabrics.prefix) for kind in (Forger, Copier))  # type: ignore[return-value]
 
 
+@pytest.mark.guarantee(
+    "Strangers", "Forged and copied deaths, votes, join requests and decisions do not count."
+)
 def test_forged_death_is_ignored_and_a_real_one_counts(fabrics: Fabrics) -> None:
     forger, copier = strangers(fabrics)
     ranks, _ = fabrics.make(3)
@@ -86,6 +89,9 @@ def test_forged_death_is_ignored_and_a_real_one_counts(fabrics: Fabrics) -> None
     assert agree(ranks[:2], 3) == [None] * 2
 
 
+@pytest.mark.guarantee(
+    "Strangers", "Forged and copied deaths, votes, join requests and decisions do not count."
+)
 @pytest.mark.parametrize("kind", ["forged", "of another rank", "of an earlier agreement"])
 def test_forged_vote_is_ignored(fabrics: Fabrics, kind: str) -> None:
     """Neither for the one that votes last, and decides, nor for the one that reads the votes."""
@@ -113,6 +119,9 @@ def test_forged_vote_is_ignored(fabrics: Fabrics, kind: str) -> None:
     assert told == [3]
 
 
+@pytest.mark.guarantee(
+    "Strangers", "Forged and copied deaths, votes, join requests and decisions do not count."
+)
 def test_forged_join_request_is_ignored(
     fabrics: Fabrics,
 ) -> None:
@@ -135,6 +144,7 @@ def test_forged_join_request_is_ignored(
     stranger.close()
 
 
+@pytest.mark.guarantee("Strangers", "Ranks join only jobs started with `--return` or `--nnodes MIN:MAX`.")
 def test_job_without_joins_ignores_join_requests(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(2, admits=False)
     assert agree(ranks, 7) == [7] * 2
@@ -147,6 +157,9 @@ def test_job_without_joins_ignores_join_requests(fabrics: Fabrics) -> None:
     assert [fabric.asking() for fabric in ranks] == [frozenset()] * 2
 
 
+@pytest.mark.guarantee(
+    "Strangers", "Forged and copied deaths, votes, join requests and decisions do not count."
+)
 @pytest.mark.parametrize("kind", ["forged", "an earlier one"])
 def test_forged_decision_ends_the_members_with_their_agreed_state(fabrics: Fabrics, kind: str) -> None:
     """Etcd counts agreements by the versions of this key: nobody can go on from there."""
@@ -163,6 +176,11 @@ def test_forged_decision_ends_the_members_with_their_agreed_state(fabrics: Fabri
     assert [fabric.participants for fabric in ranks] == [{0, 1}] * 2
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Etcd on one host listens on a private socket; several hosts on an etcd started by an agent need "
+    "`--token-file`.",
+)
 def test_etcd_in_a_directory_listens_on_no_port(tmp_path: Path) -> None:
     with EtcdServer(sockets=tmp_path / "s") as server:
         assert EtcdClient(server.endpoint, token=TOKEN).get("nothing") is None
@@ -212,6 +230,11 @@ def expected(steps: int) -> list[torch.Tensor]:
     return [model.weight.detach(), model.bias.detach()]
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A process without the token that reaches the job's etcd cannot join, read state, declare deaths or end "
+    "the job.",
+)
 def test_stranger_in_the_jobs_etcd_gains_nothing(tmp_path: Path) -> None:
     """It tries to join by the job's own code, copies what members wrote, declares them dead, and orders the end."""
     token = make_token_file(tmp_path / "token")

@@ -69,6 +69,11 @@ def generators() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A microbatch of `recover.stream` depends on its seed and index only, and no generator of the user is "
+    "touched.",
+)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_microbatch_depends_on_seed_and_index_only(kind: str, workers: int) -> None:
@@ -87,6 +92,11 @@ def test_stream_microbatch_depends_on_seed_and_index_only(kind: str, workers: in
     assert flat(other_seed[0]) != expected[0]
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A microbatch of `recover.stream` depends on its seed and index only, and no generator of the user is "
+    "touched.",
+)
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.booleans())
 def test_stream_pass_has_each_item_at_most_once_and_cuts_like_dataloader(
@@ -132,6 +142,11 @@ def test_stream_uses_batched_reads_and_the_users_collate() -> None:
     ]
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream prefetches what is read next, survives a worker's death, and its workers never outlive their "
+    "rank.",
+)
 def test_stream_prefetches_announced_microbatches() -> None:
     """Three slow items are not read by whoever asks for them."""
 
@@ -148,6 +163,11 @@ def test_stream_prefetches_announced_microbatches() -> None:
     assert int(stream[9]) == os.getpid()  # of this one nobody was told
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream prefetches what is read next, survives a worker's death, and its workers never outlive their "
+    "rank.",
+)
 def test_stream_worker_death_costs_only_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     class Deadly(Noisy):
         def __getitem__(self, index: int) -> Any:
@@ -179,6 +199,9 @@ def test_stream_worker_exception_is_raised_where_the_microbatch_is_read() -> Non
         stream[3]
 
 
+@pytest.mark.guarantee(
+    "User code", "Tensors arrive unchanged from a stream worker, small ones without an open file."
+)
 def test_stream_worker_tensors_arrive_unchanged_without_open_files() -> None:
     kinds = (
         torch.bool,
@@ -218,6 +241,11 @@ def test_stream_worker_tensors_arrive_unchanged_without_open_files() -> None:
     assert [batch.tolist() for batch in held] == [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(50)]
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream prefetches what is read next, survives a worker's death, and its workers never outlive their "
+    "rank.",
+)
 def test_stream_worker_never_outlives_its_rank(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -258,6 +286,11 @@ def test_stream_worker_never_outlives_its_rank(tmp_path: Path) -> None:
     assert gone
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream of an iterable rewinds one window only, and an object that is no stream is refused with the "
+    "remedy.",
+)
 def test_stream_of_an_iterable_rewinds_one_window_only() -> None:
     stream = recover.stream(iter(range(100)), batch_size=2, window=4)
     assert stream[9].tolist() == [18, 19]
@@ -274,6 +307,9 @@ def test_stream_of_an_iterable_rewinds_one_window_only() -> None:
         stream[50]
 
 
+@pytest.mark.guarantee(
+    "User code", "A stream of an iterable warns once, when it is resumed, which items are read again."
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_of_an_iterable_warns_once_when_it_is_resumed(workers: int) -> None:
     fresh, resumed = (recover.stream(iter(range(100)), batch_size=2, workers=workers) for _ in range(2))
@@ -287,6 +323,11 @@ def test_stream_of_an_iterable_warns_once_when_it_is_resumed(workers: int) -> No
     assert resumed[20].tolist() == [40, 41]
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream of an iterable rewinds one window only, and an object that is no stream is refused with the "
+    "remedy.",
+)
 def test_stream_worker_one_step_ahead_still_holds_skipped_microbatches() -> None:
     stream = recover.stream(iter(range(100)), window=8, workers=1)
     stream.expect([*range(4, 8), *range(12, 16)], range(8))
@@ -300,6 +341,11 @@ class Endless(IterableDataset):
         return iter(range(10**9))
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream of an iterable rewinds one window only, and an object that is no stream is refused with the "
+    "remedy.",
+)
 def test_object_that_is_no_stream_is_refused_with_the_remedy() -> None:
     loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2, collate_fn=lambda items: items)
     mend = r"write recover.stream\(loader.dataset, batch_size=4, shuffle=True, seed=0, workers=2, collate_fn="
@@ -352,6 +398,11 @@ def test_object_that_is_no_stream_is_refused_with_the_remedy() -> None:
     assert recover.stream(Noisy(), batch_size=np.int64(4))[np.int64(0)] is not None
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A stream prefetches what is read next, survives a worker's death, and its workers never outlive their "
+    "rank.",
+)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_stream_announces_what_is_read_next(data: st.DataObject) -> None:

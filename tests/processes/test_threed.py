@@ -60,6 +60,10 @@ def check_gradients(place: Path, name: str, ranks: list[int], expected: dict[str
     assert set(seen) == set(expected)
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Any rank of a grid may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
 @pytest.mark.soak  # the 2 x 2 grid below and the matrix show the same
 def test_tensor_parallel_replicas_may_lose_two_of_three_in_one_step(tmp_path: Path) -> None:
     """At different positions; the gradients are right before and after."""
@@ -68,6 +72,25 @@ def test_tensor_parallel_replicas_may_lose_two_of_three_in_one_step(tmp_path: Pa
     check(outcome, tmp_path / "run", sections, lost={0, 2})
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Weights per microbatch and per rank give the mean over all tokens for HSDP, pipelines and expert "
+    "groups, through deaths.",
+)
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Random draws of a microbatch slot depend neither on the replica nor on the round, and the ranks of a "
+    "replica draw separately.",
+)
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "A rank of a grid may die in the middle of a round and while it waits in a pipeline bubble.",
+)
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Gradients of a grid equal those of one process to 1e-6 through deaths, and are bitwise equal on all "
+    "ranks that hold them.",
+)
 def test_pipeline_stage_and_expert_rank_may_die_inside_a_round(tmp_path: Path) -> None:
     """A stage that waits for another is killed, then a rank over whose experts all others route; both leave whole.
 
@@ -94,6 +117,19 @@ def test_pipeline_stage_and_expert_rank_may_die_inside_a_round(tmp_path: Path) -
     assert first["digest"] == second["digest"]
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Any rank of a grid may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Gradients of a grid equal those of one process to 1e-6 through deaths, and are bitwise equal on all "
+    "ranks that hold them.",
+)
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "The bits of a 2 x 2 grid do not depend on failures, also with rounds of alternating lengths.",
+)
 @pytest.mark.soak
 def test_grid_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     """Two by two: one replica undisturbed, and two of which one dies in the middle of its pipeline.
@@ -126,6 +162,10 @@ def test_grid_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
 PLACES = ["forward", "backward", "bucket:1", "in-reduce:0", "vote", "update", "after-update", "advance"]
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Any rank of a grid may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("place", "local"),
@@ -140,6 +180,10 @@ def test_grid_rank_may_die_anywhere(tmp_path: Path, place: str, local: int) -> N
     check(outcome, tmp_path / "run", [part], lost={0})
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Any rank of a grid may die anywhere; its peers exit with it, and the others commit B microbatches.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "kills", [["2:0.3:in-reduce", "2:2.1:extra"], ["2:0.3:backward", "2:2.1:repair:census"]]
@@ -150,6 +194,11 @@ def test_grid_survives_a_second_death_during_recovery(tmp_path: Path, kills: lis
     check(outcome, tmp_path / "run", [part], lost={0, 2})
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Gradients of a grid equal those of one process to 1e-6 through deaths, and are bitwise equal on all "
+    "ranks that hold them.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "part",

@@ -20,6 +20,9 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.guarantee(
+    "The trainer", "A run without a majority names the last good checkpoint and resumes from it."
+)
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_run_without_a_majority_names_the_last_good_checkpoint(

@@ -8,6 +8,9 @@ import pytest
 from training import CAN_BE_CUT, check_lines, small_world, train
 
 
+@pytest.mark.guarantee(
+    "On GPUs", "Compiled blocks keep their names and gradients, and unsupported settings are refused by name."
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "kind",

@@ -27,6 +27,11 @@ def hsdp(run_dir: Path, *words: str, kills: list[str] | None = None, resume: Pat
     return train(run_dir, *words, kills=kills or [], resume=resume)
 
 
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Sharded training has the same bits through deaths and a resume, and its checkpoint fits other shards "
+    "and replicas.",
+)
 @pytest.mark.soak
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_hsdp_training_has_the_same_bits_through_deaths_and_a_resume(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ from recover.train.optimizer import make_optimizer
 PLACES = ("forward", "backward", "bucket", "in-reduce", "vote", "update", "after-update", "advance")
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A run that loses four of five replicas, two of them writers, records B microbatches in every step.",
+)
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 def test_run_survives_four_of_five_deaths_with_B_microbatches_per_step(tmp_path: Path) -> None:
     """The writer is among the dead, and so is the rank that writes after it: after its last commit, before it can write
     it down."""
@@ -90,6 +95,7 @@ def test_run_survives_four_of_five_deaths_with_B_microbatches_per_step(tmp_path:
         assert goodput["parts_ms"][part] > 0, part
 
 
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 @pytest.mark.soak  # tests/simulated shows the same
 @pytest.mark.parametrize("seed", [1, 2])
 def test_record_lines_survive_repeated_deaths_of_the_writer(tmp_path: Path, seed: int) -> None:
@@ -109,6 +115,7 @@ def test_record_lines_survive_repeated_deaths_of_the_writer(tmp_path: Path, seed
     ]
 
 
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 @pytest.mark.soak
 def test_record_lines_survive_fifty_random_deaths_of_the_writer(tmp_path: Path) -> None:
     """Killed from outside, whatever they are doing: whoever writes, five in a run."""
@@ -131,6 +138,7 @@ def test_record_lines_survive_fifty_random_deaths_of_the_writer(tmp_path: Path) 
     assert killed >= 45
 
 
+@pytest.mark.guarantee("The trainer", "Partitioned samples are never used twice.")
 def test_partitioned_samples_are_used_once_and_only_dead_ones_drop_out(tmp_path: Path) -> None:
     words = [
         *small_world(tmp_path),
@@ -162,6 +170,7 @@ def test_partitioned_samples_are_used_once_and_only_dead_ones_drop_out(tmp_path:
         assert line["data_digest"] == data_digest(together)
 
 
+@pytest.mark.guarantee("The trainer", "A death during a checkpoint leaves the previous one usable.")
 @pytest.mark.usefixtures("every_checkpoint_is_awaited")
 def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path) -> None:
     """Then the last replica is lost too, and another number of replicas goes on: same B, same LR, the next data."""
@@ -197,6 +206,7 @@ def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path
     assert again.checkpoints == ["step-9"]
 
 
+@pytest.mark.guarantee("The trainer", "A stopped run resumes with the bits of an unstopped run.")
 def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -> None:
     """A rank gets the signal and all stop after the same step; then the launcher gets it; bit for bit the same end."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "lr=0.1", "warmup_steps=1000"]
@@ -271,6 +281,11 @@ def smooth(losses: list[float], window: int = 10) -> np.ndarray:
     return np.convolve(losses, np.ones(window) / window, mode="valid")
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A run with `reduction=fast` and deaths uses the same samples in every step, and its losses differ by "
+    "at most 1e-4.",
+)
 def test_loss_curve_of_a_run_with_deaths_matches_a_failure_free_run(tmp_path: Path) -> None:
     """Of one process: the same samples in every step, the same losses but for rounding. That is closer than
     failure-free runs on other data are to each other. `adaptive` has smaller batches."""

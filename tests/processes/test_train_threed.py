@@ -44,6 +44,9 @@ def cut_off(run: Trained) -> Path:
     return run.run_dir
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)", "A checkpoint fits another grid and another number of replicas."
+)
 @pytest.mark.soak
 def test_run_resumes_on_another_grid_and_replica_count(tmp_path: Path) -> None:
     """Tied embeddings in one piece, then at both ends of a pipeline that loses a replica."""
@@ -57,6 +60,9 @@ def test_run_resumes_on_another_grid_and_replica_count(tmp_path: Path) -> None:
     assert [tuple(line["dead_ranks"]) for line in other.incidents] == [(0, 1)]
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)", "A checkpoint fits another grid and another number of replicas."
+)
 @pytest.mark.soak
 def test_experts_and_optimizer_state_resume_on_every_other_grid(tmp_path: Path) -> None:
     experts = ["experts=4", "replicas=1"]
@@ -98,6 +104,7 @@ def test_paper_experiments_can_be_dry_run_anywhere(
     assert ("too few for one step" in said) == (processes == 512)
 
 
+@pytest.mark.guarantee("Grids (3D parallelism)", "A grid that does not fit is refused before the start.")
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

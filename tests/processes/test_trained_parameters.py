@@ -8,6 +8,11 @@ import pytest
 from worlds import run_world
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Frozen, unfrozen and unused parameters match one process through a death in the same step, and a "
+    "replica that freezes alone is evicted.",
+)
 def test_frozen_and_unused_parameters_match_one_process_through_deaths(tmp_path: Path) -> None:
     """With a death in the step of a freeze and an unfreeze; in the end one replica changes alone."""
     sections = ["frozen", "double", "complex", "ddp", "stray", "left-overs", "unlike", "alone", "scaled"]
@@ -55,6 +60,9 @@ def test_frozen_and_unused_parameters_match_one_process_through_deaths(tmp_path:
         assert "bf16 autocast" in outcome.notes(rank, "scaled")[0]["error"]
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Sharded replicas freeze parameters and skip unused ones, also after an evaluation."
+)
 @pytest.mark.soak
 def test_sharded_replica_freezes_and_skips_unused_parameters(tmp_path: Path) -> None:
     """After an evaluation, too, and with a death in the step of the freeze."""

@@ -21,6 +21,10 @@ while step.index < {STEPS}:
 """
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A job whose output is not read survives deaths and loses output only beyond 4 MiB, the oldest first.",
+)
 @pytest.mark.parametrize(
     "options",
     [

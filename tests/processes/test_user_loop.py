@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from own_loop import digest, make_stream, reference
 from worlds import Outcome, run_world
@@ -11,6 +12,10 @@ from worlds import Outcome, run_world
 from recover.checkpoint import directory
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A user's own loop keeps the batches, records and checkpoints of one process, whichever replica dies.",
+)
 def test_own_loop_keeps_batches_records_and_checkpoints_through_deaths(tmp_path: Path) -> None:
     """Of five replicas one dies over a line, one over a checkpoint, one in a reduction while its thread hangs, and one
     over the line after the last step; two others go on from the checkpoint."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import Job
 from patience import PATIENCE
 from worlds import run_world
@@ -37,6 +38,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.guarantee(
+    "User code", "A user's own script is monitored, recorded by any survivor and reported."
+)
+@pytest.mark.guarantee(
+    "User code",
+    "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
+)
 def test_own_script_is_monitored_recorded_and_reported(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = run_world("own_script.py", run_dir, 3, kills=["3:0:update", "5:2:vote"])
@@ -79,6 +87,10 @@ def test_own_script_is_monitored_recorded_and_reported(tmp_path: Path) -> None:
     assert "Replica 2 was lost in step 8" in page
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "`python train.py` is a world of one without launcher and MPI, and is refused under a foreign launcher.",
+)
 def test_plain_python_is_a_world_of_one_without_launcher_and_mpi(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STEP + "if len(sys.argv) > 1: raise KeyError('mine')\n")
     for words, code in (((), 0), (("raise",), 1)):
@@ -147,6 +159,11 @@ class Terminal:
         return code
 
 
+@pytest.mark.guarantee("User code", "A single rank owns the terminal, and its debugger works.")
+@pytest.mark.guarantee(
+    "User code",
+    "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
+)
 def test_single_rank_owns_the_terminal_and_its_debugger_works(tmp_path: Path) -> None:
     terminal = Terminal(
         tmp_path,
@@ -168,6 +185,10 @@ def test_single_rank_owns_the_terminal_and_its_debugger_works(tmp_path: Path) ->
     assert "never called recover.init()" in terminal.text
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Output of ranks arrives whole, in order and labelled, and progress bars are redrawn in place.",
+)
 def test_several_ranks_draw_on_the_terminal(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\nfrom recover.job import process\nfrom rich.progress import track\n"

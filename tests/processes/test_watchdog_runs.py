@@ -69,6 +69,14 @@ def test_board_shows_last_and_stopped_ranks_and_their_activity(tmp_path: Path) -
     assert set(board.signs_of_life(0)) == {0}
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A stopped rank and a rank stuck inside a step are fenced, repaired and named as the cause, and a later "
+    "SIGCONT has no effect.",
+)
+@pytest.mark.guarantee(
+    "Monitoring", "A fence and a poisoned sample are distinguished from other causes of death."
+)
 def test_stopped_and_stuck_ranks_are_fenced_and_sigcont_comes_too_late(tmp_path: Path) -> None:
     """Rank 0 is stopped before the first step is through, rank 1 from outside, and rank 3 is stuck, but runs."""
     run_dir = tmp_path / "run"
@@ -115,6 +123,9 @@ def test_stopped_rank_is_fenced_by_default_after_the_documented_limit(tmp_path: 
     assert [incident["dead_replicas"] for incident in run.incidents] == [[1]]
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "A rank that is stopped during its exit does not block the job."
+)
 def test_rank_stopped_during_exit_does_not_block_the_job(tmp_path: Path) -> None:
     """After the closing agreement nobody waits for it any more, but the launcher does."""
     script = """
@@ -138,6 +149,11 @@ def stalls(tmp_path: Path, **more: float) -> tuple[Outcome, dict[int, str]]:
     return outcome, {rank: log.read_text() if log.exists() else "" for rank, log in logs.items()}
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A held interpreter lock between steps and a stall of most replicas cost no rank; a slow sample costs "
+    "one replica.",
+)
 @pytest.mark.soak
 def test_slow_sample_costs_one_replica_and_a_stall_of_most_costs_none(tmp_path: Path) -> None:
     outcome, logs = stalls(tmp_path)
@@ -154,6 +170,9 @@ def test_slow_sample_costs_one_replica_and_a_stall_of_most_costs_none(tmp_path: 
     assert list(notes_in(tmp_path / "run", 7)) == [(1, ((3, 63),))]
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "A slot that has cost two replicas ends the run, however each was lost."
+)
 @pytest.mark.soak
 def test_sample_that_hangs_two_replicas_ends_the_run(tmp_path: Path) -> None:
     outcome, _ = stalls(tmp_path, last=1000)
@@ -168,6 +187,9 @@ def notes_in(run_dir: Path, step: int) -> Iterator[tuple[int, tuple[tuple[int, i
     yield from ((note.rank, note.suspects) for note in RunNotes(str(run_dir), 0).read(step))
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "A slot that has cost two replicas ends the run, however each was lost."
+)
 def test_slot_that_cost_two_replicas_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     notes, grid = RunNotes(str(tmp_path), 0), Grid(4, 2)
@@ -195,6 +217,10 @@ def _wakes(pid: int) -> bool:
         return False
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A pause of a second evicts no rank by default, and a straggler is named with its factor.",
+)
 def test_pause_evicts_no_rank_by_default_and_a_straggler_is_named(tmp_path: Path) -> None:
     words = [*small_world(tmp_path), "replicas=3", "accum=2", "steps=13", "microbatch_size=64"]
     run = train(tmp_path / "run", *words, kills=["3:2:forward=slow:4", "6:1:in-reduce=pause:1"])

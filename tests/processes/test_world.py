@@ -20,6 +20,9 @@ from recover.launch.foreign_mpirun import make_shared_directory
 from recover.world.liveness.board import Board
 
 
+@pytest.mark.guarantee(
+    "Membership", "A rank that dies between the votes of two groups does not split healthy replicas."
+)
 @pytest.mark.parametrize(("protocol", "torn"), [("per-group", True), ("world", False)])
 def test_verdict_per_group_tears_the_world_and_a_global_one_does_not(
     tmp_path: Path, protocol: str, torn: bool
@@ -29,6 +32,10 @@ def test_verdict_per_group_tears_the_world_and_a_global_one_does_not(
     assert (verdicts[0] != verdicts[1]) is torn, f"{verdicts}\n{outcome.output}"
 
 
+@pytest.mark.guarantee(
+    "Membership", "An orphan blocked in a call to its peers delays the others by less than a second."
+)
+@pytest.mark.guarantee("Monitoring", "An orphan is never named as the cause.")
 def test_orphan_blocked_in_gloo_does_not_delay_the_others(tmp_path: Path) -> None:
     outcome = run_world("orphan.py", tmp_path / "run", 6, replica_size=3)
     assert outcome.survivors == [0, 1, 2], outcome.output
@@ -39,6 +46,7 @@ def test_orphan_blocked_in_gloo_does_not_delay_the_others(tmp_path: Path) -> Non
     assert followed == {3: ("orphan", 5), 4: ("orphan", 5)}
 
 
+@pytest.mark.guarantee("User code", "A stock DDP model on torch backend `ulfm` has the losses of gloo.")
 def test_stock_ddp_on_backend_ulfm_has_the_losses_of_gloo(tmp_path: Path) -> None:
     losses = {}
     for backend in ("gloo", "ulfm"):
@@ -51,6 +59,7 @@ def test_stock_ddp_on_backend_ulfm_has_the_losses_of_gloo(tmp_path: Path) -> Non
     assert losses["ulfm"][0] != losses["ulfm"][1]  # each replica saw data of its own
 
 
+@pytest.mark.guarantee("User code", "The primitives of the paper return the same on every survivor.")
 def test_primitives_return_the_same_on_every_survivor(tmp_path: Path) -> None:
     outcome = run_world("primitives.py", tmp_path / "run", 5, kills=["1:1:bucket", "2:0:bucket"])
     assert outcome.survivors == [2, 3, 4], outcome.output
@@ -85,6 +94,7 @@ def _mpirun(*words: str, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.guarantee("The launcher", "A world without fault tolerance is refused.")
 def test_world_without_fault_tolerance_is_refused_with_the_remedy() -> None:
     result = _mpirun("-np", "1", script="import recover; recover.init()")
     assert "--with-ft ulfm" in result.stderr
@@ -93,6 +103,9 @@ def test_world_without_fault_tolerance_is_refused_with_the_remedy() -> None:
 ULFM = ("--with-ft", "ulfm", "--mca", "coll", "^han", "--mca", "coll_ftagree_era_topology", "2")
 
 
+@pytest.mark.guarantee(
+    "Strangers", "A job under a foreign mpirun ends well on every rank and leaves nothing in shared memory."
+)
 def test_foreign_mpirun_starts_a_job(tmp_path: Path) -> None:
     script = (
         "import recover, os, signal\n"
@@ -108,6 +121,11 @@ def test_foreign_mpirun_starts_a_job(tmp_path: Path) -> None:
     assert result.stdout.count("left (0, 2)") == 2, result.stderr
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Replicas of several ranks under a foreign mpirun rendezvous in its run directory and listen on "
+    "loopback on a single host.",
+)
 def test_foreign_mpirun_replicas_rendezvous_in_the_run_directory(
     tmp_path: Path,
 ) -> None:
@@ -131,6 +149,9 @@ def test_foreign_mpirun_replicas_rendezvous_in_the_run_directory(
     ), result.stderr
 
 
+@pytest.mark.guarantee(
+    "Strangers", "A job under a foreign mpirun ends well on every rank and leaves nothing in shared memory."
+)
 @pytest.mark.soak
 def test_foreign_mpirun_ends_ten_jobs_well_on_every_rank(tmp_path: Path) -> None:
     for job in range(10):
@@ -148,6 +169,10 @@ WHERE = (
 )
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Ranks under any mpirun use a rendezvous directory of their own job and refuse a planted one.",
+)
 def test_foreign_mpirun_rendezvous_directory_is_one_per_job(tmp_path: Path) -> None:
     """Also behind a wrapper, and where both have the same namespace, as a process id that is used again gives it."""
     rank = f"'{sys.executable}' -c '{WHERE}'"
@@ -165,6 +190,10 @@ def test_foreign_mpirun_rendezvous_directory_is_one_per_job(tmp_path: Path) -> N
     assert places[0] != places[1]
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Ranks under any mpirun use a rendezvous directory of their own job and refuse a planted one.",
+)
 @pytest.mark.parametrize("planted", ["link", "file", "open directory"])
 def test_planted_rendezvous_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
@@ -185,6 +214,7 @@ def test_planted_rendezvous_directory_is_refused(
         make_shared_directory()
 
 
+@pytest.mark.guarantee("Strangers", "The board follows no symbolic link and starts from zero.")
 def test_board_follows_no_link_and_resets_foreign_counts(tmp_path: Path) -> None:
     victim = tmp_path / "thesis.txt"
     victim.write_text("words")
@@ -214,6 +244,11 @@ def test_programs_are_all_used() -> None:
     assert [p.name for p in PROGRAMS.glob("*.py") if p.name not in text] == []
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Operations of the cross group are right on every type with every carrier (`nccl` on a GPU: "
+    "`TEST_DEVICE=cuda`).",
+)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_carrier_operations_are_right_on_every_type(tmp_path: Path, carrier: str) -> None:
     outcome = run_world("operations.py", tmp_path / "run", 3, [carrier])
@@ -221,6 +256,11 @@ def test_carrier_operations_are_right_on_every_type(tmp_path: Path, carrier: str
     assert "one per member" in outcome.output
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A receiver of a partial message is freed when the rest is lost, in every operation, whether the sender "
+    "dies, aborts or is evicted.",
+)
 def test_receiver_of_a_partial_message_is_freed_when_the_rest_is_lost() -> None:
     program = Path(__file__).parent.parent / "programs" / "half_a_message.py"
     found = subprocess.run(
@@ -232,6 +272,11 @@ def test_receiver_of_a_partial_message_is_freed_when_the_rest_is_lost() -> None:
     assert {ends[f"{each}, a sender that dies"] for each in ("broadcast", "exchange")} == {"freed"}
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A stranger at a rank's port neither enters nor hangs nor ends the job, and ranks on one host listen on "
+    "loopback only.",
+)
 def test_stranger_at_a_rank_port_neither_enters_nor_hangs_nor_ends_the_job(tmp_path: Path) -> None:
     outcome = run_world("strangers.py", tmp_path / "run", 3)
     assert outcome.code == 0, outcome.output

@@ -97,6 +97,11 @@ def _b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A value sealed for another key, run, rank, agreement or token, or truncated, is ignored and named in "
+    "the log.",
+)
 @given(st.text(max_size=20), st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=40))
 def test_message_is_authentic_only_for_its_key_and_bytes(
     place: str, data: bytes, other_place: str, other_data: bytes
@@ -164,6 +169,11 @@ ELSEWHERE = {
 COPIES = [(key, place) for key in WRITTEN for place in ELSEWHERE if place != "another epoch" or "/3/" in key]
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A value sealed for another key, run, rank, agreement or token, or truncated, is ignored and named in "
+    "the log.",
+)
 @pytest.mark.parametrize(("key", "place"), COPIES)
 def test_member_value_copied_to_another_key_is_ignored(key: str, place: str) -> None:
     raw: dict[str, bytes] = {}
@@ -175,6 +185,11 @@ def test_member_value_copied_to_another_key_is_ignored(key: str, place: str) -> 
     assert Store("token", raw).get(key) == KeyValue(key, WRITTEN[key], 1, 5)
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A value sealed for another key, run, rank, agreement or token, or truncated, is ignored and named in "
+    "the log.",
+)
 @pytest.mark.parametrize("key", WRITTEN)
 def test_forged_values_are_ignored_by_every_read_and_named_once(
     key: str, capsys: pytest.CaptureFixture[str]
@@ -216,6 +231,11 @@ def test_guards_compare_sealed_values() -> None:
     assert body[0]["value"] != body[1]["value"]
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "A value sealed for another key, run, rank, agreement or token, or truncated, is ignored and named in "
+    "the log.",
+)
 def test_votes_and_decisions_of_another_agreement_do_not_count() -> None:
     """Their keys are the same in every agreement, so somebody could put them back."""
     raw: dict[str, bytes] = {}
@@ -369,6 +389,10 @@ class FakeParcel:
         return {"generators": None}
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "State is accepted only from its sender in its epoch, and network data is never unpickled unchecked.",
+)
 def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not signed so is not even looked into."""
     monkeypatch.setattr(state_handover, "Parcel", FakeParcel)
@@ -405,6 +429,11 @@ def test_state_is_accepted_only_from_its_sender_in_its_epoch(monkeypatch: pytest
         assert not taken("token", 5)
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Etcd on one host listens on a private socket; several hosts on an etcd started by an agent need "
+    "`--token-file`.",
+)
 def test_several_hosts_on_an_own_etcd_need_a_token_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -429,6 +458,11 @@ def test_several_hosts_on_an_own_etcd_need_a_token_file(
     assert make_token_file(made).read_text() == made.read_text()
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "Etcd on one host listens on a private socket; several hosts on an etcd started by an agent need "
+    "`--token-file`.",
+)
 def test_single_host_job_has_its_own_token_and_socket() -> None:
     tokens = {read_options(one_host(2, 1, HostOptions(returns=True)), {}).token for _ in range(3)}
     assert len(tokens) == 3
@@ -439,6 +473,7 @@ def test_single_host_job_has_its_own_token_and_socket() -> None:
         read_options(HostOptions(nnodes="2", rdzv_endpoint="unix:", rdzv_id="j"), {})
 
 
+@pytest.mark.guarantee("Strangers", "Ranks join only jobs started with `--return` or `--nnodes MIN:MAX`.")
 @pytest.mark.parametrize(
     ("options", "admits"),
     [
@@ -455,6 +490,10 @@ def test_ranks_join_only_jobs_started_with_joins(options: dict[str, Any], admits
 OWN_PIPES = {"recover/data/readers.py"}  # what is unpickled there comes from a process of our own
 
 
+@pytest.mark.guarantee(
+    "Strangers",
+    "State is accepted only from its sender in its epoch, and network data is never unpickled unchecked.",
+)
 def test_network_data_is_never_unpickled() -> None:
     """Neither by name, nor by torch's collectives of objects, nor by `recv()` of a `multiprocessing` connection."""
     found = set()

@@ -334,6 +334,10 @@ def test_bench_part_has_a_call_and_a_place_on_the_page() -> None:
             assert name.partition("-")[0] in FIGURES
 
 
+@pytest.mark.guarantee(
+    "Published figures",
+    "A benchmark that cannot write its figures measures nothing, and missing package metadata loses none.",
+)
 @pytest.mark.parametrize(
     ("name", "long"), [(name, long) for long in (False, True) for name in suite.parts(long)], ids=str
 )

@@ -70,6 +70,9 @@ OPERATIONS: dict[str, Callable[[CrossGroup], Work]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "Membership", "Host copies of a failed operation live exactly as long as the library may write to them."
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_host_copies_of_a_failed_operation_live_as_long_as_its_work(operation: str) -> None:
     """World keeps failed works until the ranks have agreed again; then the copies must go with them."""

@@ -127,6 +127,10 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Every carrier operation is ordered behind the caller's stream for all buffers that it reads or writes.",
+)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 @pytest.mark.parametrize("group", GROUPS)
 def test_carrier_operations_wait_for_the_stream_of_the_caller(
@@ -146,6 +150,10 @@ def test_carrier_operations_wait_for_the_stream_of_the_caller(
         assert result.tolist() == expected
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Every carrier operation is ordered behind the caller's stream for all buffers that it reads or writes.",
+)
 @pytest.mark.parametrize("group", ["nccl", "host and device", "host"])
 def test_staging_buffer_is_reused_only_after_it_was_copied_out(
     group: str, monkeypatch: pytest.MonkeyPatch

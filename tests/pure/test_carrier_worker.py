@@ -8,6 +8,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from patience import wait_until
 
@@ -38,6 +39,9 @@ def test_worker_begins_the_next_operation_while_the_device_is_busy() -> None:
     assert not worker.busy
 
 
+@pytest.mark.guarantee(
+    "Membership", "The vote waits for all sums queued on the device, not for the host's part alone."
+)
 def test_worker_drain_waits_for_the_device_after_a_later_failure() -> None:
     worker, device, drained = Worker(), threading.Event(), threading.Event()
 
@@ -133,6 +137,11 @@ def test_gradients_are_views_of_the_result_of_this_step() -> None:
     assert place.gradient_in(rounded + 1).tolist() == [12, 13]
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rank has its initial threads, sockets and files after any number of deaths, also without garbage "
+    "collection of cycles.",
+)
 def test_failed_resources_are_freed_without_cycle_collection() -> None:
     """A group of sockets and threads, say. Who trains large models often lets Python look seldom, or never."""
     held: list[weakref.ref[Any]] = []

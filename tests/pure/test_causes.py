@@ -38,6 +38,7 @@ ENDS: list[dict[str, Any]] = [
 ORPHAN = {"words": {"end": "orphan", "detail": "rank 0 of this replica has died"}, "signal": "SIGKILL"}
 
 
+@pytest.mark.guarantee("Monitoring", "An orphan is never named as the cause.")
 @given(st.data(), st.integers(1, 3), st.integers(1, 4))
 def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
     data: st.DataObject, size: int, replicas: int
@@ -71,6 +72,10 @@ def test_orphan_is_never_the_cause_and_each_loss_is_reported_once(
         assert not {death.rank for death in other.deaths} & dead, "told twice"
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "`recover why` names a lost host as the first cause with time and advice, and lists its ranks.",
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["each host its own directory", "a shared one"])
 def test_lost_host_is_the_first_cause_and_lists_its_ranks(shared: bool) -> None:
     """Replicas of two. h1 with ranks 0 to 2 loses its power, so rank 3 on h2 is an orphan; rank 5 was killed on h3."""

@@ -77,6 +77,11 @@ def run(step: recover.Step, model: torch.nn.Module, stream: Stream, log: list[st
         step.backward(loss_of(model, sample))
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The host reads no device value while microbatches run, and reads all values at once at the vote (GPU: "
+    "`TEST_DEVICE=cuda`).",
+)
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("buffers", [(), MEMORY], ids=["constant", "moving"])
 def test_device_values_are_read_at_the_vote_only_and_all_at_once(
@@ -140,6 +145,11 @@ def test_partner_usage_inside_a_replica_is_read_at_the_vote(log: list[str]) -> N
     assert log.count("transfer") == 1, "it was read twice"
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The host reads no device value while microbatches run, and reads all values at once at the vote (GPU: "
+    "`TEST_DEVICE=cuda`).",
+)
 def test_loss_counts_although_its_memory_is_reused() -> None:
     """By the user, or by a captured graph that writes each one to the same place."""
     model = Model().to(DEVICE)
@@ -153,6 +163,10 @@ def test_loss_counts_although_its_memory_is_reused() -> None:
     assert step.loss == pytest.approx(sum(losses) / BATCH, rel=1e-12)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The vote finds an overflow wherever it arose, and the repeated step keeps nothing of the first attempt.",
+)
 @pytest.mark.parametrize("struck", range(BATCH))
 def test_overflow_repeats_the_step_and_leaves_nothing_of_the_first_attempt(struck: int) -> None:
     """One microbatch has a gradient of 1e9; its loss is as small as the others."""
@@ -187,6 +201,11 @@ NUMBERS: dict[torch.dtype, list[Any]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The host reads no device value while microbatches run, and reads all values at once at the vote (GPU: "
+    "`TEST_DEVICE=cuda`).",
+)
 @given(st.lists(st.tuples(st.sampled_from(list(NUMBERS)), st.integers(0, 3)), max_size=12), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_device_values_of_every_type_arrive_unchanged(
@@ -237,6 +256,10 @@ class SlowDevice:
         return DeviceValue(lambda: 0.25)
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "A device error, which arrives late, is attributed to all microbatches it may belong to.",
+)
 def test_device_error_is_attributed_to_all_possible_microbatches() -> None:
     shown: list[list[tuple[int, int]]] = []
     notes: list[list[tuple[int, int]]] = []
@@ -266,6 +289,10 @@ def test_device_error_is_attributed_to_all_possible_microbatches() -> None:
     assert len(notes) == 2, "what the device is through with is not to blame"
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A value derived from a sum waits for it on the device of the sum, whichever device is current.",
+)
 def test_result_is_awaited_on_its_own_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import runpy
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -117,87 +116,6 @@ def test_readme_diff_matches_the_examples() -> None:
     for sign, lines, others in (("+", after, before), ("-", before, after)):
         shown = {line[1:] for line in diff.splitlines() if line[0] == sign} - {""}
         assert shown == set(lines) - set(others)
-
-
-SOAK, IN_PART = "*soak:* ", "*soak in part:* "
-ROW = re.compile(r"^\| (?!guarantee \||---)(.+) \| (.+) \|$", re.MULTILINE)
-MARKED = re.compile(r"(\*soak(?: in part)?:\* )?`(tests/[\w/]+\.py)::(\w+)`( \(soak\))?")
-
-
-def is_soak(node: ast.AST) -> bool:
-    """Whether an expression is `pytest.mark.soak`, or a list that holds it."""
-    if isinstance(node, ast.List | ast.Tuple):
-        return any(map(is_soak, node.elts))
-    return ast.unparse(node) == "pytest.mark.soak"
-
-
-def soak_marks(file: Path) -> dict[str, str]:
-    """By test of a file: how the page marks it, going by its decorators and the `pytestmark` of its file."""
-    tree = ast.parse(file.read_text())
-    values = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    whole_file = "pytestmark" in values and is_soak(values["pytestmark"])
-
-    def parameters(decorator: ast.expr) -> list[bool]:
-        """Of those that a decorator gives: whether each is a soak."""
-        if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "pytest.mark.parametrize":
-            return []
-        given = decorator.args[1]
-        given = values.get(given.id, given) if isinstance(given, ast.Name) else given
-        each = given.elts if isinstance(given, ast.List | ast.Tuple) else []
-        return [
-            isinstance(one, ast.Call)
-            and any(key.arg == "marks" and is_soak(key.value) for key in one.keywords)
-            for one in each
-        ]
-
-    marks = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            soaks = [parameters(decorator) for decorator in node.decorator_list]
-            whole = whole_file or any(map(is_soak, node.decorator_list)) or any(s and all(s) for s in soaks)
-            marks[node.name] = SOAK if whole else IN_PART if any(map(any, soaks)) else ""
-    return marks
-
-
-def test_guarantees_are_marked_as_soaks_where_their_tests_are() -> None:
-    """What `make test` does not run may not look as if it did; and every guarantee names a test itself."""
-    page = (ROOT / "docs" / "explanation" / "guarantees.md").read_text()
-    rows = ROW.findall(page)
-    assert len(rows) > 300
-    assert [what for what, tests in rows if not re.search(r"`tests/|`recover |\]\(", tests)] == []
-    wrong = [
-        f"{file}::{name} is marked {mark or 'as none'!r}, and is {soak_marks(ROOT / file)[name] or 'none'!r}"
-        for mark, file, name, _ in MARKED.findall(page)
-        if mark != soak_marks(ROOT / file)[name]
-    ]
-    assert wrong == []
-
-
-def test_soak_marks_are_read_from_decorators_parameters_and_files(tmp_path: Path) -> None:
-    file = tmp_path / "test_it.py"
-    some = "pytest.param(1, marks=pytest.mark.soak)"
-    text = f"""
-    KINDS = [1, {some}]
-    def test_none(): ...
-    @pytest.mark.soak
-    def test_whole(): ...
-    @pytest.mark.parametrize('x', [{some}, {some}])
-    def test_all_parameters(): ...
-    @pytest.mark.parametrize('x', [1, {some}])
-    def test_part(): ...
-    @pytest.mark.parametrize('x', KINDS)
-    def test_part_by_name(): ...
-    """
-    file.write_text(textwrap.dedent(text))
-    assert list(soak_marks(file).values()) == ["", SOAK, SOAK, IN_PART, IN_PART]
-    file.write_text("pytestmark = [pytest.mark.soak]\ndef test_it(): ...\n")
-    assert soak_marks(file) == {"test_it": SOAK}
 
 
 def strings_of_the_package() -> str:

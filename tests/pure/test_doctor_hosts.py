@@ -11,6 +11,7 @@ from recover.launch.doctor.hosts import findings_between
 from recover.launch.doctor.hosts_probe import rounds
 
 
+@pytest.mark.guarantee("Several hosts", "The doctor tries every pair of hosts and names the remedy.")
 @pytest.mark.parametrize("size", range(1, 10))
 def test_doctor_tries_every_pair_of_hosts_once_without_overlap(size: int) -> None:
     found = rounds(size)
@@ -27,6 +28,7 @@ def host(number: int, **more: Any) -> dict[str, Any]:
 GOOD = {"mbit": 1000.0, "ahead": 0.01, "unsure": 0.001, "mtu": 1500}
 
 
+@pytest.mark.guarantee("Several hosts", "The doctor tries every pair of hosts and names the remedy.")
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [

@@ -36,6 +36,10 @@ def verdict(*replicas: tuple[int, int, bool]) -> DriftVerdict:
 OLD, JUNIOR, PROVEN = (0, True), (7, False), (7, True)
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joined replica has no say in which state is right before a save or 100 steps have found it equal.",
+)
 @pytest.mark.parametrize(
     ("replicas", "evicted"),
     [
@@ -73,6 +77,10 @@ def test_run_stops_where_old_and_new_replicas_differ_without_a_majority(
     assert not found.evicted
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joined replica has no say in which state is right before a save or 100 steps have found it equal.",
+)
 @given(
     some.lists(some.integers(1, 3), min_size=1, max_size=5),
     some.lists(some.tuples(some.integers(1, 3), some.booleans(), some.integers(1, 9)), max_size=5),
@@ -98,6 +106,10 @@ def test_joined_replicas_never_decide_and_survivors_hold_one_state(
     assert verdict(*[one for one in replicas if one[2]]).states == ()
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joined replica has no say in which state is right before a save or 100 steps have found it equal.",
+)
 def test_joined_replica_counts_after_a_full_comparison_or_100_steps() -> None:
     seniority = Seniority()
     assert seniority.counts(1)
@@ -232,6 +244,11 @@ def _state_of(change: str) -> list[Digest]:
     return step._engine.compared.digests()
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "The evicted replica, its peers, `recover why`, the page and `incidents.jsonl` name the entry that "
+    "differs.",
+)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -268,6 +285,11 @@ class Nested(torch.optim.SGD):
                 self.state[parameter].update({0: held, "m": torch.ones(2)})
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "Every vote compares parameters, running buffers and settings; a save also compares optimizer state, "
+    "schedulers and `extra=`.",
+)
 @pytest.mark.parametrize(
     "change", ["nested", "value", "learning rate", "scheduler", "extra", "none", "no parameter's"]
 )

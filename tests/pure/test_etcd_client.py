@@ -138,6 +138,10 @@ def unavailable(*_: object) -> tuple[int, Any]:
     return 503, {"error": "etcdserver: no leader", "code": 14, "message": "etcdserver: no leader"}
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "The etcd client skips endpoints that do not answer, and its refusals name endpoint, cause and remedy.",
+)
 def test_etcd_client_skips_endpoints_that_do_not_answer(gateways: Any) -> None:
     """Nobody listens; somebody listens and is silent; somebody has no leader; somebody hangs up."""
     with socket.socket() as silent, socket.socket() as refusing:
@@ -222,6 +226,10 @@ def test_etcd_client_logs_in_once_and_again_after_expiry(gateways: Any) -> None:
         EtcdClient(gateway.endpoint).txn([], [])
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "The etcd client skips endpoints that do not answer, and its refusals name endpoint, cause and remedy.",
+)
 def test_etcd_refusal_names_endpoint_cause_and_remedy(gateways: Any) -> None:
     for status, answer, mend in (
         (500, {"error": "etcdserver: corrupt cluster", "code": 15}, "alarm CORRUPT"),
@@ -278,6 +286,11 @@ ERRORS = [
 ]
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Every etcd error is retried, answered by a login or final, and a full database is named with alarm and "
+    "remedy.",
+)
 def test_etcd_error_is_retried_answered_by_a_login_or_final() -> None:
     assert {said: classify(code, status, said)[0] for said, code, status, _ in ERRORS} == {
         said: kind for said, _, _, kind in ERRORS
@@ -292,6 +305,9 @@ def test_etcd_error_is_retried_answered_by_a_login_or_final() -> None:
     assert read_error(flat) == read_error(streamed) == (14, "etcdserver: no leader")
 
 
+@pytest.mark.guarantee(
+    "On etcd", "Users may change, tokens expire and authentication be switched off and on while a job runs."
+)
 @pytest.mark.parametrize("error", [error[:3] for error in ERRORS if error[3] is Kind.LOGIN])
 def test_refused_etcd_token_is_replaced_once_and_the_request_repeated(
     gateways: Any, error: tuple[str, int, int]
@@ -329,6 +345,11 @@ def test_refused_etcd_token_is_replaced_once_and_the_request_repeated(
     assert asked(write) == ["/v3/kv/txn", "/v3/auth/authenticate", "/v3/kv/txn"]
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Every etcd error is retried, answered by a login or final, and a full database is named with alarm and "
+    "remedy.",
+)
 def test_full_etcd_is_awaited_and_then_named_with_alarm_and_remedy(gateways: Any) -> None:
     full = True
     gateway = gateways(
@@ -371,6 +392,7 @@ def test_vote_survives_serialization(word: int, acknowledged: frozenset[int], ad
     assert Vote.from_bytes(vote.to_bytes()) == vote
 
 
+@pytest.mark.guarantee("On etcd", "A replica casts one vote, which none of its ranks contradicts.")
 @given(st.lists(st.tuples(st.integers(0, 15), ranks, ranks), min_size=1, max_size=4))
 def test_replica_vote_is_the_conjunction_of_its_ranks_words(
     said: list[tuple[int, frozenset[int], frozenset[int]]],
@@ -391,6 +413,7 @@ def looked(votes: dict[int, Vote], dead: frozenset[int], asking: frozenset[int])
 few = st.frozensets(st.integers(0, 23), max_size=6)
 
 
+@pytest.mark.guarantee("On etcd", "A decision follows from the votes of living ranks only.")
 @given(st.data(), st.sampled_from([1, 2, 3]), few, few)
 def test_decision_follows_from_the_votes_of_living_ranks_only(
     data: st.DataObject, size: int, dead: frozenset[int], others: frozenset[int]

@@ -52,6 +52,7 @@ def summed(sum_: ReproducibleSum, gradients: list[torch.Tensor], replicas: int, 
     return sum_.mean(torch.stack(parts).sum(0), float(len(gradients)), 1.0)
 
 
+@pytest.mark.guarantee("The trajectory", "Reproducible sums do not depend on order or grouping.")
 @given(st.integers(1, 64), st.integers(0, 2**32 - 1), st.integers(-30, 30))
 @settings(max_examples=60, deadline=None)
 def test_sums_do_not_depend_on_order_or_grouping(slots: int, seed: int, size: int) -> None:
@@ -71,6 +72,11 @@ def test_sums_do_not_depend_on_order_or_grouping(slots: int, seed: int, size: in
     torch.testing.assert_close(reference.double(), exact, rtol=1e-6, atol=sum_.unit)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
+    "and a NaN skips the step.",
+)
 @given(st.lists(FINITE, min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_finite_gradient_needs_at_most_one_rerun(values: list[float], seed: int) -> None:
@@ -89,6 +95,11 @@ def test_finite_gradient_needs_at_most_one_rerun(values: list[float], seed: int)
     assert abs(float(reference) - exact) <= sum_.unit + 1e-6 * abs(exact)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
+    "and a NaN skips the step.",
+)
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300), min_size=1)
 )
@@ -109,6 +120,10 @@ def test_nonfinite_values_have_their_own_code(value: float) -> None:
     assert code_of([1.0, value, 2.0]) == NOT_FINITE
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The vote finds an overflow wherever it arose, and the repeated step keeps nothing of the first attempt.",
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9])
 def test_largest_gradient_is_known_whatever_follows_it(value: float) -> None:
     sum_, place = ReproducibleSum(4), torch.zeros(2, dtype=torch.float64)

@@ -65,6 +65,7 @@ def test_invalid_fault_is_refused_with_the_remedy(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.guarantee("Faults, hangs and stragglers", "A fault that can never strike is refused by name.")
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
@@ -97,6 +98,7 @@ def test_fault_that_can_strike_is_accepted() -> None:
         assert list(impossible(parse_faults(late), 4, 2, 40)) == []
 
 
+@pytest.mark.guarantee("Rejoining replicas", "Faults strike at the join of the replica that they name.")
 def test_fault_at_a_join_that_can_never_strike_is_named() -> None:
     possible = (
         "3:1:vote 4asks:4:ask 5asks:0:repair:closing 6joined:2:in-reduce 6joined:3.1:extra 7joined:7:update"
@@ -117,6 +119,7 @@ def test_fault_at_a_join_that_can_never_strike_is_named() -> None:
         assert said in problem
 
 
+@pytest.mark.guarantee("Rejoining replicas", "Faults strike at the join of the replica that they name.")
 def test_probe_strikes_at_the_join_of_the_named_replica() -> None:
     struck: list[str] = []
     faults = parse_faults(["4asks:0:forward", "5asks:0:repair:census", "5joined:0:forward"])
@@ -175,6 +178,9 @@ def _refusal(file: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "Fault schedules are a pure function of their arguments, and can strike."
+)
 def test_drawn_schedules_can_strike_and_leave_a_survivor() -> None:
     places = set()
     for seed in range(400):

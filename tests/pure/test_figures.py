@@ -166,6 +166,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.guarantee("Published figures", "Documents quote the figures file, and measurements reach both.")
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_documents_quote_the_figures_file(page: Path) -> None:
     text = page.read_text()
@@ -232,6 +233,7 @@ def checkout(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.guarantee("Published figures", "Documents quote the figures file, and measurements reach both.")
 def test_measured_figures_reach_every_document_that_quotes_them(tmp_path: Path) -> None:
     root, runs = checkout(tmp_path), tmp_path / "runs"
     runs.mkdir()

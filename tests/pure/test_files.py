@@ -138,6 +138,11 @@ def a_world(rank: int, *members: int) -> Any:
     return SimpleNamespace(job=JobSpec(2), rank=rank, members=members or (0, 1))
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A failing file operation on a record, log, marker or placement file raises nothing, is reported once "
+    "and repeated until it succeeds.",
+)
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("operation", [*OPERATIONS, "all of them"])
 def test_failing_file_operation_raises_nothing_and_loses_no_record(
@@ -162,6 +167,11 @@ def test_failing_file_operation_raises_nothing_and_loses_no_record(
     assert sum("kept in memory" in text and "records" in text for text in told) <= 1, "it is said once"
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A failing file operation on a record, log, marker or placement file raises nothing, is reported once "
+    "and repeated until it succeeds.",
+)
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 def test_pending_markers_are_readable_by_their_writer(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, number: int
@@ -270,6 +280,9 @@ def test_oldest_of_too_many_lines_are_dropped_and_reported(
     assert "(15 earlier lines)" in told[-1]
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+)
 def test_end_of_a_run_waits_for_the_disk_and_reports_losses(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path
 ) -> None:
@@ -312,6 +325,9 @@ def test_transient_errors_are_recognised_in_any_wording() -> None:
     assert not is_transient(ValueError("shape (28)"))
 
 
+@pytest.mark.guarantee(
+    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+)
 def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +386,7 @@ def test_written_lines_are_released_and_pending_ones_kept(
     assert [line["step"] for line in other.kept][-100:] == list(range(101, 201))
 
 
+@pytest.mark.guarantee("The launcher", "A hung rank is killed before anything is written about it.")
 def test_fencing_kills_although_the_marker_cannot_be_written(
     files: RecordFiles, disk: FailingDisk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

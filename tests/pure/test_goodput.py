@@ -41,6 +41,10 @@ def histories(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[LaunchTime], 
     return steps, incidents, started, draw(st.none() | st.just(at + 3.25))
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "Goodput accounts for all time of all ranks to the millisecond, and each part is what it says.",
+)
 @given(histories())
 def test_goodput_accounts_for_all_rank_time_to_the_millisecond(history: Any) -> None:
     told = account(*history)
@@ -60,6 +64,10 @@ def steady(*, began: float = 1000.0, steps: int = 10, replicas: int = 4) -> list
     ]
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "Goodput accounts for all time of all ranks to the millisecond, and each part is what it says.",
+)
 def test_goodput_parts_are_what_they_say() -> None:
     steps = steady()
     for line in steps[6:]:
@@ -113,6 +121,10 @@ def test_goodput_counts_a_join_as_transfer_and_regained_capacity() -> None:
     assert parts["lost_capacity"] == 5 * 1000
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "Goodput accounts for all time of all ranks to the millisecond, and each part is what it says.",
+)
 def test_goodput_counts_steps_repeated_after_a_resume_as_rolled_back() -> None:
     """The first launch took ten steps and then five more, which came after its last checkpoint."""
     first, second = steady(began=1000.0), steady(began=5000.0, steps=3)

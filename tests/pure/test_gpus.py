@@ -26,6 +26,11 @@ from recover.train.preparation import prepare_run
 from recover.train.progress import gpu_use
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "GPUs are counted as CUDA counts them without torch, and ranks that NCCL would refuse to share a GPU "
+    "are refused before the start.",
+)
 @pytest.mark.parametrize(
     ("asked", "present", "seen"),
     [
@@ -55,6 +60,11 @@ def machine(root: Path, listed: int, devices: int) -> Path:
     return root
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "GPUs are counted as CUDA counts them without torch, and ranks that NCCL would refuse to share a GPU "
+    "are refused before the start.",
+)
 @pytest.mark.parametrize(("listed", "devices", "there"), [(8, 8, 8), (8, 2, 2), (0, 1, 1), (4, 0, 4)])
 def test_container_sees_only_the_gpus_it_was_given(
     tmp_path: Path, listed: int, devices: int, there: int
@@ -64,6 +74,11 @@ def test_container_sees_only_the_gpus_it_was_given(
     assert gpus_on_host({"CUDA_VISIBLE_DEVICES": "0"}, root) == 1
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "GPUs are counted as CUDA counts them without torch, and ranks that NCCL would refuse to share a GPU "
+    "are refused before the start.",
+)
 def test_ranks_that_share_a_gpu_are_refused_unless_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +125,10 @@ def test_unknown_gpu_has_no_peak(card: str) -> None:
     assert peak_of(card) is None
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "MFU is based on torch's own FLOP counter and the GPUs in use, and is absent for unknown GPUs and CPUs.",
+)
 @pytest.mark.parametrize("shape", [SIZES["tiny"], LlamaConfig(tied=True), LlamaConfig(experts=4, top_k=4)])
 def test_flops_match_the_counter_of_torch(shape: LlamaConfig) -> None:
     """Torch's own counter, over forward and backward of one sequence."""
@@ -129,6 +148,10 @@ def test_mixture_model_counts_only_the_experts_a_token_visits() -> None:
     assert flops_per_token(eight, 128) == flops_per_token(one, 128) + router
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "MFU is based on torch's own FLOP counter and the GPUs in use, and is absent for unknown GPUs and CPUs.",
+)
 def test_mfu_counts_the_gpus_of_living_ranks() -> None:
     assert mfu(tokens=1000, seconds=2.0, flops=1e9, peak=1e12) == 0.5
     assert cards_in_use((0, 1, 2, 3), cards=4, on_host=4) == 4
@@ -165,6 +188,10 @@ def test_run_reports_its_gpus_their_sharing_and_the_basis_of_mfu(
         assert words in use.describe((0, 1))
 
 
+@pytest.mark.guarantee(
+    "On GPUs",
+    "MFU is based on torch's own FLOP counter and the GPUs in use, and is absent for unknown GPUs and CPUs.",
+)
 def test_unknown_gpu_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     use, line = used(monkeypatch, "Abacus")
     assert line == {"tokens": 4096, "seconds": 0.5, "gpu_peak_mib": 3072}
@@ -175,6 +202,9 @@ def test_unknown_gpu_has_memory_and_no_mfu_and_a_cpu_has_neither(monkeypatch: py
     assert gpu_use(line) == ""  # type: ignore[arg-type]
 
 
+@pytest.mark.guarantee(
+    "On GPUs", "Compiled blocks keep their names and gradients, and unsupported settings are refused by name."
+)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -197,6 +227,9 @@ def test_compile_without_a_compiler_is_refused_by_name(
         prepare_run([*small_world(tmp_path), "compile=true"], tmp_path / "run", (), None)
 
 
+@pytest.mark.guarantee(
+    "On GPUs", "Compiled blocks keep their names and gradients, and unsupported settings are refused by name."
+)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_keep_their_names_and_gradients(recompute: bool) -> None:
     torch.manual_seed(0)

@@ -14,6 +14,11 @@ from recover.gradients.module_gradients import OwnedGradients
 from recover.gradients.reduction import make_sum
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "One gradient hook announces a device bucket with `reduction=fast`; rounds and exact sums use the hook "
+    "of each parameter.",
+)
 @given(
     st.lists(
         st.permutations(range(6)).flatmap(lambda p: st.integers(0, 6).map(lambda n: p[:n])),
@@ -58,6 +63,11 @@ def hooks_of(parameters: Iterable[torch.nn.Parameter]) -> int:
     return sum(len(p._post_accumulate_grad_hooks or ()) for p in parameters)
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "One gradient hook announces a device bucket with `reduction=fast`; rounds and exact sums use the hook "
+    "of each parameter.",
+)
 def test_grad_hook_of_a_device_bucket_moves_to_the_last_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full buckets are posted at once from the first microbatch on; after another order each tells for itself again."""
     monkeypatch.setattr(deferred, "NEAR", ())
@@ -85,6 +95,11 @@ def test_grad_hook_of_a_device_bucket_moves_to_the_last_parameter(monkeypatch: p
     assert hooks_of(parameters) == 4
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "One gradient hook announces a device bucket with `reduction=fast`; rounds and exact sums use the hook "
+    "of each parameter.",
+)
 @pytest.mark.parametrize("first", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_reproducible_sum_does_not_depend_on_earlier_hook_order(
     monkeypatch: pytest.MonkeyPatch, first: list[int]

@@ -26,6 +26,10 @@ class SumsOfParameters(torch.nn.Module):
         return rows.tanh().square().sum(-1).mean()
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "The memory of a gradient is left unchanged, since it may belong to another tensor or to the user.",
+)
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("rows", [1, 3])

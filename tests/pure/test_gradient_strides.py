@@ -80,6 +80,11 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Gradients and handed-over moments keep the strides of autograd, so fused kernels are right for "
+    "`channels_last` and own DDP models.",
+)
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")
 @pytest.mark.parametrize(
     ("kind", "layout"),

@@ -61,6 +61,7 @@ def test_buckets_hold_the_fp32_sum_over_microbatches(dtype: torch.dtype) -> None
         )
 
 
+@pytest.mark.guarantee("Work kept after a death", "Reductions run while backward runs.")
 def test_buckets_are_posted_in_one_order_while_backward_runs() -> None:
     model = model_of()
     gradients = OwnedGradients(model.parameters(), bucket_mb=0.005)
@@ -120,6 +121,10 @@ def one(gradients: OwnedGradients, loss: torch.Tensor) -> None:
     gradients.install(1.0, 1.0, gradients.usage)
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Gradients in float64 are summed in float64, complex ones keep both parts, and sparse ones are refused.",
+)
 def test_gradients_are_summed_in_the_precision_of_their_parameters() -> None:
     """A bucket of each kind; nothing of a float64 gradient is lost, and fp32 ones stay as small as they were."""
     double = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
@@ -134,6 +139,10 @@ def test_gradients_are_summed_in_the_precision_of_their_parameters() -> None:
         OwnedGradients([double], bucket_mb=1, sum=ReproducibleSum(4))
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Gradients in float64 are summed in float64, complex ones keep both parts, and sparse ones are refused.",
+)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("exact", [False, True])
 def test_complex_gradients_keep_both_parts(dtype: torch.dtype, exact: bool) -> None:
@@ -158,6 +167,10 @@ def test_complex_gradients_keep_both_parts(dtype: torch.dtype, exact: bool) -> N
     assert fingerprint([turned.detach()], 1).value != before
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Gradients in float64 are summed in float64, complex ones keep both parts, and sparse ones are refused.",
+)
 def test_sparse_gradient_is_refused_by_name() -> None:
     words = torch.nn.Embedding(4, 2, sparse=True)
     gradients = OwnedGradients(words.parameters(), bucket_mb=1, name=lambda p: "words.weight")
@@ -165,6 +178,7 @@ def test_sparse_gradient_is_refused_by_name() -> None:
         one(gradients, words(torch.tensor([1])).sum())
 
 
+@pytest.mark.guarantee("Trained parameters", "A parameter that is unfrozen within a step is refused.")
 def test_trained_parameters_may_change_between_steps_and_not_within() -> None:
     first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     second.requires_grad_(False)
@@ -190,6 +204,7 @@ def test_trained_parameters_may_change_between_steps_and_not_within() -> None:
     )
 
 
+@pytest.mark.guarantee("Work kept after a death", "Gradients take 8 bytes per parameter.")
 def test_gradients_take_eight_bytes_per_parameter() -> None:
     """Stock DDP holds `p.grad` and a bucket (8 bytes), or 4 with gradients as views: at most 4 more than that."""
     model = model_of()
@@ -208,6 +223,10 @@ def test_second_gradient_after_its_bucket_was_posted_is_refused() -> None:
         layer(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "Gradients are added in the order of their arrival, also several of one parameter, and none is lost.",
+)
 @given(
     st.lists(st.lists(st.integers(0, 5), max_size=12), min_size=1, max_size=3),
     st.integers(1, 6),
@@ -254,6 +273,10 @@ def test_gradient_sums_follow_the_order_of_arrival(
     assert math.isfinite(gradients.largest)
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "Pending gradients are at most those of one bucket on a GPU, and of one parameter on the host.",
+)
 @pytest.mark.parametrize(("far", "most"), [(False, 1), (True, 3)])
 def test_pending_gradients_are_at_most_those_of_one_bucket(
     monkeypatch: pytest.MonkeyPatch, far: bool, most: int
@@ -297,6 +320,9 @@ class Dispatches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death", "The device is called once per bucket and not once per gradient."
+)
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 def test_device_is_called_per_bucket_and_not_per_gradient(
     monkeypatch: pytest.MonkeyPatch, reduction: str
@@ -336,6 +362,7 @@ class FakeGroup:
         return FakeWork()
 
 
+@pytest.mark.guarantee("The trajectory", "A result that was reduced under another epoch is never used.")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_bucket_of_another_epoch_is_stale_and_can_be_rewound(in_place: bool) -> None:
     bucket = Bucket(torch.ones(4), in_place)

@@ -155,6 +155,11 @@ class Agreed:
         return all(self._words)
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank whose NCCL trial or host carrier fails alone is not waited for; no NCCL call stays open and no "
+    "address unused.",
+)
 def test_host_carrier_failure_on_one_rank_keeps_others_out_of_nccl() -> None:
     """Which cannot see that somebody does not come, and would be given up after a minute."""
     groups, meeting, peers, confirm = Groups(), Meeting(3), (0, 1, 2), Agreed(3)

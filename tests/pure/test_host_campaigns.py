@@ -51,6 +51,11 @@ def check(faults: list[Fault] | tuple[Fault, ...], hosts: HostPlatform, config: 
     assert 2 * len(members) < len(hosts.members), "so must most of etcd"
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Faults of ranks, hosts, cables, agents and etcd at every location and at random keep every invariant "
+    "and leave nothing on any host.",
+)
 @pytest.mark.parametrize(("count", "replicas"), [(3, 3), (3, 6), (4, 4), (4, 8), (5, 5)])
 def test_host_schedules_can_strike_and_leave_a_survivor_and_most_of_etcd(count: int, replicas: int) -> None:
     hosts, config = HostPlatform(count), config_of(replicas)
@@ -152,6 +157,11 @@ def life(
     return AgentLife(host, process, said_in, late=said is not None, struck=struck)
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Faults of ranks, hosts, cables, agents and etcd at every location and at random keep every invariant "
+    "and leave nothing on any host.",
+)
 def test_host_campaign_reports_every_broken_invariant(tmp_path: Path) -> None:
     hosts, config = HostPlatform(3), config_of(3, steps=4, **{"checkpoint.every": "0"})
     (cut,) = faults = parse_faults(["3:1:vote=lab:cut"])

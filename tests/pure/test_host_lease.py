@@ -28,6 +28,11 @@ from recover.world.fabrics.etcd.host_lease import (
 GENEROUS = 30.0
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "The `--lease` option is the whole time until a lost host is dead, and renewals are repeated without "
+    "answers but not more often than needed.",
+)
 @given(st.floats(LEASE, 600.0))
 @example(2.875)  # seven tenths of it are two whole seconds, and too little would be left for the grace
 def test_lease_option_includes_etcd_lease_check_interval_and_grace(lease: float) -> None:
@@ -79,6 +84,11 @@ def kept(etcd: SlowEtcd) -> Iterator[None]:
         lease.leave()
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "The `--lease` option is the whole time until a lost host is dead, and renewals are repeated without "
+    "answers but not more often than needed.",
+)
 def test_lease_renewal_is_repeated_while_no_answer_arrives() -> None:
     etcd = SlowEtcd()
     with kept(etcd):
@@ -86,6 +96,11 @@ def test_lease_renewal_is_repeated_while_no_answer_arrives() -> None:
             assert etcd.came.acquire(timeout=GENEROUS), "all waited for one answer, and the lease ran out"
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "The `--lease` option is the whole time until a lost host is dead, and renewals are repeated without "
+    "answers but not more often than needed.",
+)
 def test_lease_renewal_rate_does_not_depend_on_the_number_of_keepers() -> None:
     etcd = SlowEtcd()
     etcd.answering.set()
@@ -150,6 +165,10 @@ def host_without_lease(name: str) -> list[KeyValue]:
     return [KeyValue(f"seen/placed/{name}", puts[f"seen/placed/{name}"], 1, 5)]
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A host is declared dead only after the grace, and a suspended process gives every host a full grace.",
+)
 def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
@@ -160,6 +179,10 @@ def test_host_is_declared_dead_only_after_the_grace(monkeypatch: pytest.MonkeyPa
     assert watcher.declared == {"a": 6.0}
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A host is declared dead only after the grace, and a suspended process gives every host a full grace.",
+)
 def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     news = host_without_lease("a")
     watcher = Watcher(monkeypatch, grace=5.0)
@@ -170,6 +193,10 @@ def test_lease_that_returns_within_the_grace_starts_a_new_grace(monkeypatch: pyt
     assert not watcher.declared, "the seconds of two absences were added up"
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "A host is declared dead only after the grace, and a suspended process gives every host a full grace.",
+)
 @pytest.mark.parametrize("asleep", [5.5, 60.0, 3600.0])
 def test_suspended_process_gives_hosts_a_full_grace(monkeypatch: pytest.MonkeyPatch, asleep: float) -> None:
     """Its watch was suspended with it, so it cannot know yet which hosts have renewed their leases meanwhile."""

@@ -28,6 +28,7 @@ SLURM = {
 }
 
 
+@pytest.mark.guarantee("Several hosts", "A replica is placed on as few hosts as possible.")
 @given(some.lists(some.integers(1, 9), min_size=1, max_size=8), some.integers(1, 12))
 def test_replica_is_placed_on_as_few_hosts_as_possible(counts: list[int], size: int) -> None:
     slots = {f"h{number}": count for number, count in enumerate(counts)}
@@ -50,6 +51,7 @@ def test_replica_is_placed_on_as_few_hosts_as_possible(counts: list[int], size: 
         assert len({seat.host for seat in seats[:size]}) == least
 
 
+@pytest.mark.guarantee("Several hosts", "Options of torchrun and the environment of Slurm are understood.")
 def test_torchrun_options_are_understood() -> None:
     part = read_options(ASKED, {})
     assert (part.least, part.most, part.slots, part.job) == (4, 4, 8, "job")
@@ -58,6 +60,7 @@ def test_torchrun_options_are_understood() -> None:
     assert access_to(ASKED, part).prefix == "/recover/job/"
 
 
+@pytest.mark.guarantee("Several hosts", "Options of torchrun and the environment of Slurm are understood.")
 def test_slurm_environment_supplies_the_options() -> None:
     part = read_options(HostOptions(nnodes=None), SLURM)
     assert (part.least, part.slots, part.job, part.order) == (3, 8, "77", 2)
@@ -66,6 +69,9 @@ def test_slurm_environment_supplies_the_options() -> None:
     assert read_options(ASKED, SLURM).job == "job", "what is said counts"
 
 
+@pytest.mark.guarantee(
+    "Several hosts", "Bad input is refused by name on its host and leaves nothing on hosts or in etcd."
+)
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

@@ -30,6 +30,11 @@ def test_rank_ids_suffice_for_a_thousand_rejoins() -> None:
     assert [room_for(size) for size in (1, 8, 10, 64)] == [10_000, 10_000, 10_000, 64_000]
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A slot is free after a first loss and rests after another, and slots of one replica become free "
+    "together.",
+)
 def test_slot_is_free_after_a_first_loss_and_rests_after_another() -> None:
     slots = HostSlots(2, delay=5, forgive=0)
     assert slots.free(0) == [0, 1]
@@ -43,6 +48,11 @@ def test_slot_is_free_after_a_first_loss_and_rests_after_another() -> None:
         assert slots.free(died + rests) == [0, 1]
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A slot is free after a first loss and rests after another, and slots of one replica become free "
+    "together.",
+)
 def test_slots_of_one_replica_become_free_together() -> None:
     """Else a replica would be put together of the first of them and of what is free on another host."""
     slots = HostSlots(4, delay=0, forgive=600)
@@ -63,6 +73,11 @@ def test_slot_that_kills_twice_is_not_used_again_and_is_named() -> None:
     assert slots.free(1e9) == []
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A slot stays good after a loss caused by others, is retired at once for broken hardware, and recovers "
+    "after long work.",
+)
 @pytest.mark.parametrize("end", [End.ORPHAN, End.EXCLUDED, End.UNNEEDED])
 def test_slot_of_a_rank_lost_because_of_others_stays_good(end: End) -> None:
     slots = HostSlots(1, delay=0, forgive=600)
@@ -71,6 +86,11 @@ def test_slot_of_a_rank_lost_because_of_others_stays_good(end: End) -> None:
     assert slots.free(1e9) == [0]
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Joining ranks are removed before members when all fail to build a carrier, and the slot of such a rank "
+    "is struck.",
+)
 def test_slot_of_a_rank_that_cannot_build_a_carrier_is_struck() -> None:
     """It would come again and again, and each time the others would wait for it."""
     slots = HostSlots(1, delay=0, forgive=600)
@@ -81,6 +101,11 @@ def test_slot_of_a_rank_that_cannot_build_a_carrier_is_struck() -> None:
     assert slots.free(1e9) == []
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A slot stays good after a loss caused by others, is retired at once for broken hardware, and recovers "
+    "after long work.",
+)
 def test_slot_deaths_are_forgotten_after_long_work() -> None:
     slots = HostSlots(1, delay=0, forgive=600)
     for number in range(5):
@@ -89,6 +114,11 @@ def test_slot_deaths_are_forgotten_after_long_work() -> None:
     assert lose(slots, 10_000) != "", "the last one has not worked for long"
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A slot stays good after a loss caused by others, is retired at once for broken hardware, and recovers "
+    "after long work.",
+)
 @pytest.mark.parametrize(
     ("left", "code"),
     [

@@ -68,6 +68,10 @@ def test_fault_that_could_strike_no_rank_is_refused_with_the_reason() -> None:
     assert check_faults(["2:1:vote", "2:0:repair"], 3, 1)
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "`python train.py` is a world of one without launcher and MPI, and is refused under a foreign launcher.",
+)
 @pytest.mark.parametrize(
     ("name", "launcher"),
     [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "another MPI")],
@@ -106,6 +110,10 @@ def test_open_mpi_variables_are_hidden_from_user_code(monkeypatch: pytest.Monkey
     assert (process.rank(), process.ranks_on_host(), process.on_one_host()) == (2, 4, False)
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Every rank has `LOCAL_RANK`, its index on its host, under every launcher and after a restart.",
+)
 def test_local_rank_is_the_index_of_the_rank_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Open MPI, after its variables are hidden, and under an agent; the launcher's own value is replaced."""
     monkeypatch.setattr(process, "_hidden", {})

@@ -79,6 +79,11 @@ def test_code_difference_names_the_file_both_digests_and_the_remedy() -> None:
     ]
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rejoining replica runs the code of the job or is refused by name before it asks, and a host with "
+    "edited files starts none.",
+)
 def test_ranks_compare_with_the_code_of_the_job(tmp_path: Path) -> None:
     """The first rank of the job says what it runs; modules that are loaded later are added, and none is replaced."""
     etcd = Etcd()

@@ -54,6 +54,11 @@ def pass_on(giver: Parcel, taker: Parcel, position: dict[str, Any]) -> dict[str,
     return taker.install()
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joining replica receives training flags, extra state, generators, schedulers, averages, `extra=` and "
+    "nested optimizer state.",
+)
 def test_handover_brings_flags_extra_state_averages_and_dicts() -> None:
     """In one parcel, whose head is JSON: nothing that arrives is unpickled."""
     state = []
@@ -83,6 +88,11 @@ def test_handover_brings_flags_extra_state_averages_and_dicts() -> None:
     assert held["rows"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joining replica receives training flags, extra state, generators, schedulers, averages, `extra=` and "
+    "nested optimizer state.",
+)
 def test_handover_brings_the_generators_between_steps() -> None:
     device = torch.device("cpu")
 
@@ -182,6 +192,10 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_schedulers_are_found_unless_they_were_given(kind: str) -> None:
     optimizer, other = (optimizer_of(torch.nn.Linear(2, 2)) for _ in range(2))
@@ -213,6 +227,10 @@ def take(step: recover.Step, model: torch.nn.Module, weight: float | None = None
         step.backward(model(sample).square().sum(), weight=weight)
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
 def test_undeclared_scheduler_is_reported_once_in_jobs_with_joins(capsys: Any) -> None:
     for room in (10, 0):
         step, model, optimizer = made(room)
@@ -226,6 +244,10 @@ def test_undeclared_scheduler_is_reported_once_in_jobs_with_joins(capsys: Any) -
         assert step._engine.joinable.obstacle() is None
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
 def test_unjoinable_state_refuses_a_join_by_name_on_both_sides() -> None:
     step, model, optimizer = made()
     lr_scheduler_held = lr_scheduler.StepLR(optimizer, 3)
@@ -251,6 +273,10 @@ def test_state_that_cannot_be_sent_refuses_joins_by_name(capsys: Any) -> None:
     assert b"helper" in step._engine.handover._packed()[0]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "State that only the user's code knows is named before a join, and the join is refused by name.",
+)
 def test_extra_missing_from_step_is_named_at_save_and_not_at_resume(tmp_path: Path, capsys: Any) -> None:
     step, model, _ = made()
     average, other, notes = AveragedModel(model), AveragedModel(model), {"best": 1.0}
@@ -291,6 +317,10 @@ def test_extra_of_an_unsupported_type_is_refused_by_step() -> None:
         made(extra={"odd": Odd(None)})
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Nested optimizer state is saved and resumed, and a value that no file can hold is refused by name.",
+)
 def test_nested_optimizer_state_is_saved_or_refused_by_name(tmp_path: Path) -> None:
     values: dict[Any, Any] = {
         0: torch.arange(3.0),
@@ -356,6 +386,9 @@ def compared(
     return results
 
 
+@pytest.mark.guarantee(
+    "Joining", "Entries of `extra=` that differ between replicas are named at the next save."
+)
 def test_extras_that_differ_at_a_save_are_named() -> None:
     """All replicas raise where it was never equal; what was equal before is left to the vote, which evicts."""
     same = {"average": 3, "notes": 2**63}
@@ -376,6 +409,10 @@ def test_extras_that_differ_at_a_save_are_named() -> None:
         assert "replicas save other entries of extra=" in str(error)
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A replica runs no microbatch in the step in which it joins, so its initial state enters no sum.",
+)
 def test_joined_replicas_run_nothing_in_their_first_step() -> None:
     layout = BalancedWorldPolicy().layout([0, 2], 6).with_resting([1, 5])
     assert [(share.replica, len(share.run)) for share in layout.shares] == [(0, 3), (1, 0), (2, 3), (5, 0)]
@@ -391,6 +428,7 @@ def test_joined_replicas_run_nothing_in_their_first_step() -> None:
     assert {share.replica: len(share.run) for share in alone.shares} == {1: 3, 5: 3}
 
 
+@pytest.mark.guarantee("The batch", "All replicas skip a step whose weights are all 0.")
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 def test_step_without_weight_is_skipped(reduction: str) -> None:
     step, model, optimizer = made(reduction=reduction)

@@ -103,6 +103,10 @@ def share(
         gradients.post_all(post)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A user's own `no_sync()` changes no gradient, wherever it is placed and whichever replica dies.",
+)
 @pytest.mark.filterwarnings("ignore:no_sync")
 def test_own_no_sync_changes_no_gradient(world: None) -> None:
     """Any share, any period, around forward or backward or both, with a death before, during or after, or none."""
@@ -146,6 +150,10 @@ def test_ineffective_no_sync_is_reported_once(world: None) -> None:
     copy.deepcopy(model.no_sync)
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "DDP buckets that are ambiguous (`static_graph`) or lack a trainable parameter are refused.",
+)
 def test_ambiguous_or_incomplete_ddp_buckets_are_refused(world: None) -> None:
     ignoring = net()
     first = next(name for name, _ in ignoring.named_parameters())
@@ -178,6 +186,11 @@ class SharingReplica(PlainReplica):
 PARTNERS = TwoPartners()
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A step commits only if every bucket was posted in this attempt with exactly the slots that the replica "
+    "owes.",
+)
 @pytest.mark.parametrize("rounds", [False, True])
 def test_own_buckets_are_stamped_with_their_microbatches(rounds: bool) -> None:
     """Microbatch by microbatch, in rounds, with parameters that partners share, after a rewind and after a clear."""

@@ -116,6 +116,11 @@ seconds = st.sampled_from([0.0, 0.1, 1.0, LIMIT, 3 * LIMIT])
 some = settings(max_examples=25, phases=[Phase.generate])  # a counterexample is small enough as it is
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "All members abort a reduction in which all wait and nothing travels for the link timeout, and never "
+    "for a slow rank.",
+)
 @some
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 1.5), st.floats(0, 2))
 def test_slow_ranks_never_abort_their_reductions(
@@ -127,6 +132,11 @@ def test_slow_ranks_never_abort_their_reductions(
     assert [group.found(rank, lag) for rank in range(ranks)] == [None] * ranks
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "All members abort a reduction in which all wait and nothing travels for the link timeout, and never "
+    "for a slow rank.",
+)
 @some
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.floats(0, 2))
 def test_members_abort_a_reduction_over_a_cut_link_after_the_last_arrives(
@@ -264,6 +274,11 @@ def rows(ranks: int, *pairs: tuple[int, int], both: bool = True) -> dict[int, Ro
     }
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "One of two hosts that cannot reach each other is evicted, or the run ends with its state saved and the "
+    "hosts named.",
+)
 @pytest.mark.parametrize("both", [True, False])
 def test_replica_at_the_end_of_all_broken_links_is_evicted(both: bool) -> None:
     assert membership(3)._failing_members(rows(3, (0, 1), both=both)) == {1}

@@ -26,6 +26,11 @@ def row(built: int, epoch: int, waited: int = 0) -> Row:
     return made
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Joining ranks are removed before members when all fail to build a carrier, and the slot of such a rank "
+    "is struck.",
+)
 @pytest.mark.parametrize("newcomers", [(8,), (8, 9), (8, 9, 10, 11, 12)])
 def test_joining_ranks_are_removed_before_members_when_all_fail_alike(
     newcomers: tuple[int, ...],
@@ -125,6 +130,10 @@ def test_rank_that_waited_in_vain_is_not_at_fault(error: type[Exception], counte
     assert "so it is" in told.trouble
 
 
+@pytest.mark.guarantee(
+    "On etcd",
+    "Joining ranks are admitted with the last part of the membership bitmap for any number of ranks.",
+)
 @pytest.mark.parametrize("ranks", [1, WORD_BITS, WORD_BITS + 1, 2 * WORD_BITS, 3 * WORD_BITS + 5])
 def test_joining_ranks_are_admitted_with_the_last_part_of_the_bitmap(ranks: int) -> None:
     """An admitted rank votes from the next agreement on, and begins with the first part of a bitmap."""

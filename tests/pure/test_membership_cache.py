@@ -27,6 +27,9 @@ def declared(rank: int) -> KeyValue:
     return KeyValue(key_of(DEAD, rank), b"it hung", version=1, modified=10)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "A rank lost with a peer is no first cause, and its slot stays good."
+)
 @pytest.mark.parametrize(
     ("replica", "heard", "with_mates"),
     [

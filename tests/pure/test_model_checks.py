@@ -56,6 +56,10 @@ def refused(model: Any, optimizer: Any, adapter: Any = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "An optimizer of other parameters is refused with names and remedy, also after `add_param_group`.",
+)
 def test_foreign_optimizer_is_refused_with_names_and_remedy() -> None:
     model = net()
     ModelAndOptimizer(model, sgd(model), None)
@@ -74,6 +78,10 @@ def test_foreign_optimizer_is_refused_with_names_and_remedy() -> None:
     assert "torch.nn.Module" in refused(lambda x: x, sgd(model))
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "An optimizer of other parameters is refused with names and remedy, also after `add_param_group`.",
+)
 def test_optimizer_made_before_sharding_is_recognised(group: None) -> None:
     model = net()
     optimizer = sgd(model)
@@ -83,6 +91,10 @@ def test_optimizer_made_before_sharding_is_recognised(group: None) -> None:
     ModelAndOptimizer(model, sgd(model), None)
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Foreign shards and wrappers without their adapter are refused wherever they are in the model.",
+)
 def test_foreign_shards_are_refused_wherever_they_are(group: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model = net()
@@ -105,6 +117,10 @@ def test_foreign_shards_are_refused_wherever_they_are(group: None) -> None:
     ModelAndOptimizer(ours, sgd(ours), None)
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "Foreign shards and wrappers without their adapter are refused wherever they are in the model.",
+)
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize(
     ("wrap", "mends"),
@@ -131,6 +147,10 @@ def test_wrapper_without_its_adapter_is_refused_also_inside_the_model(
         ModelAndOptimizer(model, sgd(model), Adapter(wrapped))
 
 
+@pytest.mark.guarantee(
+    "Trained parameters",
+    "An optimizer of other parameters is refused with names and remedy, also after `add_param_group`.",
+)
 def test_optimizer_changed_later_is_checked_again() -> None:
     model = net()
     optimizer = sgd(model)
@@ -155,6 +175,9 @@ def test_optimizer_changed_later_is_checked_again() -> None:
         belonging.changed()
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Modules added to or removed from the model between steps are detected."
+)
 def test_model_changes_between_steps_are_detected() -> None:
     model = torch.nn.Sequential(net(), torch.nn.ModuleDict({"deep": net()}))
     belonging = ModelAndOptimizer(model, sgd(model), None)
@@ -186,6 +209,7 @@ def test_model_changes_between_steps_are_detected() -> None:
     assert seen == []
 
 
+@pytest.mark.guarantee("Trained parameters", "Gradients of a `backward()` outside a step do not enter it.")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_leftover_gradients_are_refused_by_name_and_zeros_are_dropped(sparse: bool) -> None:
     model = torch.nn.ModuleDict(

@@ -12,6 +12,10 @@ from mutate import ROOT, Mutant, Shard, mutants
 MUTANTS = list(mutants())
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Every mutant fits the code and names the tests that must fail with it (`make mutants` applies them).",
+)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
     broken = mutant.applied_to((ROOT / mutant.file).read_text())

@@ -184,6 +184,9 @@ def make_ranks(size: int, seed: int | None = None) -> tuple[list[Rank], list[Ncc
     return ranks, carriers, crosses
 
 
+@pytest.mark.guarantee(
+    "Membership", "The vote waits for all sums queued on the device, not for the host's part alone."
+)
 def test_nccl_sums_are_complete_when_the_work_is_done() -> None:
     _, _, crosses = make_ranks(3)
     sources = [on_device(torch.full((100,), float(n + 1))) for n in range(3)]
@@ -233,6 +236,10 @@ def test_nccl_exchange_delivers_in_order_from_devices_and_hosts() -> None:
         assert [room.tolist() for room in rooms] == [each.tolist() for each in data]
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "No thread is inside NCCL while a group is aborted, and no aborted kernel writes to a released buffer.",
+)
 @pytest.mark.parametrize("slow_abort", [0.0, 0.2])
 def test_nccl_abort_frees_ranks_that_wait_for_the_dead(
     slow_abort: float,
@@ -260,6 +267,10 @@ def test_nccl_abort_frees_ranks_that_wait_for_the_dead(
         assert local.tolist() == [3.0] * 10, "the aborted kernel has written to a buffer that was given back"
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "No thread is inside NCCL while a group is aborted, and no aborted kernel writes to a released buffer.",
+)
 def test_nccl_abort_waits_for_a_thread_inside_the_library() -> None:
     ranks, carriers, crosses = make_ranks(2)
     ranks[0].slow_look = 0.05
@@ -286,6 +297,11 @@ def test_nccl_death_during_group_creation_is_not_waited_for() -> None:
         carrier.build({0: carrier.offer(), 1: b""}, bool, lambda: next(looks))
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank whose NCCL trial or host carrier fails alone is not waited for; no NCCL call stays open and no "
+    "address unused.",
+)
 def test_nccl_rank_whose_trial_fails_alone_is_not_waited_for_without_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -341,6 +357,11 @@ def test_nccl_rank_freed_by_a_late_peer_counts_as_waiting(monkeypatch: pytest.Mo
     assert not after(90.0, fails=False)
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank whose NCCL trial or host carrier fails alone is not waited for; no NCCL call stays open and no "
+    "address unused.",
+)
 def test_nccl_address_that_was_not_used_is_offered_again() -> None:
     """Behind each, NCCL has a thread and a socket that wait for its group for ever."""
     unused: list[bytes] = []
@@ -378,6 +399,11 @@ class LibraryThatFails:
         return call
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank whose NCCL trial or host carrier fails alone is not waited for; no NCCL call stays open and no "
+    "address unused.",
+)
 @pytest.mark.parametrize("bad", ["ncclSend", "ncclRecv", "ncclGroupEnd"])
 def test_nccl_call_group_is_closed_after_an_error(bad: str) -> None:
     """This thread could never begin anything again, in no group."""

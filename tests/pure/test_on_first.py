@@ -39,6 +39,11 @@ class Ranks:
                 self.held[rank].call(step, lambda rank=rank: self.did.append((step, rank)), "it", False)
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A `step.on_first` call of a dead replica runs on a replica that knows of it, also if only a joined "
+    "replica is left.",
+)
 @pytest.mark.parametrize("newcomer", [1, 9])
 def test_on_first_call_of_a_dead_replica_runs_on_its_successor(newcomer: int) -> None:
     """Numbers are given when a replica is started: one that comes last may have the lowest."""

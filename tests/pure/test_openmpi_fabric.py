@@ -210,6 +210,11 @@ def test_open_mpi_deaths_are_detected_by_polling_without_leaked_groups(
     assert comm.error_handlers == ["errors are returned"] * 2, "the first death would abort this rank"
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "The Open MPI fabric acknowledges deaths in order, fails agreements on any error, waits for no dead "
+    "rank and keeps buffers until transfers end.",
+)
 def test_open_mpi_deaths_are_acknowledged_in_order_up_to_the_first_unknown(
     fabric: OpenMPIFabric, comm: Comm
 ) -> None:
@@ -231,6 +236,11 @@ def test_acknowledged_deaths_are_those_open_mpi_reports(fabric: OpenMPIFabric, c
     assert fabric.acknowledge() == {1, 3}
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "The Open MPI fabric acknowledges deaths in order, fails agreements on any error, waits for no dead "
+    "rank and keeps buffers until transfers end.",
+)
 def test_agreement_fails_on_any_error_and_ends_its_watchdog_entry(
     fabric: OpenMPIFabric, comm: Comm, board: Board
 ) -> None:
@@ -251,6 +261,11 @@ def test_agreement_fails_on_any_error_and_ends_its_watchdog_entry(
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "The Open MPI fabric acknowledges deaths in order, fails agreements on any error, waits for no dead "
+    "rank and keeps buffers until transfers end.",
+)
 def test_early_rank_sleeps_until_the_ranks_of_its_host_arrive(comm: Comm) -> None:
     """Rank 1 comes late, rank 2 was dead before, rank 3 dies while it is waited for, rank 4 is on another host."""
     board = Board(here=4)
@@ -296,6 +311,11 @@ def test_fenced_rank_is_killed(fabric: OpenMPIFabric, board: Board) -> None:
     assert board.killed == [3]
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "The Open MPI fabric acknowledges deaths in order, fails agreements on any error, waits for no dead "
+    "rank and keeps buffers until transfers end.",
+)
 def test_transfer_buffers_are_kept_until_the_transfer_ends(fabric: OpenMPIFabric, comm: Comm) -> None:
     """MPI may read or write them later, also if whoever waited has given up."""
     comm.mail[1, 7] = [b"letter"]
@@ -366,6 +386,7 @@ def test_join_is_refused_on_open_mpi(fabric: OpenMPIFabric) -> None:
         fabric.ask()
 
 
+@pytest.mark.guarantee("Membership", "An MPI library without fault tolerance or thread support is refused.")
 @pytest.mark.parametrize(
     ("version", "enabled", "before", "said"),
     [

@@ -24,6 +24,10 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A job whose output is not read survives deaths and loses output only beyond 4 MiB, the oldest first.",
+)
 def test_output_queue_keeps_unread_output_in_order(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     out, said, heard = Outlet(), [b"%d " % number * 50 + b"\n" for number in range(2000)], b""

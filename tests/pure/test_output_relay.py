@@ -44,6 +44,10 @@ class Ranks:
             self.relay.pump(0)
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Output of ranks arrives whole, in order and labelled, and progress bars are redrawn in place.",
+)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     said=st.lists(st.tuples(st.integers(0, 2), PLAIN | DRAWN), max_size=25),
@@ -76,6 +80,10 @@ def test_relay_prefixes_each_line_with_its_rank_and_loses_nothing(
         assert not piece or re.fullmatch(rb"\[rank \d\] [^\[]+", piece), text
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Output of ranks arrives whole, in order and labelled, and progress bars are redrawn in place.",
+)
 def test_progress_bar_is_redrawn_until_another_rank_prints(capfd: pytest.CaptureFixture[str]) -> None:
     held, relay_module.PATIENCE = relay_module.PATIENCE, 0.0
     try:
@@ -109,6 +117,10 @@ def test_ended_process_closes_no_descriptor_of_another() -> None:
         os.close(end)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "Memory, files, threads, keys and step time do not grow over hundreds of deaths and rejoins.",
+)
 @pytest.mark.parametrize("terminal", [False, True])
 def test_relay_closes_the_descriptors_of_a_forgotten_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool

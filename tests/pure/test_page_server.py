@@ -55,6 +55,10 @@ def get(port: int, path: str = "/", **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page shows the records, updates without a reload, and survives its writer and its own server.",
+)
 def test_page_serves_what_the_records_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     steps, incidents = (list(read_lines(run / name)) for name in ("steps.jsonl", "incidents.jsonl"))
@@ -95,6 +99,7 @@ def read_until(source: Iterator[bytes], wanted: str) -> tuple[str, Any]:
     raise AssertionError("a stream never ends")
 
 
+@pytest.mark.guarantee("Monitoring", "A page that slept catches up.")
 def test_page_that_slept_catches_up_or_starts_again(
     tmp_path: Path,
 ) -> None:
@@ -143,6 +148,11 @@ def test_page_data_of_a_long_run_is_thinned_and_keeps_every_wrong_batch(
     assert len(next(event for event in events(view) if b"event: series" in event)) < 60_000
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page server refuses requests without token, with a foreign host name or path, and survives bad "
+    "requests and slow readers.",
+)
 def test_page_refuses_requests_without_token_or_with_a_foreign_host(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     paths = ("/", "/status.json", "/metrics", "/events", "/log/0", "/nothing")
@@ -177,6 +187,11 @@ def test_page_refuses_requests_without_token_or_with_a_foreign_host(tmp_path: Pa
             assert get(port, "/log/0", Host=host)[0] == 200
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page server refuses requests without token, with a foreign host name or path, and survives bad "
+    "requests and slow readers.",
+)
 def test_page_paths_never_leave_the_run_directory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "secret.log").write_text("secret")
@@ -209,6 +224,11 @@ def test_page_paths_never_leave_the_run_directory(tmp_path: Path) -> None:
             assert answer.split()[1] in (b"400", b"404", b"414"), (way, answer[:80])
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page server refuses requests without token, with a foreign host name or path, and survives bad "
+    "requests and slow readers.",
+)
 def test_page_server_survives_thousands_of_bad_requests(tmp_path: Path) -> None:
     run, dice = make_run(tmp_path / "run"), random.Random(7)
     words = [
@@ -252,6 +272,11 @@ def test_page_server_survives_thousands_of_bad_requests(tmp_path: Path) -> None:
         assert get(port, "/log/0") == (200, "what rank 0 did\n")
 
 
+@pytest.mark.guarantee(
+    "Monitoring",
+    "The page server refuses requests without token, with a foreign host name or path, and survives bad "
+    "requests and slow readers.",
+)
 def test_page_server_is_not_blocked_by_slow_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "recover.runs.live.server._Handler.timeout", 600.0
@@ -325,6 +350,9 @@ def test_joined_replica_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -
     assert view.state()["lost"] == 1
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas", "A joining replica is shown by `recover status` and on the page."
+)
 def test_joining_replica_is_shown_in_the_grid_and_in_status(tmp_path: Path) -> None:
     run, session = make_run(tmp_path / "run"), tmp_path / "session"
     session.mkdir()

@@ -76,6 +76,16 @@ def pass_on(giver: Parcel, taker: Parcel, position: dict[str, Any]) -> dict[str,
     return taker.install()
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "The handed-over state equals the sender's to the bit, and a receiver with another kind of state is "
+    "refused with the differences.",
+)
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Gradients and handed-over moments keep the strides of autograd, so fused kernels are right for "
+    "`channels_last` and own DDP models.",
+)
 def test_parcel_delivers_state_to_the_bit() -> None:
     there, here = trained(1, 5), trained(0, 0)
     there[0].single.requires_grad_(False)
@@ -102,6 +112,11 @@ def test_parcel_delivers_state_to_the_bit() -> None:
     assert bits(here[1].state_dict()) == bits(there[1].state_dict())
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "The handed-over state equals the sender's to the bit, and a receiver with another kind of state is "
+    "refused with the differences.",
+)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -144,6 +159,9 @@ class Wires:
         return work
 
 
+@pytest.mark.guarantee(
+    "Joining", "Stripes deliver every byte of the state once, and both sides learn of a lost piece."
+)
 @pytest.mark.parametrize("givers", [1, 2, 3, 7])
 @pytest.mark.parametrize("sizes", [[0], [1], [8, 3, 0, 64, 5], [8 * 5000 + 3, 1, 8 * 3001]])
 def test_stripes_deliver_every_byte_once_for_any_senders(
@@ -186,6 +204,9 @@ def test_small_state_is_filled_in_while_it_travels(givers: int, megabytes: float
         assert all(size >= SMALL_PIECE for size in sizes[:-1])
 
 
+@pytest.mark.guarantee(
+    "Joining", "Stripes deliver every byte of the state once, and both sides learn of a lost piece."
+)
 def test_lost_stripe_piece_is_reported_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recover.step.joining.stripes.PIECE", 10)
     parts, mail = [np.arange(800, dtype=np.uint8)], dict[tuple[int, int], list[Any]]()
@@ -225,6 +246,9 @@ class LateWork(Work):
         return super().wait(timeout)
 
 
+@pytest.mark.guarantee(
+    "Joining", "Stripes deliver every byte of the state once, and both sides learn of a lost piece."
+)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 9])
 def test_stripe_buffers_are_not_touched_while_they_travel(
     pieces: int, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,10 @@ class Wire:
         return wait
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Pinned staging delivers right data whenever the device copies, and delivers nothing after a failure.",
+)
 @pytest.mark.parametrize("seed", [None, *range(20)])
 @pytest.mark.parametrize("count", [1, 16, 17, 16 * SLOTS, 16 * (3 * SLOTS) + 5])
 @pytest.mark.parametrize("in_place", [False, True])
@@ -188,6 +192,10 @@ def test_other_types_are_sent_unchanged_or_as_float32(kind: torch.dtype) -> None
     assert seen == {"float32" if kind is torch.bfloat16 else str(kind).removeprefix("torch.")}
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "Pinned staging delivers right data whenever the device copies, and delivers nothing after a failure.",
+)
 def test_pinned_staging_copies_nothing_back_after_a_failure() -> None:
     device = LateDevice()
     staging = make_staging(device)

@@ -95,6 +95,10 @@ def as_views(optimizer: Any, parameter: Any, *new: torch.Tensor) -> Any:
     )
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Optimizers that keep their gradients, cumulative averages and norms of many numbers match a plain loop.",
+)
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("since", [1, 2, 5])
 @pytest.mark.parametrize("keep", [in_state, in_a_tuple, beside_its_state, as_views])
@@ -148,6 +152,10 @@ def test_borrowed_gradient_memory_is_reused_when_nothing_is_kept(make: Callable[
     assert lent == [lent[0]] * STEPS
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Optimizers that keep their gradients, cumulative averages and norms of many numbers match a plain loop.",
+)
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
 def test_cumulative_batchnorm_statistics_match_a_plain_loop(kind: type[nn.Module], reduction: str) -> None:
@@ -166,6 +174,10 @@ def test_cumulative_batchnorm_statistics_match_a_plain_loop(kind: type[nn.Module
         torch.testing.assert_close(one.get_buffer(name), right, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Optimizers that keep their gradients, cumulative averages and norms of many numbers match a plain loop.",
+)
 @pytest.mark.parametrize("layers", [3, 100])
 def test_norm_of_many_numbers_is_as_exact_as_torchs(layers: int) -> None:
     torch.manual_seed(0)

@@ -42,6 +42,9 @@ def ones(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.ones(6, 2))
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
+)
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_, torch.nn.utils.clip_grad_norm_])
 def test_manual_clipping_is_reported_once_and_only_for_the_trained_model(
     model: torch.nn.Module, habits: Habits, clip: Callable[..., object]
@@ -64,6 +67,9 @@ def test_manual_clipping_is_reported_once_and_only_for_the_trained_model(
         assert said(lambda: by_hand(model.parameters())) == []
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
+)
 def test_manual_optimizer_step_is_reported_once_except_during_checkpoints(
     model: torch.nn.Module, habits: Habits
 ) -> None:
@@ -78,6 +84,9 @@ def test_manual_optimizer_step_is_reported_once_except_during_checkpoints(
     assert "outside of a step" in line
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
+)
 def test_scheduler_stepped_twice_is_reported_once_except_when_loaded(habits: Habits) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(habits.optimizer, 1)
     warnings.simplefilter("ignore")
@@ -100,6 +109,9 @@ MEANS = {
 }
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
+)
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("count", [6, 3])
 def test_division_by_the_microbatch_count_is_reported_once(
@@ -118,6 +130,9 @@ def test_division_by_the_microbatch_count_is_reported_once(
         assert f"divided by {count}" in line
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
+)
 def test_other_divisions_are_not_reported(model: torch.nn.Module, habits: Habits) -> None:
     losses = [
         lambda: ones(model).sum() / 6,  # the mean over six rows
@@ -136,6 +151,9 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1024.0)
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "A loss scaled by GradScaler is refused whatever was done to it afterwards."
+)
 def test_scaled_loss_is_refused_whatever_is_done_to_it(
     model: torch.nn.Module, habits: Habits, scaler: torch.amp.GradScaler
 ) -> None:
@@ -152,6 +170,9 @@ def test_scaled_loss_is_refused_whatever_is_done_to_it(
     backward(habits, ones(model).mean())
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "A loss scaled by GradScaler is refused whatever was done to it afterwards."
+)
 def test_round_with_scaled_losses_is_refused(
     model: torch.nn.Module, habits: Habits, scaler: torch.amp.GradScaler
 ) -> None:

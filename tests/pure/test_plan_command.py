@@ -162,6 +162,7 @@ def test_plan_table_lists_the_losses_and_ends_with_totals() -> None:
     assert "2 replicas lost, 1 extra round, 9 microbatches of spare work" in result.stdout
 
 
+@pytest.mark.guarantee("Published figures", "`recover plan` shows what the job will do.")
 @pytest.mark.parametrize("losses", [[], ["--lose", "1", "--lose", "major"]])
 def test_plan_matches_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:
     """By default the trainer's policy; of a job given as to `recover train`, its own, with its batch."""

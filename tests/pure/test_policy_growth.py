@@ -35,6 +35,11 @@ def comings_and_goings(replicas: int, seed: int) -> list[list[int]]:
     return worlds
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "Layouts of a world that shrinks and grows deal B microbatches once, and a static world that is "
+    "complete again has its first layout.",
+)
 @keeping
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)
@@ -44,6 +49,11 @@ def test_layouts_of_a_shrinking_and_growing_world_deal_B_once(policy, world) -> 
         check_layout(policy.layout(living, replicas * accum), living, replicas * accum)
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "Layouts of a world that shrinks and grows deal B microbatches once, and a static world that is "
+    "complete again has its first layout.",
+)
 @keeping
 @settings(deadline=None, max_examples=200)
 @given(world=worlds)

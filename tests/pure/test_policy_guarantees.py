@@ -73,6 +73,10 @@ def check_decision(census: list[Holding], batch: int, decision: PolicyDecision) 
         assert decision.restore is (RestoreMode.NON_BLOCKING if decision.boundary else RestoreMode.BLOCKING)
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "The policy plans exactly B microbatches for any world up to 256 x 256 and any set of deaths.",
+)
 @keeping
 @settings(deadline=None, max_examples=300)
 @given(world=worlds, seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 40), max_size=10))
@@ -106,6 +110,7 @@ def test_plan_commits_exactly_B_microbatches_for_any_deaths(
             check_layout(plan, living, batch)
 
 
+@pytest.mark.guarantee("The batch", "All survivors compute the same plan.")
 @keeping
 @settings(deadline=None, max_examples=60)
 @given(world=worlds, seed=st.integers(0, 2**32))
@@ -155,6 +160,9 @@ def test_balanced_layout_has_no_spares_and_differs_by_one_at_most(
     check_layout(layout, list(range(living)), batch)
 
 
+@pytest.mark.guarantee(
+    "The batch", "The plan has the fewest extra rounds and discards the fewest microbatches of all plans."
+)
 @settings(deadline=None, max_examples=300)
 @given(
     counted=st.lists(st.integers(0, 6), max_size=4),

@@ -62,6 +62,7 @@ def test_paper_all_are_majors_before_the_first_loss() -> None:
     assert layout.committed == 256
 
 
+@pytest.mark.guarantee("The batch", "The policy reproduces every number that the paper gives.")
 def test_paper_loss_of_one_major_gives_eight_extra_and_23_boundary_minors() -> None:
     decision = lose(static.layout(range(32), 256).holdings(), 256, Role.MAJOR)
     assert decision.boundary
@@ -74,6 +75,7 @@ def test_paper_loss_of_one_major_gives_eight_extra_and_23_boundary_minors() -> N
     assert (decision.committed, decision.discarded) == (256, 0)
 
 
+@pytest.mark.guarantee("The batch", "The policy reproduces every number that the paper gives.")
 def test_paper_next_layout_has_28_majors_one_minor_and_two_spares() -> None:
     layout = static.layout(range(31), 256)
     assert shape(layout) == (9, 28, 1, 4, 1, 1)
@@ -83,6 +85,7 @@ def test_paper_next_layout_has_28_majors_one_minor_and_two_spares() -> None:
     assert layout.committed == 256
 
 
+@pytest.mark.guarantee("The batch", "The policy reproduces every number that the paper gives.")
 def test_paper_lost_minor_is_replaced_by_the_minor_spare() -> None:
     before = static.layout(range(31), 256).holdings()
     decision = lose(before, 256, Role.MINOR)
@@ -104,6 +107,7 @@ def test_major_spare_replaces_a_lost_major_without_extra_work() -> None:
 # Where the paper's rule does not reach B
 
 
+@pytest.mark.guarantee("The batch", "The policy commits B where the rule of the paper misses it.")
 def test_loss_of_two_majors_at_31_uses_both_spares_and_five_extra() -> None:
     """The paper promotes one spare and is 9 short. 18 are missing: 9 + 4 are in hand, 5 are run."""
     before = static.layout(range(31), 256).holdings()
@@ -113,6 +117,7 @@ def test_loss_of_two_majors_at_31_uses_both_spares_and_five_extra() -> None:
     assert (decision.committed, decision.discarded) == (256, 0)
 
 
+@pytest.mark.guarantee("The batch", "The policy commits B where the rule of the paper misses it.")
 def test_loss_of_a_minor_at_21_uses_extra_microbatches_not_a_major_spare() -> None:
     """The paper lets every spare enter at a boundary: 260. The 13 do not fit into the 9 that are missing."""
     layout = static.layout(range(21), 256)

@@ -50,6 +50,11 @@ def test_steps_of_changing_batches_use_each_sample_once() -> None:
     assert used == list(range(6 * 3 + 4 * 2 + 9))
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "Random draws of a microbatch slot depend neither on the replica nor on the round, and the ranks of a "
+    "replica draw separately.",
+)
 def test_draws_depend_on_slot_step_shard_stage_and_purpose_only() -> None:
     seen: list[tuple[float, ...]] = []
     for shard in (0, 1):
@@ -180,6 +185,10 @@ def test_constant_buffer_that_forward_changes_is_detected(how: str) -> None:
         moving.take()
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A buffer that changes outside forward during a step is refused by name, and may change between steps.",
+)
 @pytest.mark.parametrize(
     "where", ["in backward", "in the loop", "in the loop, after the last one", "between steps"]
 )
@@ -245,6 +254,7 @@ def elsewhere(key: torch.Tensor, query: torch.Tensor) -> None:
     key.data = key.data.clone()  # the same numbers in other memory, as of one that was offloaded
 
 
+@pytest.mark.guarantee("The trajectory", "A frozen parameter that changes inside a step is refused by name.")
 @pytest.mark.parametrize("follow", [by_data, in_place, elsewhere])
 def test_frozen_parameter_stays_unchanged_inside_a_step(follow: Any) -> None:
     net = Follower(follow)

@@ -29,6 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.mark.guarantee("User code", "Torch groups inside a replica are bound to the GPU of their rank.")
 @pytest.mark.parametrize(
     ("device", "chosen", "bound"),
     [

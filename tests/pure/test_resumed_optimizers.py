@@ -141,6 +141,11 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         assert torch.equal(left, right), (left - right).abs().max()
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A run saved and resumed twice has the bits of an uninterrupted one with every torch optimizer and "
+    "custom ones, and saving takes no optimizer step.",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_state_keeps_every_bit_over_two_resumes(
@@ -151,6 +156,11 @@ def test_optimizer_state_keeps_every_bit_over_two_resumes(
     assert_same(train(make, optimize, tmp_path), train(make, optimize, None))
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A run saved and resumed twice has the bits of an uninterrupted one with every torch optimizer and "
+    "custom ones, and saving takes no optimizer step.",
+)
 @pytest.mark.parametrize("optimizer", ["AdamW", "named parameters", "masters"])
 def test_parameters_of_every_kind_and_unused_ones_are_resumed(optimizer: str, tmp_path: Path) -> None:
     optimize = OPTIMIZERS[optimizer]
@@ -159,11 +169,21 @@ def test_parameters_of_every_kind_and_unused_ones_are_resumed(optimizer: str, tm
     assert_same(train(Odd, optimize, tmp_path), train(Odd, optimize, None))
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A run saved and resumed twice has the bits of an uninterrupted one with every torch optimizer and "
+    "custom ones, and saving takes no optimizer step.",
+)
 @pytest.mark.parametrize("frozen", [(2, 3, 4), (3,), (5, 6, 7), (0, 1, 2, 3, 4, 5)])
 def test_moments_of_parameters_frozen_at_resume_are_kept(frozen: tuple[int, ...], tmp_path: Path) -> None:
     assert_same(train(net, adamw, tmp_path, frozen), train(net, adamw, None, frozen))
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A run saved and resumed twice has the bits of an uninterrupted one with every torch optimizer and "
+    "custom ones, and saving takes no optimizer step.",
+)
 def test_save_takes_no_optimizer_step_and_runs_no_hook(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -89,6 +89,9 @@ def numbers(run_dir: Path) -> list[int]:
     return [line["step"] for line in lines(run_dir / "steps.jsonl")]
 
 
+@pytest.mark.guarantee(
+    "User code", "A user's own script is monitored, recorded by any survivor and reported."
+)
 @settings(max_examples=40, deadline=None)
 @given(order=st.lists(st.integers(0, 2), min_size=1, max_size=30), first=st.integers(0, 40))
 def test_records_of_several_steps_are_all_written_with_growing_numbers(
@@ -130,6 +133,11 @@ def test_record_of_a_script_with_one_step_has_its_numbers_and_a_digest(sharded: 
     assert len(json.loads((tmp_path / "summary.json").read_text())["parameters_digest"]) == 64
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A reused directory holds earlier records and the new job, and a foreign file under a record name is "
+    "left unchanged.",
+)
 @pytest.mark.parametrize("resumed_at", [0, 2, 5])
 def test_reused_directory_holds_earlier_records_and_this_job(tmp_path: Path, resumed_at: int) -> None:
     earlier = OfWorld(tmp_path)
@@ -150,6 +158,9 @@ def test_reused_directory_holds_earlier_records_and_this_job(tmp_path: Path, res
     assert [line["step"] for line in lines(tmp_path / "incidents.jsonl")] == [*kept, resumed_at + 2]
 
 
+@pytest.mark.guarantee(
+    "User code", "A user's own script is monitored, recorded by any survivor and reported."
+)
 def test_successor_writes_pending_records_and_losses_outside_of_steps(
     tmp_path: Path,
 ) -> None:
@@ -206,6 +217,11 @@ def test_joined_rank_continues_the_records_of_dead_ranks(tmp_path: Path) -> None
     assert (facts["failures"], facts["joined"]) == (3, 1)
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "A reused directory holds earlier records and the new job, and a foreign file under a record name is "
+    "left unchanged.",
+)
 @pytest.mark.parametrize("content", ["step,loss\n1,2.5\n", '{"iteration": 1}\n', "[1, 2]\n", "\0\xff\n"])
 def test_foreign_file_under_a_record_name_is_left_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str

@@ -27,6 +27,9 @@ def simulate(*args: str) -> Any:
     return CliRunner().invoke(app, ["simulate", *args], env={"COLUMNS": "200"})
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters", "Impossible settings are refused before a simulation with value and remedy."
+)
 @pytest.mark.parametrize(
     ("words", "value", "mend"),
     [

@@ -60,6 +60,11 @@ clusters = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation uses the production policy, and every simulated step of recover has exactly B "
+    "microbatches.",
+)
 @given(values=clusters)
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_simulation_accounts_for_all_time_and_every_step_has_B(values: dict[str, Any]) -> None:
@@ -80,6 +85,11 @@ def test_simulation_accounts_for_all_time_and_every_step_has_B(values: dict[str,
             assert account.smallest in (0, there.global_batch), system
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation accounts for all time, is a function of its seed, and neither failures raise nor spares "
+    "lower its throughput.",
+)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_simulation_is_a_function_of_its_seed(system: str) -> None:
     there = scenario(cluster__spares=4, failures__burst=0.2)
@@ -88,6 +98,11 @@ def test_simulation_is_a_function_of_its_seed(system: str) -> None:
     assert one.parts != other.parts
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation accounts for all time, is a function of its seed, and neither failures raise nor spares "
+    "lower its throughput.",
+)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_simulated_goodput_without_failures_lacks_only_checkpoint_time(system: str) -> None:
     there = scenario(failures__per_node_day=1e-9, checkpoint__save_s=60.0, checkpoint__every_s=3600.0)
@@ -103,6 +118,11 @@ def test_simulated_goodput_without_failures_lacks_only_checkpoint_time(system: s
     assert (parts["redundant"] > 0) == (system in ("replication", "torchft-spares"))
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation accounts for all time, is a function of its seed, and neither failures raise nor spares "
+    "lower its throughput.",
+)
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("replication", "stacked")])
 def test_more_failures_never_raise_simulated_goodput(system: str) -> None:
     """Of copies it is not true: a restart brings all of them back, and comes sooner."""
@@ -117,6 +137,11 @@ def test_more_failures_never_raise_simulated_goodput(system: str) -> None:
     assert all(b <= a + 0.004 for a, b in itertools.pairwise(values)), values
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation accounts for all time, is a function of its seed, and neither failures raise nor spares "
+    "lower its throughput.",
+)
 @pytest.mark.parametrize("system", ["restart", "recover", "recover-return", "torchft"])
 def test_simulated_spare_never_lowers_tokens_per_hour(system: str) -> None:
     """It may hurt goodput: it is paid for."""

@@ -26,6 +26,11 @@ def test_simulated_rounds_never_grow_with_more_replicas(name: str, initial: int,
     assert all(a.committed <= b.committed for a, b in itertools.pairwise(layouts))
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation uses the production policy, and every simulated step of recover has exactly B "
+    "microbatches.",
+)
 @pytest.mark.parametrize("name", POLICIES)
 @given(initial=st.integers(12, 60), accum=st.integers(1, 9), order=st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
@@ -45,6 +50,11 @@ def test_simulated_plans_are_those_of_the_policy(name: str, initial: int, accum:
         plan_cache.LISTED = listed
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The simulation uses the production policy, and every simulated step of recover has exactly B "
+    "microbatches.",
+)
 @pytest.mark.parametrize("name", ["balanced", "static"])
 @given(
     initial=st.integers(3, 40),

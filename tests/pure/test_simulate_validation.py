@@ -19,6 +19,10 @@ RECORDED = Path(__file__).parents[1] / "recorded"
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Simulated checkpoint-restart is within 1% of the exact expectation, with the optimum of Daly and Young.",
+)
 @pytest.mark.parametrize(
     ("between", "optimum"),
     [(24 * HOUR, 117 * MINUTE), (6 * HOUR, 57 * MINUTE), (15 * MINUTE, 9.1 * MINUTE)],
@@ -32,6 +36,10 @@ def test_best_checkpoint_interval_is_dalys(between: float, optimum: float) -> No
     assert rare == pytest.approx(daly(1.0, 10 * DAY), rel=1e-4)
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Simulated checkpoint-restart is within 1% of the exact expectation, with the optimum of Daly and Young.",
+)
 @pytest.mark.parametrize(
     ("save", "restart", "between", "factor"),
     [(60, 600, 6 * HOUR, 1.0), (20, 300, HOUR, 1.0), (20, 300, HOUR, 3.0), (10, 600, 18 * MINUTE, 1.0)],
@@ -89,6 +97,10 @@ def test_in_memory_copies_last_as_long_as_the_closed_form(groups: int, copies: i
     assert account.struck / account.restarts == pytest.approx(endured(groups, copies), rel=0.12)
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Published figures are reproduced as documented, with fits and predictions separated.",
+)
 def test_published_figures_are_reproduced_as_documented() -> None:
     near = {row.what: row for row in (*rsc_rows(2), *llama_rows(2), *ft_hsdp_rows(1))}
     for what, row in near.items():
@@ -119,6 +131,10 @@ def test_scale_page_states_the_papers_ratio_at_other_failure_rates() -> None:
     assert float(at_production[1].split()[0]) == pytest.approx(2.23, rel=0.1)
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Published figures are reproduced as documented, with fits and predictions separated.",
+)
 def test_spare_system_figures_are_predicted() -> None:
     rows = list(spare_rows(1, 600, days=12.0))
     available = [row for row in rows if "availability" in row.what]
@@ -131,6 +147,11 @@ def test_spare_system_figures_are_predicted() -> None:
     assert max(ours) < min(value for what, value in slowed.items() if "ReCoVer" not in what)
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Recorded runs are replayed with parameters of other runs within 10% of their time and 20% of each "
+    "incident.",
+)
 @pytest.mark.parametrize(
     ("learned", "held"),
     [

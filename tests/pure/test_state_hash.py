@@ -53,6 +53,7 @@ def test_state_hash_reads_buffers_at_once_and_parameters_at_the_vote() -> None:
     assert value.value == fingerprint([torch.zeros(4), torch.ones(4)], 3).value
 
 
+@pytest.mark.guarantee("State and samples", "A flipped bit and a swap of two words change the fingerprint.")
 def test_bit_flip_changes_the_fingerprint() -> None:
     torch.manual_seed(0)
     parameters = [torch.randn(7), torch.randn(3, 3), torch.randn(5).to(torch.bfloat16)]
@@ -91,6 +92,7 @@ def _of(words: list[int]) -> int:
     return here
 
 
+@pytest.mark.guarantee("State and samples", "A flipped bit and a swap of two words change the fingerprint.")
 @settings(max_examples=60, deadline=None)
 @given(
     some.integers(2, 3 * WIDTH),

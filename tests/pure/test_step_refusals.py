@@ -15,6 +15,11 @@ from toy import Model, Stream, loss_of, make_optimizer
 import recover
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Wrong arguments of a step, a second backward and collective calls inside the microbatch loop are "
+    "refused by name and with the remedy.",
+)
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -50,6 +55,11 @@ def test_swapped_arguments_are_named_as_they_were_given() -> None:
         recover.Step(World(), make_optimizer(model), model, BATCH)  # type: ignore[arg-type]
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Wrong arguments of a step, a second backward and collective calls inside the microbatch loop are "
+    "refused by name and with the remedy.",
+)
 def test_losses_and_streams_of_the_wrong_type_are_refused_with_the_remedy() -> None:
     model = Model().eval()
     step = begin(World(), model)
@@ -92,6 +102,11 @@ def test_losses_and_streams_of_the_wrong_type_are_refused_with_the_remedy() -> N
     assert step.index == 1
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Wrong arguments of a step, a second backward and collective calls inside the microbatch loop are "
+    "refused by name and with the remedy.",
+)
 def test_collective_calls_are_refused_inside_the_microbatch_loop(tmp_path: Path) -> None:
     model = Model().eval()
     step, did = begin(World(), model), list[int]()

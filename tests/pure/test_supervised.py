@@ -93,6 +93,11 @@ def a_sync(etcd: Etcd, look: Any = lambda: None) -> EtcdSync:
     return EtcdSync(etcd, meeting, plan, [], look, lambda ranks: True, lambda *_: None)  # type: ignore[arg-type]
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A supervisor survives exceptions; one that cannot work ends its host and declares its ranks dead or "
+    "lets its lease expire.",
+)
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), MemoryError()])
 def test_agent_declares_deaths_although_the_hang_check_fails(error: Exception) -> None:
     """The thread of EtcdSync is the only one that tells the other hosts of deaths here."""
@@ -224,6 +229,11 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A supervisor survives exceptions; one that cannot work ends its host and declares its ranks dead or "
+    "lets its lease expire.",
+)
 @pytest.mark.parametrize("where", ["reap", "take_over", "verdict", "_tell"])
 def test_agent_continues_after_an_exception_in_any_part_of_its_loop(
     host_ranks: Any, monkeypatch: pytest.MonkeyPatch, where: str
@@ -367,6 +377,11 @@ class LeaseOfTest:
         self.end = "runs out"
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A supervisor survives exceptions; one that cannot work ends its host and declares its ranks dead or "
+    "lets its lease expire.",
+)
 @pytest.mark.parametrize("silent", [False, True], ids=["etcd-answers", "etcd-is-silent"])
 @pytest.mark.parametrize("where", ["start", "watch"])
 def test_agent_that_fails_declares_its_ranks_dead_before_it_exits(

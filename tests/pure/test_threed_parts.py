@@ -33,6 +33,10 @@ class SharedReplica(PlainReplica):
         return self._sharing if parameter is self._shared else Sharing()
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Gradients shared by ranks are added once per round, and each part counts as the largest possible sum.",
+)
 @pytest.mark.parametrize("exact", [False, True])
 def test_shared_gradient_parts_are_added_once_per_round(exact: bool) -> None:
     """Over two rounds and a reduction that has to be done again; a new step begins with nothing."""
@@ -77,6 +81,9 @@ class Busy:
         sums += 1
 
 
+@pytest.mark.guarantee(
+    "Trained parameters", "A parameter shared by ranks of a grid is used if any of them has used it."
+)
 def test_shared_parameter_is_used_if_any_partner_used_it() -> None:
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     replica = SharedReplica(shared)
@@ -95,6 +102,10 @@ def test_shared_parameter_is_used_if_any_partner_used_it() -> None:
     assert gradients.usage == [0, 0]
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Gradients shared by ranks are added once per round, and each part counts as the largest possible sum.",
+)
 def test_shared_gradient_part_counts_as_the_largest_possible_sum() -> None:
     """Two partners add up their parts: each part counts twice."""
     shared, own = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))

@@ -36,6 +36,9 @@ def _refuse(*_: object) -> None:
     raise preflight.Refusal("far enough")
 
 
+@pytest.mark.guarantee(
+    "User code", "The launcher and `recover doctor` warn once of an untested torch before ranks start."
+)
 def test_untested_torch_causes_one_warning_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +56,9 @@ def test_untested_torch_causes_one_warning_before_ranks_start(
         assert capfd.readouterr().err.count("warning: torch 2.99.0 was not tested") == warnings
 
 
+@pytest.mark.guarantee(
+    "User code", "The launcher and `recover doctor` warn once of an untested torch before ranks start."
+)
 def test_doctor_warns_of_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed, status in ((TESTED[-1], "ok"), ("2.99.0", "warn"), ("2.8.0", "FAIL")):
         monkeypatch.setattr(doctor, "version", lambda _, installed=installed: installed)

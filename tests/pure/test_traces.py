@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from recorded import START, incident_line, make_run, step_line
 
 from recover.runs.live.traces import Traces
 
 
+@pytest.mark.guarantee("Monitoring", "Steps and repairs become traces with their times.")
 def test_steps_and_repairs_become_traces_and_earlier_ones_do_not(tmp_path: Path) -> None:
     run, kept = make_run(tmp_path / "run"), InMemorySpanExporter()
     with Traces(run, kept):

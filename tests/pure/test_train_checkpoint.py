@@ -65,6 +65,10 @@ def saved_twice(run_dir: Path) -> Found:
     return found
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint loads unchanged on any grid, and a flipped bit in a file is refused with both digests.",
+)
 def test_checkpoint_loads_what_was_saved(tmp_path: Path) -> None:
     found = saved_twice(tmp_path)
     found.verify()
@@ -102,6 +106,10 @@ def test_parameters_without_elements_are_part_of_a_checkpoint(tmp_path: Path) ->
     assert model.some.sum() == 8
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint loads unchanged on any grid, and a flipped bit in a file is refused with both digests.",
+)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_checkpoint_of_any_grid_loads_on_any_other(
@@ -134,6 +142,10 @@ def test_checkpoint_of_any_grid_loads_on_any_other(
             Stored(directory, files[1:]).fill("x", whole)
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint loads unchanged on any grid, and a flipped bit in a file is refused with both digests.",
+)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
 def test_checkpoint_with_a_flipped_bit_is_refused_with_both_digests(tmp_path: Path, share: float) -> None:
     """In the header, in the parameters, in the optimizer's moments."""
@@ -159,6 +171,7 @@ def planted(path: Path) -> bytes:
     return pickle.dumps(Evil())
 
 
+@pytest.mark.guarantee("The trainer", "A foreign checkpoint executes no code.")
 def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
     """One of the old format, with pickles; one of ours whose files are pickles; one that points elsewhere."""
     mark = tmp_path / "mark"
@@ -191,6 +204,11 @@ def test_foreign_checkpoint_executes_no_code(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint is offered only after a later vote has found its writer sound, and the older one is kept "
+    "until then.",
+)
 def test_draft_checkpoint_is_offered_only_after_a_later_vote(tmp_path: Path) -> None:
     """And the only good one stays until the next is good, with keep=1, too."""
     one = saver(tmp_path, keep=1)
@@ -209,6 +227,10 @@ def test_draft_checkpoint_is_offered_only_after_a_later_vote(tmp_path: Path) -> 
     assert names(tmp_path) == ["step-2"]
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "Concurrent renames of a draft checkpoint, one by an isolated host, leave one good checkpoint.",
+)
 def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path) -> None:
     """A host that is cut off and sees the same directory may still be at it, when its successor takes over."""
     one, successor = saver(tmp_path), saver(tmp_path, replica=1)
@@ -229,6 +251,11 @@ def test_concurrent_renames_of_a_draft_leave_one_good_checkpoint(tmp_path: Path)
     assert path.stat().st_ino != kept
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "A run without a majority stops, names both sides and saves both states, which are never offered "
+    "without a person's decision.",
+)
 def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
     """Until a person has renamed one of them; and they go when the run has gone on beyond them."""
     good = saved_twice(tmp_path)
@@ -253,6 +280,11 @@ def test_undecided_states_are_never_offered(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-10"]
 
 
+@pytest.mark.guarantee(
+    "Several hosts",
+    "A run that loses etcd for good resumes from the last commit, marked unconfirmed, with the bits of a "
+    "failure-free run.",
+)
 def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path) -> None:
     """Whoever saves it, one stays; hosts that hold the same have the same; a good one of that step counts more."""
     first, second = saved_twice(tmp_path), saver(tmp_path, replica=1)
@@ -283,6 +315,11 @@ def test_unconfirmed_state_is_offered_only_while_it_is_the_newest(tmp_path: Path
         assert (good.step, good.is_confirmed, names(tmp_path)) == (step, True, [f"step-{step}"])
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint is offered only after a later vote has found its writer sound, and the older one is kept "
+    "until then.",
+)
 @pytest.mark.parametrize(
     ("votes", "torn", "left"),
     [
@@ -314,6 +351,11 @@ def test_successor_of_a_lost_writer_confirms_its_draft_or_saves_again(
     assert names(tmp_path) == [*left, f"step-{step}"]
 
 
+@pytest.mark.guarantee(
+    "The trainer",
+    "A checkpoint is offered only after a later vote has found its writer sound, and the older one is kept "
+    "until then.",
+)
 def test_drafts_of_an_earlier_run_are_never_confirmed(tmp_path: Path) -> None:
     save(saver(tmp_path), 4)
     later = saver(tmp_path)
@@ -323,6 +365,9 @@ def test_drafts_of_an_earlier_run_are_never_confirmed(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.guarantee(
+    "The trainer", "An unwritable checkpoint and a failing metrics service cost no replica."
+)
 def test_unwritable_checkpoint_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = saver(tmp_path, every=2)
     save(one, 2)

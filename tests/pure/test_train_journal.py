@@ -57,6 +57,7 @@ def test_journal_successor_truncates_a_torn_line_and_rewrites_it(tmp_path: Path)
         assert numbers(path) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.guarantee("The trainer", "A commit that only dead ranks have seen yields to the survivors' own.")
 def test_commit_seen_only_by_dead_ranks_yields_to_the_survivors(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     dead = filled(path, range(1, 4))
@@ -300,6 +301,9 @@ def test_tensorboard_shows_every_step_once_after_a_change_of_writer(tmp_path: Pa
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
 
 
+@pytest.mark.guarantee(
+    "The trainer", "An unwritable checkpoint and a failing metrics service cost no replica."
+)
 def test_failing_metrics_service_costs_neither_replica_nor_other_services(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +333,9 @@ def test_data_digest_is_that_of_the_sorted_indices() -> None:
     assert data_digest([3, 1, 2]) == data_digest([1, 2, 3]) != data_digest([1, 2, 4])
 
 
+@pytest.mark.guarantee(
+    "The trainer", "A resume with another number of replicas or another B repeats and skips no sample."
+)
 @pytest.mark.parametrize("numbers", [(1,), (3,), (5, 5, 2), (4, 7), (2, 3, 4, 1)])
 def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) -> None:
     """Runs in which one replica is slower and one dies; each goes on from the one before on another number of them."""
@@ -357,6 +364,7 @@ def test_partitions_are_recut_from_all_unused_samples(numbers: tuple[int, ...]) 
     assert sorted(used) == list(range(len(used))), "a sample was left out"
 
 
+@pytest.mark.guarantee("Joining", "Partitioned samples are used once when replicas join.")
 def test_joined_replica_continues_the_partition_of_a_dead_one() -> None:
     """No sample is drawn twice, none is left out, whoever comes and goes; and one that joins draws as told."""
     drawn: list[int] = []

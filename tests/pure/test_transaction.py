@@ -133,6 +133,11 @@ def begun(world: World, reduction: str = "fast") -> Transaction:
     return transaction
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "A step commits unchanged only if every survivor has the whole sum, and a stop request survives that "
+    "commit.",
+)
 def test_step_commits_unchanged_only_if_every_survivor_has_the_whole_sum() -> None:
     for theirs in (True, False):
         world = World(Grid(3, 1), {1: like_me(1, complete=theirs), 2: died}, agreed=[None])
@@ -142,6 +147,10 @@ def test_step_commits_unchanged_only_if_every_survivor_has_the_whole_sum() -> No
         assert transaction.incidents[0].complete is theirs
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "A step with deaths is summed again with `nccl`, where the abort of a peer may look like a complete sum.",
+)
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead: int) -> None:
     """As NCCL's may: one of the dead has perhaps aborted before it died, and said so to nobody."""
@@ -155,6 +164,11 @@ def test_step_with_deaths_is_summed_again_where_an_abort_may_look_complete(dead:
     assert transaction.incidents[0].extra_microbatches == dead
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death",
+    "A step commits unchanged only if every survivor has the whole sum, and a stop request survives that "
+    "commit.",
+)
 def test_stop_request_survives_a_commit_from_the_census() -> None:
     for wish in (False, True):
         world = World(Grid(3, 1), {1: like_me(1, stop=wish), 2: died}, agreed=[None])
@@ -164,6 +178,9 @@ def test_stop_request_survives_a_commit_from_the_census() -> None:
         assert transaction.stop_agreed is wish
 
 
+@pytest.mark.guarantee(
+    "Joining", "A repair for a join begins only after all members have seen the same request."
+)
 @pytest.mark.parametrize(
     ("mine", "theirs", "asked"), [(3, 3, True), (3, 7, True), (3, 4, False), (3, None, False)]
 )
@@ -193,6 +210,10 @@ def overflow(world: World, code: int = 60) -> Transaction:
     return begun(world, "reproducible")
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "The vote finds an overflow wherever it arose, and the repeated step keeps nothing of the first attempt.",
+)
 def test_overflow_repeats_the_step_on_a_new_layout_with_larger_exponents() -> None:
     world = World(Grid(3, 1), {})
     transaction = overflow(world)
@@ -215,6 +236,11 @@ def test_overflow_repeats_the_step_on_a_new_layout_with_larger_exponents() -> No
     assert transaction.finite
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A finite gradient or loss never ends a run, overflows keep the bits through the death of their owner, "
+    "and a NaN skips the step.",
+)
 def test_nonfinite_value_skips_the_step_before_any_overflow() -> None:
     world = World(Grid(3, 1), {})
     transaction = overflow(world, NOT_FINITE)
@@ -223,6 +249,9 @@ def test_nonfinite_value_skips_the_step_before_any_overflow() -> None:
     assert transaction.maxima.reruns == 0
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "Survivors of the owner of the largest value never commit an inexact sum."
+)
 @pytest.mark.parametrize("owner_died", [False, True])
 def test_overflow_is_never_decided_in_a_repair(owner_died: bool) -> None:
     """The survivors hold a complete sum that is not exact. They complete the batch on the old grid, and the next
@@ -255,6 +284,7 @@ def test_attempt_is_incomplete_without_its_maxima() -> None:
     assert not transaction.vote()
 
 
+@pytest.mark.guarantee("State and samples", "Drift in any shard evicts the whole replica.")
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_drift_in_any_shard_evicts_the_whole_replica(shard: int) -> None:
     grid = Grid(3, 3)
@@ -293,6 +323,9 @@ def test_a_replica_whose_script_has_ended_is_evicted() -> None:
     assert world.evicted == [frozenset(), frozenset({1})]
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "A step commits only if its sum holds as many samples as the plan says."
+)
 @pytest.mark.parametrize("brought", [2, 4])
 def test_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int) -> None:
     world = World(Grid(3, 1), {})
@@ -302,6 +335,9 @@ def test_sum_of_more_or_fewer_samples_than_planned_is_not_committed(brought: int
         transaction.vote()
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "A step commits only if its sum holds as many samples as the plan says."
+)
 @pytest.mark.parametrize("brought", [2, 4])
 def test_sum_of_other_samples_does_not_commit_from_the_census(brought: int) -> None:
     """Where a death fails the vote, the records alone decide: a rank whose sum is not B says that it is incomplete."""
@@ -313,6 +349,7 @@ def test_sum_of_other_samples_does_not_commit_from_the_census(brought: int) -> N
     assert transaction.incidents[0].extra_microbatches == 1
 
 
+@pytest.mark.guarantee("The trajectory", "Losses and weights of discarded microbatches do not count.")
 def test_losses_and_weights_of_discarded_microbatches_do_not_count() -> None:
     """A replica that has to give up its sum, as a spare that is dealt extra microbatches, begins with nothing."""
     world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
@@ -334,6 +371,11 @@ def test_losses_and_weights_of_discarded_microbatches_do_not_count() -> None:
     assert transaction.attempt.contributed == [0]
 
 
+@pytest.mark.guarantee(
+    "The trajectory",
+    "A step commits only if every bucket was posted in this attempt with exactly the slots that the replica "
+    "owes.",
+)
 def test_share_missing_from_a_bucket_blocks_the_vote() -> None:
     transaction = begun(World(Grid(3, 1), {}))
     transaction.gradients.buckets[-1].posted = None
@@ -359,6 +401,9 @@ def take(transaction: Transaction) -> None:
         transaction.gradients.post_all(transaction.post)
 
 
+@pytest.mark.guarantee(
+    "Work kept after a death", "A loss before a step was left is reported when the step commits."
+)
 def test_loss_before_a_step_was_left_is_reported_when_it_commits() -> None:
     world = World(Grid(3, 1), {1: like_me(1, complete=False), 2: died}, agreed=[None])
     transaction = begun(world)
@@ -371,6 +416,7 @@ def test_loss_before_a_step_was_left_is_reported_when_it_commits() -> None:
     assert transaction.incidents == []
 
 
+@pytest.mark.guarantee("Membership", "Repairs without losses are bounded.")
 def test_repairs_without_losses_are_bounded() -> None:
     """In a step, and in the comparison after the last one."""
     for last in (False, True):
@@ -382,6 +428,9 @@ def test_repairs_without_losses_are_bounded() -> None:
         assert len(world.evicted) == FRUITLESS + 1
 
 
+@pytest.mark.guarantee(
+    "Joining", "A joined replica that counts its own steps does not keep the others from ending."
+)
 @pytest.mark.parametrize(
     ("ended", "inside", "behind"),
     [

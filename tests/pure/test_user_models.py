@@ -37,6 +37,11 @@ class Deep(torch.nn.Module):
         self.more = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Blocks are found at any depth, recomputed blocks have the same gradients, and misplaced recomputation "
+    "is refused.",
+)
 def test_blocks_are_found_at_any_depth() -> None:
     assert (deep := Deep()).blocks + list(deep.more) == blocks_of(deep)
     assert blocks_of(Tied()) == []
@@ -71,6 +76,11 @@ def test_weights_tied_across_units_are_refused_by_name(across: str, named: str) 
     refuse_ties_across(tied, [tied.layers[1]])
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Blocks are found at any depth, recomputed blocks have the same gradients, and misplaced recomputation "
+    "is refused.",
+)
 def test_recomputation_that_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no ModuleList was found in Tied; name the modules with blocks="):
         recompute_blocks(Tied())
@@ -82,6 +92,11 @@ def test_recomputation_that_cannot_be_placed_is_refused() -> None:
     assert len(recompute_blocks(Net())) == 2
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Every construct on the porting page ends with the parameters of one process to 1e-5 through two "
+    "deaths, or is refused.",
+)
 def test_optimizer_or_scheduler_that_step_cannot_call_is_refused() -> None:
     model = Net()
     with pytest.raises(ValueError, match="LBFGS calls the model again inside of its step"):
@@ -124,6 +139,11 @@ def with_tensors(value: Any, numbers: Iterator[int]) -> Any:
     return torch.tensor([next(numbers)]) if value == "tensor" else value
 
 
+@pytest.mark.guarantee(
+    "User code",
+    "Plain replicas resume a checkpoint of sharded ones with `extra=` included, and user values are "
+    "restored unchanged.",
+)
 @settings(max_examples=150, deadline=None)
 @given(VALUES)
 @example({"a": {"b": "tensor"}, "a.b": "tensor", 1: "tensor", "1": "tensor"})
@@ -171,6 +191,10 @@ def test_packed_module_state_keeps_the_versions_of_its_parts() -> None:
     assert found._metadata == state._metadata  # type: ignore[attr-defined]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Nested optimizer state is saved and resumed, and a value that no file can hold is refused by name.",
+)
 @pytest.mark.parametrize(
     ("value", "said"),
     [

@@ -121,6 +121,10 @@ def test_held_lock_counts_as_a_long_microbatch_and_not_between_steps() -> None:
         assert watchdog.look(True, {rank: peer.sign() for rank, peer in peers.items()}, now) == {}
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A rank that computes for long, is between steps or is awaited by no other is not suspected.",
+)
 def test_long_computation_is_stuck_only_after_many_steps_of_waiting() -> None:
     peer = Peer()
     assert watch(running(step=0.2), peer, STUCK + 2, 0.0)[0] == {1: STUCK}
@@ -132,6 +136,9 @@ def test_long_computation_is_stuck_only_after_many_steps_of_waiting() -> None:
         peer.done += 1
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "The hang limit follows typical steps and ignores the first one."
+)
 def test_hang_limit_follows_typical_steps() -> None:
     watchdog = HangWatchdog(Grid(64))
     watchdog.committed(900.0)  # it compiled
@@ -144,6 +151,9 @@ def test_hang_limit_follows_typical_steps() -> None:
     assert watchdog.stuck_limit == STUCK
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "No rank is fenced while half of the replicas or more look stuck."
+)
 @pytest.mark.parametrize("replica_size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("stuck", "healthy"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 1), (3, 4), (7, 1)]
@@ -171,6 +181,9 @@ def test_majority_is_never_fenced_for_a_minority(stuck: int, healthy: int, repli
         assert "rank 0 for 60 s in step 6, slot 3 (sample 43)" in said[0]
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers", "No rank is fenced while half of the replicas or more look stuck."
+)
 def test_stall_that_ends_for_one_rank_after_another_costs_no_rank() -> None:
     """Three of four wait for a file system, each a little later than the one before, and so they go on."""
     stalled = [Peer(), Peer(), Peer()]
@@ -226,6 +239,10 @@ def test_dead_rank_needs_no_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     board.kill(0)
 
 
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "A rank that computes for long, is between steps or is awaited by no other is not suspected.",
+)
 def test_suspicion_requires_a_waiting_rank_inside_a_later_step() -> None:
     peer = Peer()
     assert watch(running(), peer, 5 * STUCK, 0.0, waiting=False)[0] == {}
@@ -236,6 +253,7 @@ def test_suspicion_requires_a_waiting_rank_inside_a_later_step() -> None:
     assert watch(running(), peer, 5 * STUCK, 0.0)[0] == {}
 
 
+@pytest.mark.guarantee("Faults, hangs and stragglers", "A machine that slept as a whole fences no rank.")
 def test_machine_that_slept_fences_no_rank() -> None:
     watchdog, peer = running(), Peer().stop()
     found, now = watch(watchdog, peer, STOPPED - 1, 0.0)

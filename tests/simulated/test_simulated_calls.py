@@ -62,6 +62,11 @@ def make_call(world: World, name: str, number: int) -> None:
             pass
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "All replicas name a collective call that only some of them make, without losses, and never accuse a "
+    "slow replica.",
+)
 @pytest.mark.parametrize(
     ("mine", "theirs", "told"),
     [
@@ -101,6 +106,11 @@ def test_differing_collective_calls_are_named_by_all_replicas(
         assert len(outcome) == RANKS, "nobody is lost for it"
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "All replicas name a collective call that only some of them make, without losses, and never accuse a "
+    "slow replica.",
+)
 def test_differing_collective_calls_with_deaths_end_all_survivors_alike() -> None:
     """The one that was wrong may be among the dead: then nobody need know."""
     seen = set()
@@ -115,6 +125,11 @@ def test_differing_collective_calls_with_deaths_end_all_survivors_alike() -> Non
     assert seen == {True, False}
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "All replicas name a collective call that only some of them make, without losses, and never accuse a "
+    "slow replica.",
+)
 def test_slow_replicas_with_equal_calls_are_never_accused() -> None:
     script = ["resume", "step", "save", "agree", "step", "agree", "confirm", "step", "save"]
     for seed in range(SEEDS):
@@ -130,6 +145,11 @@ def test_early_exits_from_a_step_are_separate_calls() -> None:
         assert set(outcome.values()) == {"done"}, (seed, outcome)
 
 
+@pytest.mark.guarantee(
+    "Rejoining replicas",
+    "A rejoining replica runs the code of the job or is refused by name before it asks, and a host with "
+    "edited files starts none.",
+)
 def test_rank_with_other_code_is_refused_before_it_asks_to_join() -> None:
     """The members never learn of it: no repair, no pause."""
     grid = Grid(2)

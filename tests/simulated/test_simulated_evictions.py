@@ -41,6 +41,11 @@ def _change(rank: int, step: recover.Step) -> None:
             parameters["inner.bias"].requires_grad_(False)
 
 
+@pytest.mark.guarantee(
+    "State and samples",
+    "The evicted replica, its peers, `recover why`, the page and `incidents.jsonl` name the entry that "
+    "differs.",
+)
 def test_eviction_of_each_kind_states_its_reason_to_all_replicas() -> None:
     training = Training(7, between=_change)
     assert training.run().finished == {0: "done", 1: "done"}
@@ -54,6 +59,10 @@ def test_eviction_of_each_kind_states_its_reason_to_all_replicas() -> None:
     assert [line["evicted"] for line in written] == [{str(rank): why} for rank, why in REASONS.items()]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Joined replicas that lack part of the state are evicted, and never evict the replica that held it.",
+)
 @pytest.mark.parametrize("saved", [False, True])
 def test_joined_replicas_do_not_evict_the_original_replica(saved: bool, tmp_path: Path) -> None:
     """They lack what its loop knows. If a save has found them equal before, nobody can tell who is right."""

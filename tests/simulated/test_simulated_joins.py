@@ -26,12 +26,22 @@ from recover.step.joining.parcel import Parcel
 KEPT, JOINING, AIMED, TRAINED = 100, 120, 80, 10
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A rank that was declared dead never commits where decisions are persisted, whether it is isolated or "
+    "slow.",
+)
 def test_declared_dead_rank_never_commits_under_persisted_decisions() -> None:
     """Partitions, slowness, stops and deaths: what anybody has committed, the dead included, all have alike."""
     seen = explore(range(KEPT), kept_schedule)
     assert min(seen[how] for how in ("killed", "orphan", "declared")) > 5, seen
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Any schedule of joins and deaths keeps exactly B, exact samples, one membership and an unbroken "
+    "sequence of steps.",
+)
 def test_schedules_of_joins_and_deaths_keep_every_invariant() -> None:
     seen = explore(range(JOINING), joining_schedule)
     assert seen["joined"] > JOINING // 3, seen
@@ -40,12 +50,14 @@ def test_schedules_of_joins_and_deaths_keep_every_invariant() -> None:
     ), seen
 
 
+@pytest.mark.guarantee("Joining", "A death during a join is handled like any other death.")
 def test_death_at_every_location_of_a_join_is_an_ordinary_death() -> None:
     seen = explore(range(AIMED), aimed_join_schedule)
     assert min(seen[f"at repair:{phase}"] for phase in (*REPAIR_PHASES, *JOIN_PHASES)) > 3, seen
     assert seen["joined"] > AIMED // 3, seen
 
 
+@pytest.mark.guarantee("State and samples", "Joined replicas never outvote the sender of their state.")
 def test_joined_replicas_never_outvote_the_sender_of_their_state() -> None:
     """It changes by itself after it has given. Two who hold the same might be right, or spoiled alike on their way."""
     kills, joins = {0: 20, 3: 31}, {4: 21, 5: 70}
@@ -72,6 +84,11 @@ def test_joining_ranks_are_removed_first_when_half_of_all_ranks_fail() -> None:
     assert (played.simulation.finished, played.simulation.dead[2]) == ({1: "done"}, "excluded")
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "Any schedule of joins and deaths keeps exactly B, exact samples, one membership and an unbroken "
+    "sequence of steps.",
+)
 @pytest.mark.soak
 def test_hundred_thousand_schedules_with_joins_keep_every_invariant() -> None:
     explore(range(100_000), joining_schedule)
@@ -87,6 +104,7 @@ def agreements(played: Played) -> int:
     return len(played.simulation.kept.decisions)
 
 
+@pytest.mark.guarantee("Joining", "Members do not wait for a joining replica that is not ready.")
 def test_members_do_not_wait_for_a_joining_replica_that_is_not_ready() -> None:
     """One that warms up for long, dies over it, or asks when all is over costs the others no agreement at all."""
     for seed in range(10):
@@ -99,6 +117,9 @@ def test_members_do_not_wait_for_a_joining_replica_that_is_not_ready() -> None:
             assert played.censuses() == {1: ((0, 1, 2), (), ())}, seed
 
 
+@pytest.mark.guarantee(
+    "Joining", "A repair for a join begins only after all members have seen the same request."
+)
 def test_simultaneous_join_requests_are_admitted_in_one_repair() -> None:
     """And no repair is for nothing: it is not entered before all see the same one."""
     shapes: Counter[tuple[int, ...]] = Counter()
@@ -112,6 +133,9 @@ def test_simultaneous_join_requests_are_admitted_in_one_repair() -> None:
     assert sum(count for shape, count in shapes.items() if len(shape) > 1) > 3, shapes
 
 
+@pytest.mark.guarantee(
+    "Joining", "The world continues with joined replicas after all original replicas have died."
+)
 def test_world_continues_with_joined_replicas_after_all_originals_die() -> None:
     """All who were there at the start die after they have passed the state on; nothing is lost with them."""
     ends: Counter[str] = Counter()
@@ -124,6 +148,9 @@ def test_world_continues_with_joined_replicas_after_all_originals_die() -> None:
     assert ends["taken over"] > 5, ends
 
 
+@pytest.mark.guarantee(
+    "Joining", "The world continues with joined replicas after all original replicas have died."
+)
 def test_replica_with_the_lowest_number_may_join_last() -> None:
     """Numbers are given when a replica is started, not when it is ready."""
     seen = 0
@@ -144,6 +171,10 @@ def calm() -> dict[int, tuple[object, ...]]:
     return run.commits[0]
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "A joining `recover.Step` has the bits of a failure-free run through any schedule of deaths and joins.",
+)
 def test_joining_step_has_failure_free_bits_whichever_rank_dies(
     calm: dict[int, tuple[object, ...]],
 ) -> None:
@@ -170,6 +201,7 @@ def test_joining_step_has_failure_free_bits_whichever_rank_dies(
     assert seen["died"] > TRAINED // 3, seen
 
 
+@pytest.mark.guarantee("Joining", "A joining replica with damaged optimizer state commits nothing.")
 def test_joining_replica_with_damaged_optimizer_state_commits_nothing(
     calm: dict[int, tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +224,7 @@ def test_joining_replica_with_damaged_optimizer_state_commits_nothing(
     assert all(run.commits[0][number] == calm[number] for number in run.commits[0])
 
 
+@pytest.mark.guarantee("Joining", "Partitioned samples are used once when replicas join.")
 @pytest.mark.parametrize("policy", ["balanced", "static", "adaptive"])
 def test_partitions_continue_on_joined_replicas_without_reuse_of_samples(policy: str) -> None:
     for seed in range(4):

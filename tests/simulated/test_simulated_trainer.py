@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from recover_lab.simulated_world.carriers import SimulatedCarriers
 from recover_lab.simulated_world.parts import simulated_parts
 from recover_lab.simulated_world.scheduler import SimulatedFabric, Simulation
@@ -65,6 +66,10 @@ def train(place: Path, kills: dict[int, int], joins: dict[int, int], seed: int =
     return {**told, "summary": json.loads((run_dir / "summary.json").read_text())}
 
 
+@pytest.mark.guarantee(
+    "Joining",
+    "The trainer's records are complete and its bits unchanged after all ranks that began the run have died.",
+)
 def test_trainer_run_is_finished_by_joined_ranks_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,9 @@ def explore(seeds: Iterable[int], draw: Callable[[int], Schedule] = random_sched
     return seen
 
 
+@pytest.mark.guarantee("Membership", "No schedule of deaths splits, hangs or corrupts the world.")
+@pytest.mark.guarantee("Membership", "An evicted rank is dead before the others continue.")
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 @pytest.mark.slow
 def test_schedules_of_deaths_keep_every_invariant() -> None:
     seen = explore(range(SCHEDULES))
@@ -64,12 +67,22 @@ def test_schedules_of_deaths_keep_every_invariant() -> None:
     assert min(seen[end] for end in ("diverged", "poisoned", "reran")) > 5, seen
 
 
+@pytest.mark.guarantee(
+    "The batch",
+    "Every step commits exactly B microbatches when two replicas die at once or during a recovery.",
+)
+@pytest.mark.guarantee(
+    "Membership", "All survivors hold the same members, epoch, census and verdict with both carriers."
+)
+@pytest.mark.guarantee("Membership", "A death inside the repair of another death is repaired.")
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
 def test_deaths_at_every_location_and_in_recoveries_keep_every_invariant() -> None:
     seen = explore(range(AIMED), aimed_schedule)
     assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
     assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
 
 
+@pytest.mark.guarantee("Work kept after a death", "A dead spare costs a repair and no second reduction.")
 @pytest.mark.parametrize(("policy", "owed"), [("static", 0), ("balanced", 1)])
 def test_death_at_the_vote_costs_only_missing_sums(policy: str, owed: int) -> None:
     """The last of five replicas dies, which is a spare or runs one of six microbatches."""
@@ -84,6 +97,9 @@ def test_death_at_the_vote_costs_only_missing_sums(policy: str, owed: int) -> No
     assert costs.keys() == {(True, 0), (False, owed)}, costs
 
 
+@pytest.mark.guarantee(
+    "State and samples", "A sum with a drifted replica is not committed, even if that replica dies first."
+)
 def test_sum_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
     """The law of sums tells; and no survivor takes its own sum for complete."""
     for seed in range(40):
@@ -92,6 +108,9 @@ def test_sum_with_a_drifted_replica_is_not_committed_when_it_dies() -> None:
             assert [i.complete for i in played.diaries[rank].incidents[1][1]] == [False], seed
 
 
+@pytest.mark.guarantee(
+    "The trajectory", "Survivors of the owner of the largest value never commit an inexact sum."
+)
 @pytest.mark.parametrize("replica_size", [1, 2])
 def test_exponents_do_not_depend_on_the_death_of_the_largest_values_owner(replica_size: int) -> None:
     """The owner dies in the step that overflows, at every place, before or after the others know of the overflow. The
@@ -109,17 +128,22 @@ def test_exponents_do_not_depend_on_the_death_of_the_largest_values_owner(replic
     assert seen["killed"] >= 2 * len(PLACES)
 
 
+@pytest.mark.guarantee(
+    "Membership", "Deaths among more ranks than one agreement word holds are seen by all survivors."
+)
 def test_simulated_deaths_beyond_one_agreement_word_are_seen() -> None:
     seen = explore(range(5), large_schedule)
     assert seen["of 1 words"] > 0, seen
     assert seen["of 2 words"] > 0, seen
 
 
+@pytest.mark.guarantee("Membership", "No schedule of deaths splits, hangs or corrupts the world.")
 @pytest.mark.soak
 def test_hundred_thousand_schedules_keep_every_invariant() -> None:
     explore(range(100_000))
 
 
+@pytest.mark.guarantee("Membership", "A rank that stops while the world is created is fenced.")
 @pytest.mark.parametrize("call", range(14))
 def test_rank_that_stops_during_world_creation_is_fenced(
     call: int,
@@ -160,6 +184,7 @@ def repaired(simulation: Simulation) -> dict[int, str]:
     return {**simulation.run(run), **simulation.dead}
 
 
+@pytest.mark.guarantee("Membership", "Results that only dead ranks have seen bind no survivor.")
 def test_deaths_in_one_repair_cost_no_other_rank() -> None:
     """One may hold a result that dies with it, and have said something to the next agreement already: the others decide
     anew, and come to that one with another question."""
@@ -173,6 +198,11 @@ def test_deaths_in_one_repair_cost_no_other_rank() -> None:
         assert simulation.finished.keys() >= set(ranks) - set(victims), seed
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank that cannot build a carrier is evicted with its replica and reason; without a majority that "
+    "can, all ranks end and name every cause.",
+)
 def test_rank_that_cannot_build_a_carrier_is_evicted_with_its_reason() -> None:
     told = repaired(Simulation(Grid(3, 2), 1, sick={3: (1, 10**6, False)}))
     assert [told[rank] for rank in (0, 1, 4, 5)] == ["members [0, 1, 4, 5]"] * 4
@@ -190,6 +220,11 @@ def test_rank_that_fails_less_than_the_limit_is_kept(seed: int) -> None:
         assert told == dict.fromkeys(range(3), "members [0, 1, 2]")
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank that cannot build a carrier is evicted with its replica and reason; without a majority that "
+    "can, all ranks end and name every cause.",
+)
 @pytest.mark.parametrize(
     ("sick", "cause"),
     [
@@ -214,6 +249,11 @@ def test_world_without_a_building_majority_ends_and_names_each_cause(
             assert all(f"rank {rank}: {cause}" in text for rank in sick), text
 
 
+@pytest.mark.guarantee(
+    "Membership",
+    "A rank that cannot build a carrier is evicted with its replica and reason; without a majority that "
+    "can, all ranks end and name every cause.",
+)
 def test_failed_repair_rounds_are_bounded() -> None:
     """Each round another one fails, so nobody ever fails often enough to be left out."""
     simulation = Simulation(Grid(5), 1)
@@ -238,6 +278,7 @@ def test_failed_repair_rounds_are_bounded() -> None:
     assert rounds == dict.fromkeys(range(5), FRUITLESS)
 
 
+@pytest.mark.guarantee("Membership", "An eviction removes the named replica and no other.")
 def test_eviction_removes_the_named_replica_only() -> None:
     for seed in range(50):
         grid = Grid(3, 2)

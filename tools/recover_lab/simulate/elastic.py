@@ -1,7 +1,8 @@
 """ReCoVer in virtual time; also the base of other systems that continue without lost replicas.
 
-Between two events only the number of steps that fit is computed. A step with a loss runs as in `docs/explanation/protocol.md`:
-survivors finish their share, repair, run what the policy deals them, reduce and commit.
+Between two events only the number of steps that fit is computed. A step with a loss runs as
+docs/explanation/protocol.md says: survivors finish their share, repair, run what the policy deals them, reduce and
+commit.
 """
 
 from __future__ import annotations

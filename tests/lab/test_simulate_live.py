@@ -19,6 +19,11 @@ from recover_lab.simulate.scenario import parse_scenario
 from recover.faults.draw import draw_schedule
 
 
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "Recorded runs are replayed with parameters of other runs within 10% of their time and 20% of each "
+    "incident.",
+)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "replicas", "size", "pace", "deaths", "seeds"),

@@ -61,6 +61,11 @@ def machine() -> tuple[object, ...]:
     )
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts",
+    "Labs are isolated, have no name on the machine and leave nothing behind, also after `kill -9` of their "
+    "owner.",
+)
 def test_labs_leave_nothing_behind_however_their_owners_end() -> None:
     before = machine()
     owners = {
@@ -104,6 +109,11 @@ def test_labs_leave_nothing_behind_however_their_owners_end() -> None:
                 pass  # gone with its init
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts",
+    "Labs are isolated, have no name on the machine and leave nothing behind, also after `kill -9` of their "
+    "owner.",
+)
 def test_lab_that_cannot_be_made_is_refused_and_cleaned_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

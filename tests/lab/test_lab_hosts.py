@@ -132,6 +132,10 @@ print(json.dumps({
 """
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts",
+    "Each emulated host has its own name, address, processes and files, and knows the others.",
+)
 def test_lab_hosts_have_their_own_name_address_processes_and_files(lab: Lab, tmp_path: Path) -> None:
     for host in lab:
         seen = run(host, IDENTITY, host.name, str(tmp_path), *lab.shared)
@@ -156,6 +160,10 @@ def test_lab_hosts_have_their_own_name_address_processes_and_files(lab: Lab, tmp
                 assert there.getpeername()[0] == client.address
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts",
+    "Each emulated host has its own name, address, processes and files, and knows the others.",
+)
 def test_lab_process_is_an_ordinary_child_with_pipes_and_signals(lab: Lab) -> None:
     host = lab["h2"]
     told = host.start(["sh", "-c", "cat; exit 7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -186,6 +194,9 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts", "A power cut ends everything on a host at once, and its peers hear silence."
+)
 def test_lab_power_cut_ends_all_processes_at_once_without_notice_to_peers(lab: Lab) -> None:
     victim, *peers = lab
     doors = [listener(peer) for peer in peers]
@@ -224,6 +235,9 @@ def test_lab_power_cut_ends_all_processes_at_once_without_notice_to_peers(lab: L
         line.close()
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts", "Cables are cut in the requested direction, heal, and are as bad as configured."
+)
 def test_lab_cut_drops_packets_in_its_direction_only_until_healed(lab: Lab) -> None:
     struck, peer, bystander = lab
     boxes = {host.name: mailbox(host) for host in lab}
@@ -268,6 +282,9 @@ def test_lab_cut_drops_packets_in_its_direction_only_until_healed(lab: Lab) -> N
         line.close()
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts", "Cables are cut in the requested direction, heal, and are as bad as configured."
+)
 def test_lab_bad_cable_delays_drops_and_limits_as_configured(lab: Lab) -> None:
     struck, peer, _ = lab
     here, there = pair(struck, peer)
@@ -312,6 +329,11 @@ def test_lab_bad_cable_delays_drops_and_limits_as_configured(lab: Lab) -> None:
         line.close()
 
 
+@pytest.mark.guarantee(
+    "Emulated hosts",
+    "Labs are isolated, have no name on the machine and leave nothing behind, also after `kill -9` of their "
+    "owner.",
+)
 def test_labs_are_isolated_from_each_other_and_from_their_process() -> None:
     with LeavesNothing(), Lab(hosts=2) as one, Lab(hosts=2) as other:
         doors = [listener(lab["h2"]) for lab in (one, other)]
@@ -347,6 +369,7 @@ print(socket.gethostname(), world.rank, len(world.members), flush=True)
 """
 
 
+@pytest.mark.guarantee("Emulated hosts", "Gloo and Open MPI run unchanged on emulated hosts.")
 def test_lab_runs_gloo_across_hosts_and_open_mpi_inside_one(lab: Lab, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WORLD)
