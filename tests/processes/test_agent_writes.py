@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from etcd_fabrics import TOKEN, Fabrics
-from patience import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.launch.hosts import rendezvous as meetings
 from recover.launch.hosts.etcd_sync import EtcdSync, Order
@@ -128,7 +128,7 @@ class HostAgent:
 
 
 def replay(fabrics: Fabrics, asked: list[tuple[str, Mapping[str, Any]]]) -> None:
-    plain = EtcdClient(fabrics.server.endpoint)
+    plain = EtcdClient(fabrics.server.endpoint, timeout=PATIENCE)
     for path, body in random.Random(3).sample(asked, len(asked)):
         try:
             plain.call(path, body)

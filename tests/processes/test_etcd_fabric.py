@@ -198,7 +198,7 @@ def test_broadcast_message_is_written_once_and_read_without_requests(fabrics: Fa
 @pytest.mark.guarantee("On etcd", "Requests of ranks are idempotent, also when they are carried out late.")
 def test_etcd_requests_are_idempotent(fabrics: Fabrics) -> None:
     ranks, clients = fabrics.make(3, Recording)
-    rng, replay = random.Random(5), EtcdClient(fabrics.server.endpoint)
+    rng, replay = random.Random(5), EtcdClient(fabrics.server.endpoint, timeout=PATIENCE)
     for number in range(8):
         if number == 4:
             ranks[0].declare(2, "by decree")

@@ -295,7 +295,7 @@ def random_schedule(fabrics: Fabrics, seed: int, replica_size: int, rounds: int)
     assert asking <= waiting, "one that was admitted still asks"
     assert ours - waiting == schedule.participants(), "keys of the dead are left behind"
     assert {key for key in store if not key.startswith((CLAIM, ASKING))} == {"job", "ids", DECISION, ENDED}
-    replay = EtcdClient(fabrics.server.endpoint)
+    replay = EtcdClient(fabrics.server.endpoint, timeout=PATIENCE)
     for path, body in schedule.rng.sample(schedule.asked, min(len(schedule.asked), 1500)):
         replay.call(path, body)
     assert fabrics.store() == store, "something late has come through"

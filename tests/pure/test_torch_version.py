@@ -68,7 +68,7 @@ def test_doctor_warns_of_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tested_torch_versions_match_documents_and_packages() -> None:
-    assumed = (ROOT / "docs" / "assumptions.md").read_text()
+    assumed = (ROOT / "docs" / "explanation" / "assumptions.md").read_text()
     assert all(f"| {version} |" in assumed for version in TESTED)
     (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     assert pinned in TESTED
