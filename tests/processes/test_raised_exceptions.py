@@ -122,7 +122,7 @@ def test_trainer_reports_a_summary_it_cannot_write(tmp_path: Path) -> None:
     process = start(run_dir, *small_world(tmp_path), "replicas=3", "accum=1", "steps=2", "checkpoint.every=1")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
-    assert "summary.json, for the disk did not take it" in output
+    assert "summary.json, because the disk did not take it" in output
     assert "the ranks have finished, but" in output
     ends = {json.loads(path.read_text())["end"] for path in (run_dir / "ranks").glob("*.end")}
     assert ends == {"done"}
