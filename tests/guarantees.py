@@ -55,8 +55,8 @@ page from the `guarantee` markers of the tests; edit the markers, not the page.
 The guarantees hold under the [assumptions](assumptions.md). Tests in `tests/processes`,
 `tests/lab` and `tests/integrations` use real processes and SIGKILL, those in `tests/simulated`
 virtual ranks in one process, and those in `tests/pure` start no process. `make test` runs all of
-them except `tests/lab` and `tests/integrations` (`make test-integrations`) and tests marked "(soak)" (`make soak`); "(soak in
-part)" means that some parameters of the test are soaks.
+them except `tests/lab` and `tests/integrations` (`make test-integrations`) and tests marked "(soak)"
+(`make soak`); "(soak in part)" means that some parameters of the test are soaks.
 """
 
 LIMITS = """## Not guaranteed

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from recover.job.grid import Grid
@@ -73,7 +74,8 @@ class MpirunStarter(Starter):
             start_new_session=not self._has_terminal,  # Ctrl-C comes to us, and we end the job
         )
         self.relay.add(self._process, outputs, self._run_dir / "ranks")
-        self.relay.wake_on(os.pidfd_open(self._process.pid))
+        with suppress(OSError):  # without pidfds the end of mpirun is seen at the next tick
+            self.relay.wake_on(os.pidfd_open(self._process.pid))
         from recover.world.liveness.board import Board  # imports numpy: while mpirun starts
 
         self.board = Board(self._session.directory / "board", spec.ranks)

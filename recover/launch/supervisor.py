@@ -197,6 +197,7 @@ class Supervisor:
             slept, look = now - look > _ASLEEP, now + _LOOK
             if (why := self._look(supervised, now, slept)) is not None:
                 return why
+            look = time.monotonic() + _LOOK  # a slow look is not taken for a host that slept
             if timeout and now - self._progress > timeout:
                 with supervised.part("show what the ranks do"):
                     self._show_stacks()

@@ -18,7 +18,7 @@ from recover.world.carriers.base import DataCarrier
 from recover.world.carriers.worker import Work
 from recover.world.census import Census, left_behind
 from recover.world.cross_group import CrossGroup
-from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError
+from recover.world.fabrics.base import DeclaredDeadError, NotAdmittedError, WorldLostError
 from recover.world.interfaces import WorldParts
 from recover.world.links import Links
 from recover.world.liveness.board import CALL, ENDED, POSITION, STEP
@@ -438,6 +438,14 @@ class World:
             yield
         except DeclaredDeadError as error:
             end_declared_dead(self._own, error)
+        except WorldLostError:
+            # Etcd may have stopped answering a rank that was declared dead meanwhile. Such a rank must
+            # not take the world for lost, or it would save a state that the others have left behind.
+            try:
+                self._fabric.failed()
+            except DeclaredDeadError as error:
+                end_declared_dead(self._own, error)
+            raise
         finally:
             self._waiting -= 1
 
@@ -473,7 +481,12 @@ class World:
         deadline = self._fabric.now() + MATE_PATIENCE
         while self.grid.replica_size > 1 and self._fabric.now() < deadline:
             self._fabric.pause(0.01)
-            if self._fabric.failed() & self.grid.mates(self.rank):
+            try:
+                lost = self._fabric.failed() & self.grid.mates(self.rank)
+            except DeclaredDeadError as declared:
+                # An orphan that ended as if it had raised would put the blame on its slot.
+                end_declared_dead(self._own, declared)
+            if lost:
                 self._fabric.pause(MATE_PATIENCE)  # the watcher ends this rank meanwhile
 
     def _close(self) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from patience import wait_until
+from patience import PATIENCE, wait_until
 
 from recover.gradients.bucket_layout import BucketSlice
 from recover.gradients.buckets import Bucket
 from recover.gradients.norm import squared_norm
+from recover.world.carriers.gloo import _Task
 from recover.world.carriers.worker import Completion, Work, Worker
 
 
@@ -164,5 +165,30 @@ def test_failed_resources_are_freed_without_cycle_collection() -> None:
         del work
         assert wait_until(lambda: bool(worker.take_failed()))
         assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gloo_task_leaves_no_cycle_with_its_carrier(fails: bool) -> None:
+    """The sockets and threads of a carrier go when it is dropped, also without garbage collection."""
+
+    class Carrier:
+        def __init__(self) -> None:
+            self.task = _Task("test", lambda: self.introduce())
+
+        def introduce(self) -> None:
+            if fails:
+                raise ValueError("a peer is gone")
+
+    gc.collect()
+    gc.disable()
+    try:
+        carrier = Carrier()
+        assert carrier.task.wait(PATIENCE)
+        assert (carrier.task.error is not None) == fails
+        dropped = weakref.ref(carrier)
+        del carrier
+        assert dropped() is None
     finally:
         gc.enable()

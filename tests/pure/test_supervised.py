@@ -142,6 +142,30 @@ def test_agent_that_cannot_report_deaths_ends(monkeypatch: pytest.MonkeyPatch) -
     assert not sync.declare_all("its agent has failed", GENEROUS), "nobody is left to say it"
 
 
+def test_agent_whose_sync_thread_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ends silently would leave the deaths of this host undeclared."""
+    monkeypatch.setattr(EtcdSync, "_pause", lambda self: 1 / 0)
+    sync = a_sync(Etcd())
+    sync.start()
+    deadline = time.monotonic() + GENEROUS
+    while sync.view.failure is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "ZeroDivisionError" in str(sync.view.failure)
+
+
+@pytest.mark.parametrize(("timeout", "has_ended"), [(0.0, False), (1.0, True)])
+def test_computing_ranks_get_their_timeout_when_etcd_is_lost(
+    tmp_path: Path, timeout: float, has_ended: bool
+) -> None:
+    """A timeout of 0 means never."""
+    ranks: Any = SimpleNamespace(is_computing=lambda: True, running={0})
+    spec: Any = SimpleNamespace(session=str(tmp_path), across=False)
+    coordination = HostCoordination.__new__(HostCoordination)
+    coordination._timeout, coordination._ranks, coordination._spec = timeout, ranks, spec
+    assert coordination._have_ended_without_etcd(time.monotonic() - 100.0) is has_ended
+
+
 def test_remaining_ranks_are_declared_dead_unless_etcd_is_silent() -> None:
     etcd = Etcd()
     sync = a_sync(etcd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -69,7 +70,8 @@ class HostCoordination:
             Path(str(self._spec.session), LOST).touch()
         except OSError:
             pass  # no memory: in the next pass
-        patience = self._timeout if self._ranks.is_computing() and not self._spec.across else _LAST_WORDS
+        computes = self._ranks.is_computing() and not self._spec.across
+        patience = (self._timeout or math.inf) if computes else _LAST_WORDS  # a timeout of 0: never
         return not self._ranks.running or time.monotonic() - lost_at > patience
 
     def _start_restarted_replicas(self) -> None:

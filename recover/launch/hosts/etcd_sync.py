@@ -184,15 +184,18 @@ class EtcdSync:
     def _run(self) -> None:
         supervised = Supervised("the agent")
         while not self._stopped and self._failure is None:
-            self._wake.wait(self._pause())
-            self._wake.clear()
             try:
+                self._wake.wait(self._pause())
+                self._wake.clear()
                 self._pass(supervised)
                 self._silent_since, self._refusal = None, ""
             except EtcdError as error:
                 self._note_silence(error)
             except SupervisorError as failure:
                 self._failure = failure
+            except Exception as error:
+                # A thread that ended silently would leave deaths of this host undeclared.
+                self._failure = SupervisorError(f"the exchange with etcd: {type(error).__name__}: {error}")
             self._publish()
 
     def _pass(self, supervised: Supervised) -> None:

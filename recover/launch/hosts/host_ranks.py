@@ -158,6 +158,7 @@ class HostRanks(Starter):
 
     def wait(self) -> None:
         for started in self._processes.values():
+            started.kill()  # the guardian does so, too, but it may have been killed
             started.wait()
         self._prewarmed.end()
         self.relay.drain(1.0)

@@ -65,8 +65,9 @@ class _Task:
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.error: Exception | None = None
-        self._function = function
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # The thread drops the function at its end. Kept here, it would make a cycle with the carrier,
+        # whose sockets and threads would stay until the next garbage collection.
+        self._thread = threading.Thread(target=self._run, args=[function], name=name, daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float = 0.0) -> bool:
@@ -74,10 +75,11 @@ class _Task:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], None]) -> None:
         try:
-            self._function()
+            function()
         except Exception as error:
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # they refer to the carrier
             self.error = error
 
 
