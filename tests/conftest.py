@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _starts.allowed = kind_of(item.path) in MAY_START_PROCESSES
+    # torch sets it when a test makes an optimizer; jobs that later tests start would leave that directory behind.
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     try:
         return (yield)
     finally:
