@@ -82,7 +82,7 @@ def _has_etcd() -> bool:
 
 
 def _result(calm: Path, rough: Path, returns: bool, report: Path) -> str:
-    """What the two runs have shown."""
+    """Summary of the two runs: steps, losses, batch and samples."""
     from recover.runs.records.json_lines import read_lines
 
     undisturbed, survived = (list(read_lines(run / "steps.jsonl")) for run in (calm, rough))

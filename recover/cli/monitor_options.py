@@ -14,7 +14,7 @@ Page = Annotated[
     ),
 ]
 PageBind = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Serve the page on this address, to anyone who has its token.")
+    str, typer.Option(metavar="ADDRESS", help="Address that serves the page. Readers need its token.")
 ]
 OnIncident = Annotated[
     str | None,

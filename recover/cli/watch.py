@@ -19,7 +19,7 @@ def watch(
     ] = None,
     page_bind: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="Serve the page on this address, to anyone who has its token."),
+        typer.Option(metavar="ADDRESS", help="Address that serves the page. Readers need its token."),
     ] = "127.0.0.1",
 ) -> None:
     """Serve the live page of a run, until Ctrl-C."""
