@@ -57,14 +57,16 @@ finally:
         print("ended after", step.index, "as committed" if digest() == after else "changed")
 """
 
-# It is better than all before in the eyes of a replica that knows no other.
+# The value gets worse with every step. Only a replica that has seen no other value takes it for the best, so a
+# replica that joins saves alone, whichever step it joins in.
 SAVED_IF_BEST = """
 import mine
 best = float("inf")
 while True:
     take_step()
-    if mine.better(step.loss, best):
-        best = step.loss
+    value = step.index
+    if mine.better(value, best):
+        best = value
         recover.save(step, sys.argv[1])
     time.sleep(0.02)
 """
@@ -130,7 +132,7 @@ def test_edited_code_blocks_a_rejoin_and_divergent_conditions_are_named(tmp_path
     """A module is edited, a replica dies and is not started again until the module is restored. Then it joins, and
     saves by a condition of its own: on etcd and gloo, where that was an abort."""
     module = tmp_path / "mine.py"
-    module.write_text("def better(loss, best): return loss < best\n")
+    module.write_text("def better(value, best): return value < best\n")
     options = ("-n", "3", "--return", "--page", "off", "--timeout", "600")
     job = Job(tmp_path, SCRIPT + SAVED_IF_BEST, *options, args=(str(tmp_path / "saved"),))
 
@@ -142,14 +144,14 @@ def test_edited_code_blocks_a_rejoin_and_divergent_conditions_are_named(tmp_path
         return [line["why"] for line in job_lines(job.run_dir) if line["what"] == "held"]
 
     wait(lambda: replicas()[5:], "steps")
-    module.write_text("def better(loss, best): return loss > best\n")
+    module.write_text("def better(value, best): return value > best\n")
     wait(held, "the edited module is noticed")
     os.kill(ranks_of_run(job.run_dir)[1][0], signal.SIGKILL)
     wait(lambda: replicas()[-1:] == [2], "steps without the lost replica")
     count = len(replicas())
     wait(lambda: len(replicas()) > count + 20, "more steps without it")
     assert set(replicas()[count:]) == {2}
-    module.write_text("def better(loss, best): return loss < best\n")
+    module.write_text("def better(value, best): return value < best\n")
     code, said = finish(job)
     assert code == 1, said
     (edited, restored) = held()
