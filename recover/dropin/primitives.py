@@ -51,7 +51,7 @@ class WorkULFM(TorchWork):
         return self.record is not None or self.error is not None
 
     def get_failed_ranks(self) -> tuple[int, ...]:
-        """Who died, as agreed. Empty while only this rank has seen an error: the next call
+        """The ranks that died, as agreed. Empty while only this rank has seen an error: the next call
         agrees on it."""
         return self.record.failed_ranks if self.record else ()
 

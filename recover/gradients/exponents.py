@@ -49,8 +49,8 @@ def code_of(values: Iterable[float]) -> int:
 
 
 class Exponents:
-    """Those of the attempt under way, and the maxima of the last committed steps, from which the
-    next ones follow."""
+    """Exponents of the current attempt, and the maxima of the last committed steps, from which the
+    next exponents are computed."""
 
     def __init__(self, global_batch: int) -> None:
         # A sum of B integers below 2^53 / B is below 2^53.

@@ -1,4 +1,4 @@
-"""What every policy offers: a layout for the steps ahead, and a response to a loss inside a
+"""The interface of a policy: a layout for the steps ahead, and a response to a loss inside a
 step."""
 
 from __future__ import annotations

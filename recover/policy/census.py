@@ -15,10 +15,10 @@ _ROLES = tuple(Role)
 
 @dataclass(frozen=True)
 class Holding:
-    """What one surviving replica has in its local sum.
+    """The slots in the local sum of one surviving replica.
 
-    The sum cannot be taken apart: all of its slots enter the step or none does. `counts` says
-    whether it enters as things stand; a spare's does not, until the policy admits it.
+    The sum cannot be split: either all of its slots enter the step or none does. `counts` says
+    whether the sum enters; the sum of a spare does not until the policy admits it.
     """
 
     replica: int
@@ -43,11 +43,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """What a repair tells the policy: the survivors' holdings, in whatever order, and B.
+    """Input of the policy after a repair: the holdings of the survivors, in any order, and B.
 
-    The dead need no mention: what they had is what is missing. The ranks of one replica may each
-    send its record; equal records are one. `resting`: replicas that run nothing in this step
-    while any other is left.
+    Dead replicas are not listed: the slots that no survivor holds are missing. Each rank of a
+    replica may send the record of its replica; equal records are merged. `resting`: replicas that
+    run nothing in this step while any other replica is left.
     """
 
     census: tuple[Holding, ...]

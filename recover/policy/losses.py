@@ -40,7 +40,8 @@ class Loss:
         return cls(text, tuple(victims), max(rounds, default=0))
 
     def choose(self, census: tuple[Holding, ...]) -> tuple[Holding, ...]:
-        """Who dies. Of several in a role it is the one with most in hand, the last of these."""
+        """The replicas that die. Among several of a role, the replica with the most finished slots
+        dies; among equals, the last."""
         number = sum(victim if isinstance(victim, int) else 1 for victim in self.victims)
         if number >= len(census):
             raise ValueError(
@@ -61,7 +62,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Join:
-    """So many replicas join, between two steps."""
+    """`count` replicas join between two steps."""
 
     count: int
 

@@ -18,8 +18,8 @@ from recover.policy.slots import SlotSet
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica brings along and what it does next. It replaces any earlier share of the
-    step."""
+    """The part of one replica in an attempt: the slots that it keeps in its local sum and those
+    that it runs. A share replaces any earlier share of the same step."""
 
     replica: int
     role: Role
@@ -28,8 +28,7 @@ class Share:
     run: SlotSet  # what it runs now, on top
 
     def holding(self, finished: SlotSet | None = None) -> Holding:
-        """What the census says of this replica once it has finished these of its slots (all, if
-        not said)."""
+        """The census record of this replica after it has run `finished` (default: all of `run`)."""
         done = self.run if finished is None else finished
         if done - self.run:
             raise ValueError(
@@ -92,7 +91,7 @@ class Layout(_Shares):
 
     @property
     def remainder(self) -> int:
-        """What a minor runs; 0 where there is none."""
+        """Microbatches of a minor; 0 if there is no minor."""
         return max((len(share.run) for share in self.shares if share.role is Role.MINOR), default=0)
 
     @property

@@ -54,7 +54,7 @@ class Rehearsal:
 
     @property
     def spare_work(self) -> int:
-        """What spares ran for nothing, in the steps that lost somebody."""
+        """Microbatches of spares that were not used, in the steps with a loss."""
         steps = (outcome.layout for outcome in self.losses if not outcome.loss.extra_round)
         used = sum(len(spare.slots) for outcome in self.losses for spare in outcome.promoted)
         return sum(layout.spare_work for layout in steps) - used
@@ -68,10 +68,12 @@ def rehearse(
     until: int | None = None,
     global_batch: int | None = None,
 ) -> Rehearsal:
-    """Each loss hits a step of its own, after all have run what they were dealt, unless it says
-    otherwise. Who joins has a number that nobody had before.
+    """Simulate `events` on `policy`, one step per loss.
 
-    With `until`, the events are followed by single ones until so many replicas are left.
+    Replicas die after all of them have run the slots that they were dealt, unless the loss names
+    an extra round. A replica that joins gets a number that no replica had before.
+
+    With `until`, single losses follow the events until that many replicas are left.
     `global_batch` is for a job whose replicas do not all begin with the same share.
     """
     if replicas < 1:
@@ -107,8 +109,8 @@ def _lose(
     census = layout.holdings()
     if loss.extra_round:
         last = _loss_with_round(loss, before)
-        # Who survives finishes what it was dealt before it votes: which round it was makes no
-        # difference.
+        # A survivor finishes the slots that it was dealt before it votes, so the census is the
+        # same whichever round the death was in.
         layout, census = last.layout, last.decision.holdings()
     dead = loss.choose(census)
     gone = {holding.replica for holding in dead}

@@ -3,13 +3,14 @@ microbatches.
 
 One rule for any number of deaths in any roles at any point, again and again within a step:
 
-1. What counts stays.
-2. Spares are admitted, whole sums only: those that together come closest to what is missing, and not above.
-3. What is still missing is run afresh, spread evenly over all survivors that are not resting.
+1. Local sums that count before the loss keep counting.
+2. Spares are admitted, whole sums only: the set of spares whose slots come closest to the number
+   of missing microbatches without exceeding it.
+3. The microbatches that are still missing are run again, spread evenly over all survivors that
+   are not resting.
 
-The sum of what step 2 admits is as large as it can be, so what step 3 spreads is as small as it
-can be: there is no plan with fewer extra rounds, and none that leaves out fewer microbatches
-that are already in hand.
+Rule 2 admits as many microbatches as possible, so rule 3 has as few as possible to run: no plan
+needs fewer extra rounds, and none discards fewer microbatches that were already computed.
 """
 
 from __future__ import annotations

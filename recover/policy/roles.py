@@ -24,10 +24,10 @@ class Role(StrEnum):
 
 
 class RestoreMode(StrEnum):
-    """What one loss means for gradients that were reduced before its repair.
+    """Effect of one loss on gradients that were reduced before its repair.
 
-    It speaks of this loss alone: a rewind that an earlier loss of the same step asked for stays
-    due.
+    It covers this loss alone: a rewind that an earlier loss of the same step requires is still
+    required.
     """
 
     SKIP = "skip"  # nothing that counted was lost: what every survivor has reduced stands

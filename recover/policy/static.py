@@ -33,8 +33,8 @@ class StaticWorldPolicy:
             + [Role.MINOR_SPARE] * minor_spares
         )
         sizes = [accum if role.promoted is Role.MAJOR else remainder for role in roles]
-        # Who counts has the slots 0..B-1 exactly; dealt on in the same order, spares get numbers
-        # from B on.
+        # Majors and minors get exactly the slots 0..B-1. Spares come last in the order, so their
+        # slots are numbered from B.
         return Layout.of(zip(order, roles, SlotSet.span(0, sum(sizes)).deal(sizes), strict=True))
 
     def respond(self, event: FailureEvent) -> PolicyDecision:

@@ -120,7 +120,7 @@ class Watcher:
     def _look_for_hung_ranks(self, now: float) -> None:
         waits = self._waits()
         signs = self._board.signs_of_life(self._fabric.rank) if waits else {}
-        # Nobody waits for a rank that was not admitted yet.
+        # No rank waits for a rank that was not admitted yet.
         signs = {rank: sign for rank, sign in signs.items() if rank in self._fabric.participants}
         for rank, why in self._hangs.look(waits, signs, now).items():
             if not self._board.pid(rank):

@@ -1,9 +1,9 @@
 """How a process enters a job in etcd: it checks that it is the right job, and claims its rank.
 
-Numbers of ranks are never used twice. Those from 0 on start the job; each is claimed once, before
-the first agreement is decided. An agent that places a joining replica takes the next numbers: the
-version of the key `ids` counts the placed replicas, and each of their ranks has an empty claim from
-then on, which its process fills.
+Rank numbers are never reused. The first ranks of a job have the numbers from 0; each number is
+claimed once, before the first agreement is decided. An agent that places a joining replica takes
+the next numbers: the version of the key `ids` counts the placed replicas, and the agent writes an
+empty claim for each of their ranks, which the process of that rank fills.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class EtcdFabric:
         check_size(data, self.rank)
         with self.lock:
             self._cache.check()
-            # The next decision deletes all messages. One that came later would never be deleted.
+            # The next decision deletes all messages. A message written after it would never be deleted.
             guards = [absent(key_of(DEAD, self.rank)), version_is(DECISION, self.agreed.number)]
             answer = self._client.txn(guards, [put(key, data)], VOTE_COUNT)
             if not answer.succeeded:

@@ -105,7 +105,7 @@ class MembershipCache:
             return  # it was put back; the next read of the main thread raises LostDataError
         self.decision = decision
         if self._has_peers and self._rank in decision.dead and not self.fatal:
-            # Nobody has declared this rank dead, so it was another rank of its replica.
+            # This rank itself was not declared dead, so another rank of its replica was.
             self.fatal = f"{WITH_REPLICA}: agreement {decision.number} counts it among the dead"
         for rank in sorted(decision.dead):  # also if their own keys were deleted meanwhile
             self._note_death(rank, f"agreement {decision.number} counts it among the dead")
