@@ -1,4 +1,4 @@
-"""A plain PyTorch training loop made fault tolerant: `plain_loop_before.py` after ten lines of change.
+"""A plain PyTorch training loop made fault tolerant: `plain_loop_before.py` with 7 lines added and 9 deleted.
 
     RECOVER_KILL="8:1:in-reduce" recover run -n 3 examples/plain_loop.py
 

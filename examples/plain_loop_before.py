@@ -2,7 +2,7 @@
 
     python examples/plain_loop_before.py
 
-One process, nothing that could be called fault tolerant. `plain_loop.py` is the same loop after ten lines of change.
+One process, no fault tolerance. `plain_loop.py` is the same loop with 7 lines added and 9 deleted.
 """
 
 import os

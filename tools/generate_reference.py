@@ -199,7 +199,8 @@ LAYOUT = """\
 | `ranks/RANK.slot` | the slots it was computing when it raised, or when its peers killed it because it was stuck |
 | `checkpoints/step-N` | a verified checkpoint |
 | `checkpoints/draft-N` | a checkpoint that no vote has verified yet; never offered for resumption |
-| `checkpoints/unconfirmed-N` | state of a run that lost etcd: whole, but compared with no other replica |
+| `checkpoints/unconfirmed-N` | whole state of a run that lost etcd or its repair; compared with no replica |
+| `checkpoints/unconfirmed-N-replica-R` | one of several states without a majority; rename it to resume from it |
 | `tensorboard/` | TensorBoard events, unless `log.tensorboard=false` |
 | `stop` | create it, and the run finishes the step, saves a checkpoint and ends |
 """

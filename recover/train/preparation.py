@@ -164,7 +164,9 @@ def _check_resume(config: Config, found: directory.Found, stream: Stream) -> Non
     from recover.train.model_shape import shape_of
 
     facts = found.facts()
-    before, now = dict(flatten(facts["config"])), dict(flatten(config.model_dump()))
+    # A checkpoint from before a key existed was written with what is its default today.
+    before = dict(flatten(Config.model_construct().model_dump())) | dict(flatten(facts["config"]))
+    now = dict(flatten(config.model_dump()))
     for key in FIXED:
         if before[key] != now[key]:
             raise ConfigError(

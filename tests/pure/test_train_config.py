@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from recover.job.config_keys import ConfigError, read_file
 from recover.train.config import MODELS, parse
 from recover.train.model_shape import parameters_of, shape_of
 from recover.train.models import SIZES, Llama
-from recover.train.preparation import prepare_run
+from recover.train.preparation import FIXED, prepare_run
 from recover.train.supervision import train
 
 
@@ -195,6 +196,21 @@ def test_resume_as_another_run_is_refused(tmp_path: Path, words: list[str], said
     with pytest.raises(ConfigError) as caught:
         prepare_run(words, None, (), old)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_resume_reads_a_checkpoint_from_before_a_key_existed(tmp_path: Path, key: str) -> None:
+    """Such a checkpoint was written with the default, and with no other value."""
+    old = pretend_checkpoint(tmp_path, "steps=8")
+    (path,) = old.glob(f"checkpoints/*/{directory.FACTS}")
+    facts = json.loads(path.read_text())
+    *parts, last = key.split(".")
+    del functools.reduce(dict.__getitem__, parts, facts["config"])[last]
+    path.write_text(json.dumps(facts))
+    assert prepare_run((), None, (), old).config.steps == 8
+    if key == "seed":
+        with pytest.raises(ConfigError, match="was written with seed=0, and this run asks for seed=1"):
+            prepare_run(["seed=1"], None, (), old)
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
