@@ -201,7 +201,7 @@ def test_resume_as_another_run_is_refused(tmp_path: Path, words: list[str], said
 @pytest.mark.parametrize("key", FIXED)
 def test_resume_reads_a_checkpoint_from_before_a_key_existed(tmp_path: Path, key: str) -> None:
     """Such a checkpoint was written with the default, and with no other value."""
-    old = pretend_checkpoint(tmp_path, "steps=8")
+    old = pretend_checkpoint(tmp_path, "steps=8", "seq_len=128", "model=tiny")
     (path,) = old.glob(f"checkpoints/*/{directory.FACTS}")
     facts = json.loads(path.read_text())
     *parts, last = key.split(".")
