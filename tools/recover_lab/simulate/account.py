@@ -21,6 +21,7 @@ PARTS = {
     "missing": "replicas that are gone",
     "uneven": "uneven shares",
     "redundant": "work done twice",
+    "vote": "votes of every step",
     "waiting": "waiting for nodes",
     "checkpoint": "writing checkpoints",
     "stragglers": "waiting for slow nodes",

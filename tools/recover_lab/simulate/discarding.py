@@ -39,10 +39,11 @@ class DiscardingRun(ElasticRun):
             return super().spend(replicas, slow, steps)
         parts, whole = self.account.parts, self.scenario.full_step
         took = self.duration(replicas, slow)
-        plain = took / slow / self.stretch
+        plain = took / slow / self.stretch - self.vote
         parts["productive"] += steps * whole
         parts["redundant"] += steps * (plain - whole)
-        parts["checkpoint"] += steps * (took / slow - plain)
+        parts["vote"] += steps * self.vote
+        parts["checkpoint"] += steps * (took / slow - plain - self.vote)
         parts["stragglers"] += steps * (took - took / slow)
 
     def manage(self, now: float) -> None:

@@ -26,7 +26,7 @@ class ElasticRun:
         self.account = TimeSpent(self.horizon)
         self.fleet = Fleet(scenario, seed)
         self.per_unit, self.in_unit = scenario.unit_nodes, scenario.unit_replicas
-        self.microbatch = scenario.microbatch
+        self.microbatch, self.vote = scenario.microbatch, scenario.recovery.vote_s
         saving = scenario.recovery.checkpoint_every_s
         self.stretch = (saving + scenario.checkpoint.save_s) / saving
         self.full = self.units = scenario.cluster.nodes // self.per_unit
@@ -51,7 +51,7 @@ class ElasticRun:
         key = (replicas, slow)
         if key not in self._durations:
             computing = self.shares.plan(replicas).accum * self.microbatch
-            whole = computing + self.scenario.reduce(replicas) + self.scenario.job.overhead_s
+            whole = computing + self.scenario.reduce(replicas) + self.scenario.job.overhead_s + self.vote
             self._durations[key] = whole * self.stretch * slow
         return self._durations[key]
 
@@ -117,18 +117,19 @@ class ElasticRun:
             due = min(failure, repair, warm, spell)
             if due >= self.horizon:
                 break
+            # Steps are committed up to the event before the event changes anything: a boundary that is evaluated late
+            # would see nodes that were repaired after it.
+            self.advance(due)
             if due == repair:
                 fleet.return_repaired(due)
+            elif due == failure:
+                self._struck(due, fleet.strike(due))
+            elif due == warm:
+                heappop(self._ready)
+                self._is_warm()
             else:
-                self.advance(due)
-                if due == failure:
-                    self._struck(due, fleet.strike(due))
-                elif due == warm:
-                    heappop(self._ready)
-                    self._is_warm()
-                else:
-                    self._spells.pop()
-                    self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
+                self._spells.pop()
+                self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
             if self.returning:
                 self.manage(due)
         self.advance(self.horizon)
@@ -235,8 +236,9 @@ class ElasticRun:
         return min(self.full, self.fleet.healthy // self.per_unit)
 
     def restart(self, now: float, save: float = 0.0) -> None:
-        """Restart on all healthy nodes. With `save`, no work is lost."""
-        fleet, parts = self.fleet, self.account.parts
+        """Restart on all healthy nodes. With `save` the restart is planned: no work is lost, and nothing is detected."""
+        fleet, parts, cost = self.fleet, self.account.parts, self.scenario.restart
+        seconds = cost.planned if save else cost.seconds
         self.account.restarts += 1
         fleet.free += (self.units + self.warm + self.warming + self.asking) * self.per_unit
         self.forgotten += self.warming
@@ -250,8 +252,8 @@ class ElasticRun:
         self.replicas = self.units * self.in_unit
         parts["waiting"] += now - begun
         parts["checkpoint"] += save
-        parts["restart"] += self.scenario.restart.seconds
-        self.pause_ends = now + save + self.scenario.restart.seconds
+        parts["restart"] += seconds
+        self.pause_ends = now + save + seconds
         self.account.living += (self.pause_ends - now) * self.replicas
         self.begin(self.pause_ends)
 
@@ -300,7 +302,7 @@ class ElasticRun:
         parts, plan, whole = self.account.parts, self.shares.plan(replicas), self.scenario.full_step
         took = self.duration(replicas, slow)
         undelayed = took / slow
-        plain = undelayed / self.stretch
+        plain = undelayed / self.stretch - self.vote
         useful = whole * plan.committed / self.shares.global_batch
         # A batch that shrinks with the replicas takes the same time; the full batch takes longer.
         by_right = (
@@ -309,7 +311,8 @@ class ElasticRun:
         parts["productive"] += steps * useful
         parts["missing"] += steps * (by_right - useful)
         parts["uneven"] += steps * (plain - by_right)
-        parts["checkpoint"] += steps * (undelayed - plain)
+        parts["vote"] += steps * self.vote
+        parts["checkpoint"] += steps * (undelayed - plain - self.vote)
         parts["stragglers"] += steps * (took - undelayed)
 
 
@@ -320,7 +323,7 @@ def best_floor(scenario: Scenario, shares: PlanCache) -> int:
     out, and nodes are assumed to be repaired by then.
     """
     full, step = scenario.replicas, scenario.unit_replicas
-    pause = scenario.restart.seconds + scenario.checkpoint.save_s
+    pause = scenario.restart.planned + scenario.checkpoint.save_s
     time = work = best = 0.0
     found = 0
     whole = scenario.microbatch * shares.plan(full).accum + scenario.reduce(full)

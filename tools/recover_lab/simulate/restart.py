@@ -36,13 +36,14 @@ class RestartRun:
         self._spells = slow_spells(scenario, seed, self.horizon)[::-1]
         # Steps run from `resume` on; a restart is complete at `started`.
         self.now = self.resume = self.started = 0.0
+        self._reconsider = math.inf  # when to ask again whether a restart with repaired nodes pays
         self._place()
 
     def run(self) -> TimeSpent:
         fleet = self.fleet
         while True:
             failure, repair = fleet.next_failure(), fleet.next_repair()
-            due = min(failure, repair, self._spells[-1] if self._spells else math.inf)
+            due = min(failure, repair, self._reconsider, self._spells[-1] if self._spells else math.inf)
             if due >= self.horizon:
                 break
             self._work(due)
@@ -51,6 +52,10 @@ class RestartRun:
                 self._struck(fleet.strike(due))
             elif due == repair:
                 fleet.return_repaired(due)
+                self._reconsider = max(due, self.resume)
+            elif due == self._reconsider:
+                self._reconsider = math.inf
+                self._grow()
             else:
                 self._spells.pop()
                 self.slow = self.scenario.stragglers.factor if self.slow == 1.0 else 1.0
@@ -86,7 +91,11 @@ class RestartRun:
         """Called after a placement; for systems with copies."""
 
     def step_seconds(self) -> float:
-        return self._plain(self.replicas) * self.stretch * self.slow
+        return self.step_with(self.replicas)
+
+    def step_with(self, replicas: int) -> float:
+        """Seconds of a step right after a restart on so many replicas."""
+        return self._plain(replicas) * self.stretch * self.slow
 
     def _pace(self, part: str) -> None:
         """The speed of steps changes: convert the position in the segment."""
@@ -150,7 +159,7 @@ class RestartRun:
         if now < self.started and cost.struck == "goes-on" and self.fleet.healthy >= self.per_unit:
             return self._place()
         if now < self.started:  # a failure during a restart
-            self.account.take_back(self.started - now, "restart", "waiting")
+            self.account.take_back(self.started - now, "restart", "waiting", "checkpoint")
         else:
             parts["rework"] += self.at + sum(self.shifted.values())
             self.account.take_back(max(0.0, self.resume - now), "repair", "detect")
@@ -173,10 +182,37 @@ class RestartRun:
         self.resume = self.started = now + seconds
         self.account.living += (self.resume - self.now) * self.replicas
 
+    def _grow(self) -> None:
+        """Save and restart with repaired nodes, if the time gained until the next failure exceeds the pause."""
+        if self.now < self.resume:
+            self._reconsider = self.resume
+            return
+        units = min(self.full, self.fleet.healthy // self.per_unit)
+        cost = self.scenario.restart
+        seconds = cost.planned
+        if self.memory:
+            seconds += self.scenario.checkpoint.memory_load_s - cost.load_s
+        faster = 1 - self.step_with(units * self.in_unit) / self.step
+        if units <= self.units or faster * self.scenario.between_failures <= self.save + seconds:
+            return
+        parts = self.account.parts
+        done = min(self.at, self.steps * self.step)
+        steps = int(done / self.step)
+        self._settle()
+        self.account.commit(self.shares.global_batch, steps)
+        self.spend(steps)
+        parts["rework"] += done - steps * self.step  # the step under way
+        parts["checkpoint"] += self.at - done + self.save
+        parts["restart"] += seconds
+        self.account.restarts += 1
+        self._place()
+        self.resume = self.started = self.now + self.save + seconds
+        self.account.living += (self.resume - self.now) * self.replicas
+
     def _close(self) -> None:
         over = max(0.0, self.resume - self.horizon)
         if self.horizon < self.started:
-            return self.account.take_back(over, "restart", "waiting")
+            return self.account.take_back(over, "restart", "waiting", "checkpoint")
         self.account.take_back(over, "repair", "detect")
         self._settle()
         self.spend(min(self.at / self.step, self.steps))
@@ -202,8 +238,14 @@ class ReplicatedRun(RestartRun):
 
     def step_seconds(self) -> float:
         rounds = -(-self.groups // len(self._living)) if self.stacked else self.copies
-        computing = self.shares.plan(self.groups).accum * self.microbatch
-        return (self._plain(self.groups) + (rounds - 1) * computing) * self.slow
+        return self._step(self.groups, rounds)
+
+    def step_with(self, replicas: int) -> float:
+        return self._step(replicas, 1 if self.stacked else self.copies)
+
+    def _step(self, groups: int, rounds: int) -> float:
+        computing = self.shares.plan(groups).accum * self.microbatch
+        return (self._plain(groups) + (rounds - 1) * computing) * self.slow
 
     def spend(self, steps: float) -> None:
         parts, full = self.account.parts, self.scenario.replicas

@@ -23,6 +23,7 @@ _PART_COLOURS = {
     "missing": "#CC79A7",
     "uneven": "#F0E442",
     "redundant": "#332288",
+    "vote": "#88CCEE",
     "waiting": "#999933",
     "checkpoint": "#AA4499",
     "stragglers": "#117733",
