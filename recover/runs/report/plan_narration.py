@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,23 @@ from recover.policy.roles import Role
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+# By word: where it appears in the table, and its meaning; each fits on a line of 80 columns.
+_WORDS = {
+    "replica": (r"\breplicas\b", "one copy of the model, on one or more GPUs"),
+    "microbatch": (r"\bmicrobatches\b", "one forward and backward pass of a replica"),
+    "major": (r"\bmajor\b(?!-)", 'runs the full share of a step; "28 major x 9": 28 of them run 9'),
+    "minor": (r"(?<!-)\bminor\b(?!-)", "runs a smaller share, so that all shares add up to B"),
+    "major-spare": (r"\bmajor-spare\b", "computes as much as a major; not used until it is promoted"),
+    "minor-spare": (r"\bminor-spare\b", "computes as much as a minor; not used until it is promoted"),
+    "promoted": (r"\bpromoted\b", "the work of a spare replaces that of a lost replica"),
+    "run N more": (r"\brun \d+ more\b", "a boundary: spares do not cover the loss, N extra rounds do"),
+    "boundary-minor": (r"\bboundary-minors\b", "runs one extra microbatch less than the others"),
+    "left out": (r"\bleft out\b", "computed by a spare, and not used in this step"),
+    "extra round": (r"\bin extra round\b", "a round that makes up for the loss before this one"),
+    "commits": (r"\bcommits\b", "microbatches in the sum that the optimizer is given"),
+}
 
 
 def tell(
@@ -48,8 +66,12 @@ def tell(
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(to_table(story))
+    table = to_table(story)
+    console.print(table)
     console.print(totals(story))
+    console.print("\nWords:")
+    for word, meaning in explained(table):
+        console.print(f"  {word:14} {meaning}")
 
 
 def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
@@ -127,6 +149,14 @@ def to_table(rehearsal: Rehearsal) -> Table:
             _layout_words(outcome.next),
         )
     return table
+
+
+def explained(table: Table) -> list[tuple[str, str]]:
+    """The words of this table, each with its meaning."""
+    cells = " ".join(
+        [str(table.title), *(str(c) for column in table.columns for c in (column.header, *column.cells))]
+    )
+    return [(word, meaning) for word, (pattern, meaning) in _WORDS.items() if re.search(pattern, cells)]
 
 
 def totals(rehearsal: Rehearsal) -> str:

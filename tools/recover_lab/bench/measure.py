@@ -21,6 +21,7 @@ from rich.console import Console
 from recover.job.machine import machine
 from recover.launch.launcher import launch
 from recover.launch.request import LaunchRequest
+from recover_lab.confidence import mean_interval
 from recover_lab.locations import LAB
 from recover_lab.peers.ended import BenchmarkError, check
 from recover_lab.publish.measured_sources import sources
@@ -72,15 +73,8 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def paired_ratio(reference: list[float], ours: list[float]) -> tuple[float, float, float]:
     """How many times faster ours is: geometric mean over the turns, and its 95% interval (Student's t)."""
     logs = [math.log(theirs / mine) for theirs, mine in zip(reference, ours, strict=True)]
-    mean = statistics.fmean(logs)
-    half = _student_95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
-def _student_95(freedom: int) -> float:
-    """The two-sided 95% quantile of Student's t, by the usual expansion around the normal one."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    mean, low, high = mean_interval(logs)
+    return math.exp(mean), math.exp(low), math.exp(high)
 
 
 def begin(output: Path | None) -> Console:

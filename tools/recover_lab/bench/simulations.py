@@ -27,6 +27,7 @@ def cluster(gpus: int, days: float, seeds: int, replica: int = 0) -> Scenario:
             "cluster.nodes": nodes,
             "cluster.spares": max(1, nodes // 50),
             "job.replica_gpus": replica,
+            "job.parameters": 3e9 * replica,
             "failures.per_node_day": 288 / 75000,
             "run.days": days,
             "run.seeds": seeds,

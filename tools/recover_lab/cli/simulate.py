@@ -16,8 +16,11 @@ class SimulateCommand(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from recover_lab.simulate.presets import PRESETS
+        from recover_lab.simulate.question_words import WORDS
         from recover_lab.simulate.scenario import keys_of_scenario
 
+        with formatter.section("Words for the most asked question, as word=value"):
+            formatter.write_dl(list(WORDS.items()))
         with formatter.section("Presets"):
             formatter.write_dl([(name, found.about) for name, found in PRESETS.items()])
         rows = [
@@ -32,7 +35,8 @@ def simulate(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG.yaml] [KEY=VALUE]...", help="Cluster and job; the keys are listed below."
+            metavar="[CONFIG.yaml] [KEY=VALUE]...",
+            help="Cluster and job, such as gpus=1024 mtbf_hours=72 mtbf_of=job; the keys are listed below.",
         ),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="A cluster from a publication.")] = None,
@@ -54,15 +58,17 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     brief: Annotated[
-        bool, typer.Option("--brief", help="Only the comparison: no other rates, no value of changes.")
+        bool,
+        typer.Option("--brief", help="Only the comparison: no other rates, no spare node, no break-even."),
     ] = False,
     published: Annotated[
         bool, typer.Option("--published", help="Compare published figures with simulated ones instead.")
     ] = False,
 ) -> None:
-    """Cost of failures on a cluster, in virtual time: checkpoint-restart, ReCoVer and others, same failures."""
+    """Cost of failures on a cluster, in virtual time: the answer in a sentence, then tables of all systems."""
     import json
 
+    from recover_lab.simulate.answer import NO_ANSWER
     from recover_lab.simulate.study import ask, parse_sweep, study
 
     if published:
@@ -83,6 +89,11 @@ def simulate(
         return
     from recover_lab.simulate import simulation_tables as tables
 
+    headline, *reasons = found.answer.sentences() if found.answer else [NO_ANSWER]
+    typer.echo(f"{headline}\n")
+    for sentence in (*reasons, *question.understood):
+        typer.echo(f"- {sentence}")
+    typer.echo("")
     show = _screen()
     show(question.title, tables.system_rows(found))
     for note in question.notes:
@@ -90,7 +101,7 @@ def simulate(
     show("Where the rest goes", tables.lost_rows(found))
     show("Goodput at other rates", tables.rate_rows(found))
     show("Where they cross", tables.crossing_rows(found))
-    show("What a change is worth", tables.value_rows(found))
+    show(tables.CHANGES, tables.value_rows(found))
 
 
 def _published(as_json: bool) -> None:

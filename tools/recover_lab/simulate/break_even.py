@@ -15,6 +15,11 @@ from recover_lab.simulate.scenario_keys import DAY
 FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # times the scenario's rate of failures
 FEW_SEEDS, MOST_FAILURES = 5, 300  # of each point of a curve
 _NOTHING = 0.003  # of goodput: a smaller difference is a tie
+_EVEN_SEEDS, _EVEN_FAILURES = 8, 40  # of each rate of a break-even
+_DECADES, _HALVINGS = (
+    4,
+    6,
+)  # searched below the scenario's rate; each halving halves the exponent that is left
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,36 @@ def crossings(found: Curve, one: str, other: str) -> list[float]:
     return places
 
 
+def break_even(scenario: Scenario, ours: str, theirs: str) -> float | None:
+    """The lowest rate (failures per node and day) from which on `ours` yields more than `theirs`.
+
+    0 if it yields more even where failures are rarest, None if it does so at no rate tried. Every rate is simulated
+    for as many failures, with the same seeds.
+    """
+    factors = [10.0 ** (place / 2) for place in range(-_DECADES * 2, 5)]
+    rate = scenario.failures.per_node_day
+
+    def gap(factor: float) -> float:
+        other = scenario.but(failures__per_node_day=factor * rate)
+        days = _EVEN_FAILURES * other.between_failures / DAY
+        found = race(other.but(run__days=days, run__seeds=_EVEN_SEEDS), [ours, theirs])
+        return found[ours].goodput.mean - found[theirs].goodput.mean
+
+    low = 0.0
+    for high in factors:
+        if gap(high) > 0:
+            break
+        low = high
+    else:
+        return None
+    if not low:
+        return 0.0
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if gap(middle) > 0 else (middle, high)
+    return math.sqrt(low * high) * rate
+
+
 def leaders(found: Curve) -> list[str]:
     """The best system at each value."""
     names = list(found.goodput)
@@ -86,19 +121,19 @@ class Change:
 def value_of_changes(scenario: Scenario, systems: Sequence[str] | None = None) -> list[Change]:
     """Gains by more spares, faster detection, and restarts and rejoins in half of the time."""
     names = list(systems or scenario.systems)
-    unit, few = scenario.unit_nodes, quick(scenario)
+    few = quick(scenario)
     spares = scenario.cluster.spares
     base = race(few, names)
     recovery, restart, leaving = scenario.recovery, scenario.restart, scenario.discarding
     changes: dict[str, dict[str, Any]] = {
-        f"{unit} spare node{'s' if unit > 1 else ''} more": {"cluster__spares": spares + unit},
-        "noticing ten times as fast": {
+        "1 spare node more": {"cluster__spares": spares + 1},
+        "failures noticed ten times as fast": {
             "recovery__detect_s": recovery.detect_s / 10,
             "recovery__lease_s": recovery.lease_s / 10,
             "restart__detect_s": restart.detect_s / 10,
             "discarding__timeout_s": leaving.timeout_s / 10,
         },
-        "restarting and returning twice as fast": {
+        "restarting and rejoining twice as fast": {
             "restart__schedule_s": restart.schedule_s / 2,
             "restart__start_s": restart.start_s / 2,
             "restart__load_s": restart.load_s / 2,

@@ -236,7 +236,7 @@ class ElasticRun:
         return min(self.full, self.fleet.healthy // self.per_unit)
 
     def restart(self, now: float, save: float = 0.0) -> None:
-        """Restart on all healthy nodes. With `save` the restart is planned: no work is lost, and nothing is detected."""
+        """Restart on all healthy nodes. With `save` the restart is planned: no work is lost."""
         fleet, parts, cost = self.fleet, self.account.parts, self.scenario.restart
         seconds = cost.planned if save else cost.seconds
         self.account.restarts += 1

@@ -148,6 +148,7 @@ PRESETS = {
             "job.accum": 16,
             "job.tokens": 8192,
             "job.parameters": 10e12,
+            "job.gpu_gigabytes": 288.0,
             "job.mfu": 0.4,
             "job.budget": 100e12,
             "reduction.gigabytes": 40.0,
@@ -180,7 +181,8 @@ PRESETS = {
         ),
         "what the hour of a restart is made of; that failures do not strike a restart, and that broken nodes are "
         "replaced at once (both follow from the published availability); length of a step; half an hour until a "
-        "replica is back. The figures were read in a published summary of the paper",
+        "replica is back; GPUs of 288 GB, as the published model does not fit in less. The figures were read in a "
+        "published summary of the paper",
     ),
 }
 

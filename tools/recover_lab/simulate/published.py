@@ -197,7 +197,7 @@ def spare_rows(seeds: int, groups: int, days: float = 20.0) -> Iterator[Compared
             slowed,
             told,
         )
-    for name, said in (("recover", "nobody returns"), ("recover-return", "replicas return")):
+    for name, said in (("recover", "no rejoins"), ("recover-return", "replicas rejoin")):
         slowed = 1 / results[name].goodput.mean
         yield Compared(
             f"the same, ReCoVer, {said}",
@@ -245,7 +245,7 @@ def paper_rows(shares: Iterable[float] = PAPER_SHARES) -> list[list[str]]:
             "a restart's stall, as a share of the time between failures",
             "per living GPU",
             "per hour",
-            "... returning",
+            "... with rejoins",
         ]
     ]
     steps, lost = 12, 8

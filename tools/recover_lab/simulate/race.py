@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 from collections.abc import Iterable, Sequence
@@ -53,6 +54,7 @@ class SystemResult:
     joined: float
     restarts: float
     every: float | None  # seconds between checkpoints, of those that restart
+    goodputs: tuple[float, ...]  # of each seed, in order: seed by seed comparable between systems
 
     def to_json(self) -> dict[str, object]:
         from dataclasses import asdict
@@ -118,8 +120,14 @@ def race(scenario: Scenario, systems: Iterable[str] | None = None) -> dict[str, 
             tasks = {
                 name: [pool.submit(_run, name, list(seeds[k::cores])) for k in range(cores)] for name in names
             }
-            runs = {name: [run for task in those for run in task.result()] for name, those in tasks.items()}
+            runs = {name: _in_order([task.result() for task in those]) for name, those in tasks.items()}
     return {name: summarize(scenario, name, accounts) for name, accounts in runs.items()}
+
+
+def _in_order(dealt: Sequence[Sequence[TimeSpent]]) -> list[TimeSpent]:
+    """The runs in the order of their seeds, which were dealt to the cores one by one."""
+    rounds = itertools.zip_longest(*dealt)
+    return [run for runs in rounds for run in runs if run is not None]
 
 
 _runner: SystemRunner | None = None  # in a process of the pool
@@ -137,12 +145,13 @@ def _run(system: str, seeds: list[int]) -> list[TimeSpent]:
 
 def summarize(scenario: Scenario, system: str, accounts: Sequence[TimeSpent]) -> SystemResult:
     rates = [account.tokens_per_day(scenario) for account in accounts]
+    goodputs = tuple(account.goodput(scenario) for account in accounts)
     shares = [account.shares(scenario) for account in accounts]
     per_second = [rate / DAY * account.seconds for rate, account in zip(rates, accounts, strict=True)]
     living = sum(account.living for account in accounts) * scenario.job.replica_gpus
     return SystemResult(
         system=system,
-        goodput=Spread.of([account.goodput(scenario) for account in accounts]),
+        goodput=Spread.of(goodputs),
         tokens_per_day=Spread.of(rates),
         days_to_budget=Spread.of([scenario.job.budget / max(rate, 1e-9) for rate in rates]),
         per_living=sum(per_second) / living if living else 0.0,
@@ -154,4 +163,5 @@ def summarize(scenario: Scenario, system: str, accounts: Sequence[TimeSpent]) ->
         joined=statistics.fmean(a.joined for a in accounts),
         restarts=statistics.fmean(a.restarts for a in accounts),
         every=checkpoint_interval(scenario, system),
+        goodputs=goodputs,
     )

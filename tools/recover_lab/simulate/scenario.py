@@ -10,6 +10,7 @@ from pydantic import model_validator as validator
 
 from recover.job.config_keys import Keys, describe, flatten, nearest, parse_keys
 from recover.job.gpus import peak_of
+from recover_lab.simulate import memory
 from recover_lab.simulate.scenario_keys import (
     DAY,
     SYSTEMS,
@@ -46,14 +47,17 @@ class Scenario(Keys):
     def _check_nodes(self) -> Self:
         cluster, size = self.cluster, self.job.replica_gpus
         gpus, per_node = cluster.nodes * cluster.gpus_per_node, cluster.gpus_per_node
-        if size > gpus:
-            raise ValueError(
-                f"job.replica_gpus={size} is more than the {gpus} GPUs of cluster.nodes={cluster.nodes}; use more nodes"
-            )
-        if size % per_node and per_node % size:
+        if size <= gpus and size % per_node and per_node % size:
             raise ValueError(
                 f"job.replica_gpus={size} does not fit nodes of cluster.gpus_per_node={per_node}: a replica takes "
                 f"whole nodes, or a node whole replicas; try {max(per_node, size // per_node * per_node)}"
+            )
+        if too_large := memory.refusal(self.job, cluster.nodes, per_node):
+            raise ValueError(too_large)
+        if size > gpus:
+            raise ValueError(
+                f"job.replica_gpus={size} is more than the {gpus} GPUs of cluster.nodes={cluster.nodes}; use more "
+                "nodes, or smaller replicas"
             )
         if cluster.nodes % self.unit_nodes:
             fitting = cluster.nodes // self.unit_nodes * self.unit_nodes

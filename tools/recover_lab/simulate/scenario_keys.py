@@ -17,8 +17,8 @@ SYSTEMS = {
     "restart": "checkpoint-restart, best interval",
     "restart-paper": "checkpoint-restart, one checkpoint per failure",
     "restart-memory": "checkpoint-restart from memory",
-    "recover": "ReCoVer, nobody returns",
-    "recover-return": "ReCoVer, replicas return",
+    "recover": "ReCoVer, no rejoins, restarts with repaired nodes",
+    "recover-return": "ReCoVer, replicas rejoin",
     "torchft": "step discarded, batch shrinks",
     "torchft-spares": "step discarded, spares keep the batch",
     "replication": "every microbatch on several replicas",
@@ -83,7 +83,14 @@ class TrainingJob(Keys):
         default=405e9, description="parameters that each token is multiplied with"
     )
     mfu: float = Field(default=0.4, gt=0, le=1, description="part of the peak that is reached")
-    gpu: str = Field(default="NVIDIA H100 80GB HBM3", description="its name, for its peak")
+    gpu: str = Field(default="NVIDIA H100 80GB HBM3", description="its name, for its peak and its memory")
+    gpu_gigabytes: PositiveFloat | None = Field(
+        default=None, description="memory of a GPU; null: the data sheet's, where it is known"
+    )
+    bytes_per_parameter: PositiveFloat = Field(
+        default=16.0,
+        description="of weights, gradients and optimizer together; a model that does not fit is refused",
+    )
     peak_tflops: PositiveFloat | None = Field(
         default=None, description="null: the data sheet's, where it is known"
     )
@@ -115,15 +122,15 @@ class Recovering(Keys):
     restore_s: NonNegativeFloat = Field(default=0.0, description="to restore gradients")
     vote_s: NonNegativeFloat = Field(
         default=0.03,
-        description="that every step takes longer than in stock torch, without failures, of ReCoVer and of systems that "
+        description="that a step takes longer than in stock torch, without failures, of ReCoVer and of systems that "
         "discard the step; measured: 0.005 (28M parameters) to 0.032 (1B) on a GPU",
     )
     restart_at: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="where nobody returns: part of the replicas at which all are started anew; null: where it is "
-        "best; 0: never",
+        description="without rejoins: share of the replicas below which the whole job is restarted; null: the best; "
+        "0: never",
     )
     checkpoint_every_s: PositiveFloat = Field(default=6 * HOUR, description="seconds between checkpoints")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from recover.runs.report.html import render
 from recover_lab.simulate.simulation_pictures import draw_simulation
 from recover_lab.simulate.simulation_tables import (
+    CHANGES,
     crossing_rows,
     lost_rows,
     parameter_rows,
@@ -44,7 +45,13 @@ def build_simulation(study: Study, output: Path) -> Path:
     text = render(
         Path(__file__).with_name("simulation_page.html"),
         title=study.question.title,
-        leads=(_HONEST, *study.question.notes),
+        leads=(
+            *(study.answer.sentences() if study.answer else ()),
+            *study.question.understood,
+            _HONEST,
+            *study.question.notes,
+        ),
+        changes=CHANGES,
         systems=system_rows(study),
         pictures=[
             (*_CAPTIONS[name], picture, tables.get(name, []))

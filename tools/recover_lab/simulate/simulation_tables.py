@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recover_lab.simulate.account import PARTS
+from recover_lab.simulate.break_even import FEW_SEEDS
 from recover_lab.simulate.published import Compared
 from recover_lab.simulate.replay import ReplayComparison
 from recover_lab.simulate.scenario import flat_scenario, keys_of_scenario
 from recover_lab.simulate.study import Question, Study, name_of, span
 
 Rows = list[list[str]]
+CHANGES = f"What a change is worth (shorter runs, at most {FEW_SEEDS} seeds)"
 
 
 def system_rows(study: Study) -> Rows:
@@ -23,7 +25,7 @@ def system_rows(study: Study) -> Rows:
             "days to the budget",
             f"batch (B = {batch:,})",
             "restarts",
-            "came back",
+            "rejoins",
         ]
     ]
     for name, result in study.results.items():

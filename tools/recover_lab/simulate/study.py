@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.config_keys import read
+from recover_lab.simulate.answer import Answer, answer, understood
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, value_of_changes
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import preset
+from recover_lab.simulate.question_words import translate
 from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario, flat_scenario, keys_of_scenario, parse_scenario
 from recover_lab.simulate.scenario_keys import DAY, SYSTEMS
@@ -25,12 +27,14 @@ class Question:
     title: str
     notes: tuple[str, ...]  # its source, and its assumptions
     origins: dict[str, str]  # source of every key that is not at its default
+    understood: tuple[str, ...] = ()  # how the rate of failures and the job were read
 
     def to_json(self) -> dict[str, Any]:
         values = flat_scenario(self.scenario)
         return {
             "title": self.title,
             "notes": self.notes,
+            "understood": self.understood,
             "scenario": values,
             "origins": self.origins,
             "gpus": self.scenario.gpus,
@@ -48,11 +52,13 @@ class Study:
     rates: Curve | None = None
     changes: tuple[Change, ...] = ()
     sweep: Curve | None = None
+    answer: Answer | None = None  # None without the systems that it compares
     crossed: tuple[tuple[str, str, float], ...] = field(default=())  # one, other, failures per node-day
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.question.to_json(),
+            "answer": self.answer.to_json() if self.answer else None,
             "systems": {name: result.to_json() for name, result in self.results.items()},
             "rates": self.rates.to_json() if self.rates else None,
             "crossings": [
@@ -66,7 +72,7 @@ class Study:
 
 
 def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Question:
-    """`[CONFIG.yaml] [KEY=VALUE]...`, before measured values, before a preset, before the defaults."""
+    """Read a question: given words and keys, then measured values, then a preset, then the defaults."""
     layers: list[tuple[str, Mapping[str, Any]]] = []
     notes: list[str] = []
     if name is not None:
@@ -75,7 +81,9 @@ def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Ques
         notes += [f"{name}: {found.about}. {found.source}.", f"Assumed: {found.assumed}."]
     if sources:
         layers.append((f"measured: {', '.join(map(str, sources))}", learn(sources)))
-    layers.append(("given", read(words)))
+    given = read(words)
+    below = {key: value for _, layer in layers for key, value in layer.items()}
+    layers.append(("given", translate(given, below)))
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in layers:
@@ -87,7 +95,8 @@ def ask(words: Sequence[str], name: str | None, sources: Sequence[Path]) -> Ques
             if origin == f"preset {name}":
                 origins[key] = "published" if key in published else "assumed"
     scenario = parse_scenario(values)
-    return Question(scenario, title_of(scenario), tuple(notes), origins)
+    read_as = understood(scenario, origins, given)
+    return Question(scenario, title_of(scenario), tuple(notes), origins, tuple(read_as))
 
 
 def title_of(scenario: Scenario) -> str:
@@ -176,6 +185,7 @@ def study(question: Question, sweep: str | None = None, more: bool = True) -> St
         found,
         tuple(value_of_changes(scenario)) if more else (),
         sweep_curve(scenario, swept) if swept else None,
+        answer(scenario, results, more),
         tuple(crossed),
     )
 

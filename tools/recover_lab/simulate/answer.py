@@ -1,0 +1,259 @@
+"""The answer of `recover simulate` in sentences. Every number in them is taken from simulated runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recover_lab.confidence import mean_interval
+from recover_lab.simulate.account import PARTS
+from recover_lab.simulate.break_even import break_even
+from recover_lab.simulate.plan_cache import PlanCache
+from recover_lab.simulate.race import SystemResult, race
+from recover_lab.simulate.scenario import Scenario
+from recover_lab.simulate.scenario_keys import DAY, HOUR
+
+OURS, THEIRS, MEMORY, SHRINKING = "recover-return", "restart", "restart-memory", "torchft"
+NO_ANSWER = (
+    f"run.systems has not both {OURS} and {THEIRS}, which the answer compares; the tables have the others."
+)
+_SMALL = 0.0005  # of goodput: not worth a word
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ReCoVer with rejoins against checkpoint-restart."""
+
+    scenario: Scenario
+    ours: SystemResult
+    theirs: SystemResult
+    others: Mapping[str, SystemResult]
+    spare: Mapping[str, SystemResult] | None = None  # both with one spare node more
+    finer: SystemResult | None = None  # ours with twice as many microbatches of half the size
+    even: float | None = None  # failures per node and day at which both are even; 0: ours is always ahead
+    searched: bool = False  # for the break-even
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Tokens more than checkpoint-restart's, as a share of them: mean and 95% interval over the seeds."""
+        pairs = zip(self.ours.goodputs, self.theirs.goodputs, strict=True)
+        mean, low, high = mean_interval([mine - other for mine, other in pairs])
+        base = self.theirs.goodput.mean
+        return mean / base, low / base, high / base
+
+    @property
+    def gpus_gained(self) -> float:
+        """GPUs whose work without failures is the difference."""
+        return (self.ours.goodput.mean - self.theirs.goodput.mean) * self.scenario.gpus
+
+    def to_json(self) -> dict[str, Any]:
+        mean, low, high = self.gain
+        between = self.scenario.between_failures * self.scenario.failures.per_node_day
+        return {
+            "sentences": self.sentences(),
+            "gain": {"mean": mean, "low": low, "high": high},
+            "gpus_gained": self.gpus_gained,
+            "uneven": self.ours.parts["uneven"],
+            "with_spare_node": self.spare and {name: result.to_json() for name, result in self.spare.items()},
+            "with_half_microbatches": self.finer and self.finer.to_json(),
+            "break_even_per_node_day": self.even,
+            "break_even_hours": between / self.even / HOUR if self.even else None,
+        }
+
+    def sentences(self) -> list[str]:
+        """The answer first, then its reasons."""
+        found = [self._headline(), self._gap()]
+        found += [self._spare()] if self.spare else []
+        found += [self._finer()] if self.finer else []
+        found += [self._break_even()] if self.searched else []
+        return [*found, *self._others()]
+
+    def _headline(self) -> str:
+        scenario, (mean, low, high) = self.scenario, self.gain
+        seeds = f"95% interval {low:.1%} to {high:.1%}, {len(self.ours.goodputs)} seeds"
+        if len(self.ours.goodputs) < 2:
+            seeds = "one seed: give run.seeds=16 for an interval"
+        ours, theirs = f"{self.ours.goodput.mean:.1%}", f"{self.theirs.goodput.mean:.1%}"
+        told = (
+            f"On {_machines(scenario)} with a failure every {hours(scenario.between_failures)}, ReCoVer yields {ours} "
+            f"of the tokens of a cluster without failures, checkpoint-restart {theirs}: "
+        )
+        if low <= 0 <= high:
+            return (
+                f"{told}no difference that can be shown ({mean:+.1%}; {seeds}). ReCoVer is not worth it here."
+            )
+        if mean < 0:
+            return f"{told}{-mean:.1%} fewer tokens ({seeds}). ReCoVer is not worth it here."
+        return f"{told}{mean:.1%} more ({seeds}), the work of {_count(self.gpus_gained)}."
+
+    def _gap(self) -> str:
+        parts = {
+            part: share for part, share in self.ours.parts.items() if part != "productive" and share > _SMALL
+        }
+        lacking = 1 - self.ours.goodput.mean
+        if not parts:
+            return f"ReCoVer lacks {_points(lacking)} points of 100%: too few to be divided."
+        largest = sorted(parts.items(), key=lambda item: -item[1])
+        told = ", ".join(f"{PARTS[part]} {_points(share)}" for part, share in largest)
+        reason = self._rounds() if "uneven" in parts else ""
+        return f"Of the {_points(lacking)} points that ReCoVer lacks to 100%: {told}.{reason}"
+
+    def _rounds(self) -> str:
+        scenario = self.scenario
+        left = scenario.replicas - scenario.unit_replicas
+        plans = PlanCache(scenario.job.policy, scenario.replicas, scenario.global_batch)
+        return (
+            f" Uneven shares: B = {scenario.global_batch:,} microbatches take {scenario.job.accum} rounds on "
+            f"{scenario.replicas:,} replicas and {plans.plan(left).accum} on {left:,}, where "
+            f"{scenario.job.accum * scenario.replicas / left:.2f} would be even."
+        )
+
+    def _spare(self) -> str:
+        assert self.spare is not None
+        ours, theirs = self.spare[OURS], self.spare[THEIRS]
+        more = ours.tokens_per_day.mean / self.ours.tokens_per_day.mean - 1
+        others = theirs.tokens_per_day.mean / self.theirs.tokens_per_day.mean - 1
+        cost = self.scenario.cluster.gpus_per_node / self.scenario.gpus
+        verdict = "which pays" if more > cost else "which does not pay"
+        return (
+            f"With one spare node more (cluster.spares={self.scenario.cluster.spares + 1}; {cost:.1%} more GPUs) "
+            f"ReCoVer trains {more:+.1%} tokens a day, {verdict}, and checkpoint-restart {others:+.1%}; the yields of "
+            f"all GPUs are then {ours.goodput.mean:.1%} and {theirs.goodput.mean:.1%}."
+        )
+
+    def _finer(self) -> str:
+        assert self.finer is not None
+        job = self.scenario.job
+        return (
+            f"With twice as many microbatches of half the size (job.accum={2 * job.accum} "
+            f"job.tokens={job.tokens // 2}) uneven shares cost {_points(self.finer.parts['uneven'])} points instead of "
+            f"{_points(self.ours.parts['uneven'])}, and ReCoVer yields {self.finer.goodput.mean:.1%}, if the GPUs are "
+            "as fast on them."
+        )
+
+    def _break_even(self) -> str:
+        scenario = self.scenario
+        if self.even is None:
+            return "Break-even: none. ReCoVer is behind checkpoint-restart at every rate of failures tried."
+        if not self.even:
+            return (
+                "Break-even: none. ReCoVer is ahead of checkpoint-restart down to a ten-thousandth of this rate of "
+                "failures."
+            )
+        between = scenario.between_failures * scenario.failures.per_node_day / self.even
+        size = scenario.cluster.nodes * scenario.cluster.gpus_per_node * scenario.between_failures / between
+        return (
+            f"Break-even: where the job has a failure less often than every {hours(between)} (fewer than about "
+            f"{_round(size)} GPUs at this rate of failures per node), ReCoVer is not worth it: its votes "
+            f"(recovery.vote_s={scenario.recovery.vote_s:g} in steps of {scenario.full_step:.3g} s) and checkpoints cost "
+            "more than checkpoint-restart loses."
+        )
+
+    def _others(self) -> list[str]:
+        found = []
+        memory, shrinking = self.others.get(MEMORY), self.others.get(SHRINKING)
+        if memory and memory.goodput.mean > self.theirs.goodput.mean:
+            apart = self.ours.goodput.mean / memory.goodput.mean - 1
+            found.append(
+                f"Against checkpoint-restart from the memory of neighbours ({memory.goodput.mean:.1%}) the difference "
+                f"is {apart:+.1%}."
+            )
+        if shrinking and shrinking.goodput.mean > self.ours.goodput.mean:
+            found.append(
+                f"A system that lets the batch shrink, as torchft does, yields {shrinking.goodput.mean:.1%}: it has no "
+                f"uneven shares, but its steps had {shrinking.batch:,.1f} microbatches on average and "
+                f"{shrinking.smallest_batch:,} at least, not B = {self.scenario.global_batch:,}: another training."
+            )
+        return found
+
+
+def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) -> Answer | None:
+    """None if the systems of the comparison were not run. With `more`, also a spare node, finer shares, break-even."""
+    if OURS not in results or THEIRS not in results:
+        return None
+    found = Answer(scenario, results[OURS], results[THEIRS], results)
+    if not more:
+        return found
+    job = scenario.job
+    finer = None
+    if found.ours.parts["uneven"] > 2 * _SMALL and job.tokens % 2 == 0:
+        half = None if job.microbatch_s is None else job.microbatch_s / 2
+        other = scenario.but(job__accum=2 * job.accum, job__tokens=job.tokens // 2, job__microbatch_s=half)
+        finer = race(other, [OURS])[OURS]
+    spare = race(scenario.but(cluster__spares=scenario.cluster.spares + 1), [OURS, THEIRS])
+    even = break_even(scenario, OURS, THEIRS)
+    return Answer(scenario, found.ours, found.theirs, results, spare, finer, even, searched=True)
+
+
+def understood(scenario: Scenario, origins: Mapping[str, str], words: Mapping[str, Any]) -> list[str]:
+    """How the question was read: the rate of failures in three ways, and the job."""
+    cluster, job = scenario.cluster, scenario.job
+    node = DAY / scenario.failures.per_node_day / HOUR
+    given = (
+        f"mtbf_hours={words['mtbf_hours']} mtbf_of={words['mtbf_of']}"
+        if "mtbf_hours" in words
+        else f"failures.per_node_day={scenario.failures.per_node_day:.4g} "
+        f"({origins.get('failures.per_node_day', 'default')})"
+    )
+    rate = (
+        f"Understood: {given}: a GPU fails every {_figure(node * cluster.gpus_per_node)} hours, a node "
+        f"({cluster.gpus_per_node} GPUs) every {_figure(node)}, the job ({_nodes(cluster.nodes)}) every "
+        f"{_figure(node / cluster.nodes)}."
+    )
+    if job.microbatch_s is None:
+        source = origins.get("job.parameters", "default: set job.parameters")
+        model = f"a model of {_parameters(job.parameters)} parameters ({source})"
+    else:
+        model = f"microbatches of {job.microbatch_s:.3g} s"
+    spares = _nodes(cluster.spares, "spare ")
+    return [
+        rate,
+        f"Assumed: {model} on {scenario.replicas:,} replicas of {job.replica_gpus:,} GPUs, {job.accum} microbatches "
+        f"each; a restart of the job takes {minutes(scenario.restart.seconds)} and a checkpoint "
+        f"{scenario.checkpoint.save_s:.3g} s, a broken node is back after {scenario.failures.repair_hours:.3g} hours, "
+        f"{spares}; `recover simulate --help` lists all keys.",
+    ]
+
+
+def hours(seconds: float) -> str:
+    if seconds >= 1000 * HOUR:
+        return f"{seconds / DAY:,.3g} days" if seconds < 1000 * DAY else f"{seconds / DAY / 365:,.3g} years"
+    return f"{seconds / HOUR:,.3g} hours" if seconds >= 2 * HOUR else minutes(seconds)
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.3g} minutes" if seconds >= 120 else f"{seconds:.3g} s"
+
+
+def _machines(scenario: Scenario) -> str:
+    cluster, job = scenario.cluster, scenario.job
+    kind = re.search(r"\b[A-Z]+\d+\w*", job.gpu)
+    name = "GPUs" if job.microbatch_s is not None or kind is None else kind[0]
+    spares = f" and {_nodes(cluster.spares, 'spare ')}" if cluster.spares else ""
+    return f"{cluster.nodes * cluster.gpus_per_node:,} {name}{spares}"
+
+
+def _count(gpus: float) -> str:
+    return f"{gpus:,.0f} GPUs" if gpus >= 9.5 else f"{gpus:.2g} GPUs"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _nodes(number: int, kind: str = "") -> str:
+    return f"{number:,} {kind}node{'' if number == 1 else 's'}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _round(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _parameters(number: float) -> str:
+    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
