@@ -162,6 +162,21 @@ def test_plan_table_lists_the_losses_and_ends_with_totals() -> None:
     assert "2 replicas lost, 1 extra round, 9 microbatches of spare work" in result.stdout
 
 
+def test_plan_explains_each_of_its_words_on_one_line() -> None:
+    """The words that this table has, and no others; in a terminal of 80 columns."""
+    command = ["plan", *JOB, "--lose", "11", "--lose", "minor", "--lose", "major@extra1"]
+    lines = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout.splitlines()
+    explained = lines[lines.index("Words:") + 1 :]
+    words = [line[2:17].strip() for line in explained]
+    table = ["major", "minor", "major-spare", "promoted", "run N more", "boundary-minor", "left out"]
+    assert words == ["replica", "microbatch", *table, "extra round", "commits"]
+    assert all(line.startswith("  ") and len(line) < 80 and line[17:].strip() for line in explained)
+    assert "Words:" not in plan(*JOB, "--lose", "1", "--json").stdout
+    few = plan("--replicas", "4", "--accum", "3").stdout
+    assert "commits" in few
+    assert "spare " not in few.split("Words:")[1]
+
+
 @pytest.mark.guarantee("Published figures", "`recover plan` shows what the job will do.")
 @pytest.mark.parametrize("losses", [[], ["--lose", "1", "--lose", "major"]])
 def test_plan_matches_what_the_job_will_do(losses: list[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "replica": (r"\breplicas\b", "one copy of the model, on one or more GPUs"),
     "microbatch": (r"\bmicrobatches\b", "one forward and backward pass of a replica"),
-    "major": (r"\bmajor\b(?!-)", 'runs the full share of a step; "28 major x 9": 28 of them run 9'),
+    "major": (r"\bmajor\b(?!-)", 'runs the full share of a step; "28 major x 9": 28 run 9 each'),
     "minor": (r"(?<!-)\bminor\b(?!-)", "runs a smaller share, so that all shares add up to B"),
     "major-spare": (r"\bmajor-spare\b", "computes as much as a major; not used until it is promoted"),
     "minor-spare": (r"\bminor-spare\b", "computes as much as a minor; not used until it is promoted"),

@@ -81,12 +81,10 @@ class Answer:
             f"of the tokens of a cluster without failures, checkpoint-restart {theirs}: "
         )
         if low <= 0 <= high:
-            return (
-                f"{told}no difference that can be shown ({mean:+.1%}; {seeds}). ReCoVer is not worth it here."
-            )
+            return f"{told}no difference that can be shown ({_signed(mean)}; {seeds}). ReCoVer is not worth it here."
         if mean < 0:
             return f"{told}{-mean:.1%} fewer tokens ({seeds}). ReCoVer is not worth it here."
-        return f"{told}{mean:.1%} more ({seeds}), the work of {_count(self.gpus_gained)}."
+        return f"{told}{mean:.1%} more tokens ({seeds}), the work of {_count(self.gpus_gained)}."
 
     def _gap(self) -> str:
         parts = {
@@ -116,11 +114,15 @@ class Answer:
         more = ours.tokens_per_day.mean / self.ours.tokens_per_day.mean - 1
         others = theirs.tokens_per_day.mean / self.theirs.tokens_per_day.mean - 1
         cost = self.scenario.cluster.gpus_per_node / self.scenario.gpus
-        verdict = "which pays" if more > cost else "which does not pay"
+        pairs = zip(ours.goodputs, self.ours.goodputs, strict=True)
+        _, low, high = mean_interval([after - before for after, before in pairs])
+        verdict = (
+            "which pays" if low > 0 else "which does not pay" if high < 0 else "about as much as it costs"
+        )
         return (
-            f"With one spare node more (cluster.spares={self.scenario.cluster.spares + 1}; {cost:.1%} more GPUs) "
-            f"ReCoVer trains {more:+.1%} tokens a day, {verdict}, and checkpoint-restart {others:+.1%}; the yields of "
-            f"all GPUs are then {ours.goodput.mean:.1%} and {theirs.goodput.mean:.1%}."
+            f"With one spare node more (cluster.spares={self.scenario.cluster.spares + 1}; {cost:.2%} more GPUs) "
+            f"ReCoVer trains {_signed(more)} tokens a day, {verdict}, and checkpoint-restart {_signed(others)}; the "
+            f"yields of all GPUs are then {ours.goodput.mean:.1%} and {theirs.goodput.mean:.1%}."
         )
 
     def _finer(self) -> str:
@@ -144,11 +146,13 @@ class Answer:
             )
         between = scenario.between_failures * scenario.failures.per_node_day / self.even
         size = scenario.cluster.nodes * scenario.cluster.gpus_per_node * scenario.between_failures / between
+        fewer = f"fewer than about {_round(size)} GPUs at this rate of failures per node"
+        if size < 2 * scenario.job.replica_gpus:
+            fewer = "at this rate of failures per node, a cluster too small for two replicas"
         return (
-            f"Break-even: where the job has a failure less often than every {hours(between)} (fewer than about "
-            f"{_round(size)} GPUs at this rate of failures per node), ReCoVer is not worth it: its votes "
-            f"(recovery.vote_s={scenario.recovery.vote_s:g} in steps of {scenario.full_step:.3g} s) and checkpoints cost "
-            "more than checkpoint-restart loses."
+            f"Break-even: where the job has a failure less often than every {hours(between)} ({fewer}), ReCoVer is "
+            f"not worth it: its votes (recovery.vote_s={scenario.recovery.vote_s:g} in steps of "
+            f"{scenario.full_step:.3g} s) and checkpoints cost more than checkpoint-restart loses."
         )
 
     def _others(self) -> list[str]:
@@ -158,7 +162,7 @@ class Answer:
             apart = self.ours.goodput.mean / memory.goodput.mean - 1
             found.append(
                 f"Against checkpoint-restart from the memory of neighbours ({memory.goodput.mean:.1%}) the difference "
-                f"is {apart:+.1%}."
+                f"is {_signed(apart)}."
             )
         if shrinking and shrinking.goodput.mean > self.ours.goodput.mean:
             found.append(
@@ -241,6 +245,10 @@ def _count(gpus: float) -> str:
 
 def _points(share: float) -> str:
     return f"{100 * share:.1f}"
+
+
+def _signed(share: float) -> str:
+    return f"{round(share, 3) + 0.0:+.1%}"  # without a negative zero
 
 
 def _nodes(number: int, kind: str = "") -> str:
