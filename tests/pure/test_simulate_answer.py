@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ def test_simulation_headline_has_the_numbers_of_the_table(asked: dict[str, Any])
     assert f"the work of {round(256 * mean)} GPUs." in headline
     assert headline.startswith("On 256 H100 with a failure every 6 hours, ReCoVer yields ")
     assert len(ours["goodputs"]) == 4
+
+
+def test_scale_page_shows_the_answer_of_its_command() -> None:
+    """The same seeds give the same sentence everywhere."""
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text()
+    command, told = page.split("$ recover simulate ")[1].split("```")[0].split("\n", 1)
+    result = simulate(*command.split(), f"run.systems={THEIRS},{OURS}", "--brief")
+    assert result.stdout.splitlines()[0] == " ".join(told.split())
 
 
 def test_simulation_answer_comes_first_and_tables_agree(asked: dict[str, Any]) -> None:
