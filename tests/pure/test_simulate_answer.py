@@ -170,6 +170,8 @@ def test_simulation_gain_changes_sign_at_the_stated_break_even(asked: dict[str, 
 
 def test_simulation_says_where_recover_is_not_worth_it() -> None:
     rare = simulate(*CLUSTER[:1], "mtbf_hours=20000", *CLUSTER[2:], SYSTEMS, "--brief").stdout
+    *_, loss, _, low, high = percents(rare.splitlines()[0])
+    assert 0 < low <= loss <= high
     assert "fewer tokens" in rare.splitlines()[0]
     assert "ReCoVer is not worth it here." in rare.splitlines()[0]
     for_nothing = scenario("recovery.vote_s=0", "recovery.checkpoint_every_s=1e12")

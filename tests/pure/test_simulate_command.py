@@ -51,6 +51,8 @@ def simulate(*args: str) -> Any:
         (["mtbf_hours=72", "mtbf_of=nodes"], "mtbf_of='nodes'", "did you mean 'node'?"),
         (["mtbf_hours=0", "mtbf_of=job"], "mtbf_hours='0'", "above 0"),
         (["mtbf_of=job"], "mtbf_of=job", "give mtbf_hours"),
+        (["gpu=8"], "'gpu'", "did you mean 'gpus'?"),
+        (["mtbf=8"], "'mtbf'", "The words are gpus, mtbf_hours, mtbf_of"),
         (
             ["mtbf_hours=7", "mtbf_of=job", "failures.per_node_day=1"],
             "failures.per_node_day=1",

@@ -23,7 +23,7 @@ _SMALL = 0.0005  # of goodput: not worth a word
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClusterAnswer:
     """ReCoVer with rejoins against checkpoint-restart."""
 
     scenario: Scenario
@@ -72,7 +72,8 @@ class Answer:
 
     def _headline(self) -> str:
         scenario, (mean, low, high) = self.scenario, self.gain
-        seeds = f"95% interval {low:.1%} to {high:.1%}, {len(self.ours.goodputs)} seeds"
+        ends = (-high, -low) if high < 0 else (low, high)  # of the loss, where it is one
+        seeds = f"95% interval {ends[0]:.1%} to {ends[1]:.1%}, {len(self.ours.goodputs)} seeds"
         if len(self.ours.goodputs) < 2:
             seeds = "one seed: give run.seeds=16 for an interval"
         ours, theirs = f"{self.ours.goodput.mean:.1%}", f"{self.theirs.goodput.mean:.1%}"
@@ -173,11 +174,11 @@ class Answer:
         return found
 
 
-def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) -> Answer | None:
+def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) -> ClusterAnswer | None:
     """None if the systems of the comparison were not run. With `more`, also a spare node, finer shares, break-even."""
     if OURS not in results or THEIRS not in results:
         return None
-    found = Answer(scenario, results[OURS], results[THEIRS], results)
+    found = ClusterAnswer(scenario, results[OURS], results[THEIRS], results)
     if not more:
         return found
     job = scenario.job
@@ -188,7 +189,7 @@ def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) 
         finer = race(other, [OURS])[OURS]
     spare = race(scenario.but(cluster__spares=scenario.cluster.spares + 1), [OURS, THEIRS])
     even = break_even(scenario, OURS, THEIRS)
-    return Answer(scenario, found.ours, found.theirs, results, spare, finer, even, searched=True)
+    return ClusterAnswer(scenario, found.ours, found.theirs, results, spare, finer, even, searched=True)
 
 
 def understood(scenario: Scenario, origins: Mapping[str, str], words: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,9 @@ _OWNERS = ("gpu", "node", "job")
 def translate(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the words by the keys that they stand for; `below` has the keys of presets and measurements."""
     keys = {key: value for key, value in given.items() if key not in WORDS}
+    for key in keys:
+        if "." not in key and (hint := nearest(key, WORDS, "")):
+            raise ConfigError(f"there is no key {key!r}; {hint} The words are {', '.join(WORDS)}")
     if "gpus" in given:
         keys |= _nodes(given, {**below, **keys})
     if "mtbf_hours" in given or "mtbf_of" in given:

@@ -29,12 +29,12 @@ SYSTEMS = {
 class Machinery(Keys):
     nodes: PositiveInt = Field(default=2048, description="nodes that the job is given at its start")
     gpus_per_node: PositiveInt = Field(default=8, description="GPUs in a node")
-    spares: NonNegativeInt = Field(default=0, description="nodes that stand by; they count as GPU time, too")
+    spares: NonNegativeInt = Field(default=0, description="spare nodes; their GPU time is paid for, too")
     nodes_per_rack: NonNegativeInt = Field(
-        default=0, description="nodes that a rack takes along; 0: no racks"
+        default=0, description="nodes that fail with their rack; 0: no racks"
     )
     nodes_per_switch: NonNegativeInt = Field(
-        default=0, description="nodes that a switch takes along; 0: none"
+        default=0, description="nodes that fail with their switch; 0: no switches"
     )
 
 
@@ -42,25 +42,29 @@ class Failures(Keys):
     per_node_day: NonNegativeFloat = Field(default=0.0065, description="failures per node and day")
     process: Literal["poisson", "weibull", "regular"] = Field(
         default="poisson",
-        description="how they come: poisson; weibull, in bursts (shape below 1) or evenly; regular, like a clock",
+        description="time between failures: poisson; weibull (shape below 1: in bursts); regular: constant",
     )
     shape: PositiveFloat = Field(default=1.0, description="of weibull")
-    transient: float = Field(default=0.0, ge=0, le=1, description="part after which the node is good at once")
+    transient: float = Field(
+        default=0.0, ge=0, le=1, description="share of failures after which the node is healthy again at once"
+    )
     silent: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="part that only a lease or a timeout finds, not a closed connection",
+        description="share of failures that only a lease or a timeout detects, not a closed connection",
     )
     per_rack_day: NonNegativeFloat = Field(default=0.0, description="failures per rack and day")
     per_switch_day: NonNegativeFloat = Field(default=0.0, description="failures per switch and day")
     burst: float = Field(
-        default=0.0, ge=0, le=1, description="part of nodes' failures that take neighbours along"
+        default=0.0, ge=0, le=1, description="share of node failures in which neighbours fail, too"
     )
-    burst_nodes: PositiveInt = Field(default=2, description="nodes that are lost in such a burst, in all")
-    repair_hours: NonNegativeFloat = Field(default=24.0, description="until a broken node is back; the mean")
+    burst_nodes: PositiveInt = Field(default=2, description="nodes that such a burst loses in total")
+    repair_hours: NonNegativeFloat = Field(
+        default=24.0, description="mean hours until a broken node is repaired"
+    )
     repair: Literal["exponential", "fixed"] = Field(
-        default="exponential", description="how repair times vary"
+        default="exponential", description="distribution of repair times"
     )
 
 
@@ -68,8 +72,10 @@ class SlowNodes(Keys):
     per_node_day: NonNegativeFloat = Field(
         default=0.0, description="nodes that become slow, per node and day"
     )
-    factor: float = Field(default=1.5, ge=1, description="how many times longer a step takes, for everybody")
-    minutes: PositiveFloat = Field(default=30.0, description="for how long")
+    factor: float = Field(
+        default=1.5, ge=1, description="factor by which a slow node lengthens the steps of the job"
+    )
+    minutes: PositiveFloat = Field(default=30.0, description="minutes for which a node is slow")
 
 
 class TrainingJob(Keys):
@@ -82,7 +88,7 @@ class TrainingJob(Keys):
     parameters: PositiveFloat = Field(
         default=405e9, description="parameters that each token is multiplied with"
     )
-    mfu: float = Field(default=0.4, gt=0, le=1, description="part of the peak that is reached")
+    mfu: float = Field(default=0.4, gt=0, le=1, description="share of the peak FLOP/s that training reaches")
     gpu: str = Field(default="NVIDIA H100 80GB HBM3", description="its name, for its peak and its memory")
     gpu_gigabytes: PositiveFloat | None = Field(
         default=None, description="memory of a GPU; null: the data sheet's, where it is known"
@@ -92,34 +98,42 @@ class TrainingJob(Keys):
         description="of weights, gradients and optimizer together; a model that does not fit is refused",
     )
     peak_tflops: PositiveFloat | None = Field(
-        default=None, description="null: the data sheet's, where it is known"
+        default=None, description="peak of a GPU; null: the data sheet's, where it is known"
     )
     overhead_s: NonNegativeFloat = Field(
-        default=0.0, description="seconds of a step beside microbatches and reduction"
+        default=0.0, description="seconds of a step in addition to microbatches and reduction"
     )
     policy: Literal["balanced", "static"] = Field(
-        default=DEFAULT_POLICY, description="how ReCoVer shares a step out: docs/explanation/policy.md"
+        default=DEFAULT_POLICY, description="how ReCoVer distributes a step: docs/explanation/policy.md"
     )
     budget: PositiveFloat = Field(default=15e12, description="tokens to train on")
 
 
 class Reducing(Keys):
     gigabytes: NonNegativeFloat = Field(
-        default=0.0, description="of gradients that each rank reduces across replicas"
+        default=0.0, description="GB of gradients that each rank reduces across replicas"
     )
-    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="of a rank's link: the beta")
-    alpha_ms: NonNegativeFloat = Field(default=0.1, description="milliseconds of a message: the alpha")
-    hidden: float = Field(default=0.0, ge=0, le=1, description="part that backward hides")
+    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="bandwidth of a rank's link (beta)")
+    alpha_ms: NonNegativeFloat = Field(default=0.1, description="latency of a message (alpha)")
+    hidden: float = Field(
+        default=0.0, ge=0, le=1, description="share of the reduction that overlaps with the backward pass"
+    )
 
 
 class Recovering(Keys):
     """Of ReCoVer: measured by `recover bench recovery` and `repair` on few ranks, an assumption for many."""
 
-    detect_s: NonNegativeFloat = Field(default=0.1, description="until a closed connection is noticed")
-    lease_s: NonNegativeFloat = Field(default=10.0, description="until a silent loss is noticed")
-    repair_s: NonNegativeFloat = Field(default=0.1, description="to agree on who is left, and a new carrier")
-    repair_ms_per_replica: NonNegativeFloat = Field(default=0.0, description="more of it for each replica")
-    restore_s: NonNegativeFloat = Field(default=0.0, description="to restore gradients")
+    detect_s: NonNegativeFloat = Field(
+        default=0.1, description="seconds until a closed connection is noticed"
+    )
+    lease_s: NonNegativeFloat = Field(default=10.0, description="seconds until a silent loss is noticed")
+    repair_s: NonNegativeFloat = Field(
+        default=0.1, description="seconds to agree on the members and to build a new carrier"
+    )
+    repair_ms_per_replica: NonNegativeFloat = Field(
+        default=0.0, description="milliseconds of repair for each replica, in addition"
+    )
+    restore_s: NonNegativeFloat = Field(default=0.0, description="seconds to restore gradients")
     vote_s: NonNegativeFloat = Field(
         default=0.03,
         description="that a step takes longer than in stock torch, without failures, of ReCoVer and of systems that "
@@ -139,13 +153,16 @@ class Joining(Keys):
     """Rejoining replicas."""
 
     start_s: NonNegativeFloat = Field(
-        default=300.0, description="from free nodes to a replica that asks to join; nobody waits for it"
+        default=300.0,
+        description="seconds from free nodes to a replica that asks to join; training continues meanwhile",
     )
     stall_s: NonNegativeFloat = Field(
-        default=0.15, description="that everybody waits for, beside the transfer"
+        default=0.15, description="seconds that all replicas wait for a join, in addition to the transfer"
     )
-    state_gigabytes: NonNegativeFloat = Field(default=0.0, description="of state that each rank receives")
-    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="of its link")
+    state_gigabytes: NonNegativeFloat = Field(
+        default=0.0, description="GB of state that each joining rank receives"
+    )
+    gigabytes_per_s: PositiveFloat = Field(default=40.0, description="bandwidth of its link")
     standby: NonNegativeInt = Field(
         default=0, description="replicas (placed together) kept warm on spares, ready to join at once"
     )
@@ -153,27 +170,35 @@ class Joining(Keys):
 
 class Saving(Keys):
     save_s: PositiveFloat = Field(default=10.0, description="seconds that training waits for a checkpoint")
-    every_s: PositiveFloat | None = Field(default=None, description="between checkpoints; null: the best")
-    memory_save_s: PositiveFloat = Field(default=1.0, description="the same, to the memory of neighbours")
-    memory_load_s: NonNegativeFloat = Field(default=5.0, description="to load from there")
+    every_s: PositiveFloat | None = Field(
+        default=None, description="seconds between checkpoints; null: the best"
+    )
+    memory_save_s: PositiveFloat = Field(
+        default=1.0, description="seconds that training waits for a checkpoint to the memory of neighbours"
+    )
+    memory_load_s: NonNegativeFloat = Field(default=5.0, description="seconds to load from there")
     memory_copies: PositiveInt = Field(
         default=2,
-        description="nodes that hold it; so many lost at once lose it, and the last one on disk is taken",
+        description="nodes that hold a checkpoint in memory; if all are lost at once, the last one on disk is loaded",
     )
 
 
 class Restarts(Keys):
     """Restarts of checkpoint-restart, replication and stacking, and of ReCoVer as a whole."""
 
-    detect_s: NonNegativeFloat = Field(default=60.0, description="until all know that somebody is dead")
-    schedule_s: NonNegativeFloat = Field(
-        default=120.0, description="until nodes are found and processes start"
+    detect_s: NonNegativeFloat = Field(
+        default=60.0, description="seconds until all ranks know of the failure"
     )
-    start_s: NonNegativeFloat = Field(default=300.0, description="imports, groups, compiling, the first step")
-    load_s: NonNegativeFloat = Field(default=60.0, description="to load the checkpoint")
+    schedule_s: NonNegativeFloat = Field(
+        default=120.0, description="seconds until nodes are found and processes start"
+    )
+    start_s: NonNegativeFloat = Field(
+        default=300.0, description="seconds of imports, groups, compilation, the first step"
+    )
+    load_s: NonNegativeFloat = Field(default=60.0, description="seconds to load the checkpoint")
     struck: Literal["again", "goes-on"] = Field(
         default="again",
-        description="a failure while it restarts: all of it again, or it goes on without those nodes",
+        description="a failure during a restart: it begins again, or goes on without those nodes",
     )
 
     @property
@@ -189,16 +214,18 @@ class Restarts(Keys):
 class Discarding(Keys):
     """Systems that discard the step of a failure, and continue with a smaller batch or with spares."""
 
-    timeout_s: NonNegativeFloat = Field(default=5.0, description="until the reduction is given up")
+    timeout_s: NonNegativeFloat = Field(default=5.0, description="seconds until the reduction times out")
     quorum_s: NonNegativeFloat = Field(
-        default=0.5, description="to agree on who is left, and new groups, beside repair_ms_per_replica"
+        default=0.5,
+        description="seconds to agree on the members and to build new groups, in addition to repair_ms_per_replica",
     )
-    start_s: NonNegativeFloat = Field(default=300.0, description="until a lost replica is back")
+    start_s: NonNegativeFloat = Field(default=300.0, description="seconds until a lost replica is back")
     stall_s: NonNegativeFloat = Field(
-        default=0.5, description="that all wait for when one comes back, beside transfer"
+        default=0.5, description="seconds that all replicas wait for a join, in addition to the transfer"
     )
     spare_replicas: PositiveInt | None = Field(
-        default=None, description="that compute and do not count, to keep the batch; null: one of fifty"
+        default=None,
+        description="replicas that compute and do not count, to keep the batch; null: one of fifty",
     )
 
 
@@ -213,6 +240,8 @@ class Copies(Keys):
 
 class Playing(Keys):
     days: PositiveFloat = Field(default=30.0, description="simulated days")
-    seeds: PositiveInt = Field(default=16, description="how often, each from a seed of its own")
+    seeds: PositiveInt = Field(default=16, description="runs of each system, each with a seed of its own")
     first_seed: NonNegativeInt = Field(default=0, description="the first of them")
-    systems: str = Field(default="all", description=f"which ones: all, or some of {', '.join(SYSTEMS)}")
+    systems: str = Field(
+        default="all", description=f"systems to compare: all, or some of {', '.join(SYSTEMS)}"
+    )

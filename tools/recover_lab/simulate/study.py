@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.job.config_keys import read
-from recover_lab.simulate.answer import Answer, answer, understood
+from recover_lab.simulate.answer import ClusterAnswer, answer, understood
 from recover_lab.simulate.break_even import Change, Curve, crossings, curve, leaders, rates, value_of_changes
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import preset
@@ -52,7 +52,7 @@ class Study:
     rates: Curve | None = None
     changes: tuple[Change, ...] = ()
     sweep: Curve | None = None
-    answer: Answer | None = None  # None without the systems that it compares
+    answer: ClusterAnswer | None = None  # None without the systems that it compares
     crossed: tuple[tuple[str, str, float], ...] = field(default=())  # one, other, failures per node-day
 
     def to_json(self) -> dict[str, Any]:
