@@ -23,16 +23,19 @@ def save_confirmed(
     saver: Saver,
     save: Callable[[], object] | None,
     lost: Callable[[tuple[int, ...], float], object],
+    fingerprint: str | None = None,
 ) -> None:
     """Save and confirm.
 
-    save:  writes the draft; called by all ranks of a writing replica. None: compare only
-    lost:  called with the ranks that were lost meanwhile, and the seconds of their repairs
+    save:         writes the draft; called by all ranks of a writing replica. None: compare only
+    lost:         called with the ranks that were lost meanwhile, and the seconds of their repairs
+    fingerprint:  as in `Saver.lacks`
     """
     writing: set[int] = set()
     while writing != writing_replicas(world):  # again if a writer was lost meanwhile
         writing = writing_replicas(world)
-        if save and world.replica in writing and together(step, world, saver.lacks(step.index)):
+        lacking = save is not None and world.replica in writing and saver.lacks(step.index, fingerprint)
+        if save and world.replica in writing and together(step, world, lacking):
             save()
         differing, seconds = step.confirm()
         if differing:

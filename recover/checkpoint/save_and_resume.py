@@ -6,6 +6,7 @@ of the whole model, so that any number of replicas, sharded or not, can resume f
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,9 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
 
     All replicas must call it after the same step. The first living replica writes; if it dies
     meanwhile, the next one does. The checkpoint is a draft until all replicas were found to hold
-    the same state, `extra` included. If the disk is full, that is reported, and the checkpoint
-    before it stays. Raises CheckpointError with the name of an entry of the optimizer or the model,
+    the same state, `extra` included. A second call after the same step replaces the checkpoint if
+    `extra` has changed. If the disk is full, that is reported, and the checkpoint before it stays.
+    Raises CheckpointError with the name of an entry of the optimizer or the model,
     TypeError with that of an entry of `extra`, that no file can hold.
 
     extra:  entries to save in addition to `Step(extra=)`, by name: objects with state_dict() and load_state_dict(),
@@ -66,15 +68,19 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
     kept.path = Path(path)
     kept.tensors.refuse_unsavable()  # by all replicas, before one of them writes
     digests = {name: digest_of(value) for name, value in state.named().items()}
+    # A script may save twice after one step, and change `extra` in between; and a directory may hold the
+    # checkpoint of another run after as many steps, which had another loss.
+    fingerprint = f"{zlib.crc32(repr((sorted(digests.items()), step.loss)).encode()):08x}"
     saver = kept.saver(kept.path, keep)
 
     def write() -> None:
         facts = {"step": step.index, "position": step.state_dict(), "state": packed}
+        facts["fingerprint"] = fingerprint
         saver.save(step.index, kept.tensors, facts, tensors)
 
     def act() -> None:
         compare()
-        save_confirmed(world, step, saver, write, lambda *_: None)
+        save_confirmed(world, step, saver, write, lambda *_: None, fingerprint)
         if world.replica in writing_replicas(world):
             saver.finish()
 

@@ -67,9 +67,14 @@ class Saver:
         is_idle = self._writing is None or self._writing.done()
         return self._first and is_idle and self.newest() < step // self._every * self._every
 
-    def lacks(self, step: int) -> bool:
-        """Whether there is neither a checkpoint nor a draft of this step, at the end of a run."""
-        return self._first and self.newest() != step
+    def lacks(self, step: int, fingerprint: str | None = None) -> bool:
+        """Whether there is neither a checkpoint nor a draft of this step.
+
+        fingerprint:  of state that may change without a step; a checkpoint with another one does not count
+        """
+        if not self._first or self.newest() != step:
+            return self._first
+        return fingerprint is not None and self._fingerprint(step) != fingerprint
 
     def newest(self) -> int:
         """The step of the newest checkpoint, draft or attempt; 0 if there is none."""
@@ -144,6 +149,17 @@ class Saver:
 
     def _is_good(self, step: int, writer: int) -> bool:
         return self._equal.get(writer, 0) > step
+
+    def _fingerprint(self, step: int) -> str | None:
+        """Of the draft of this step, or of its checkpoint; None if there is none."""
+        self.finish()
+        for kind in ("draft", "step"):
+            try:
+                found: str | None = Found(self._directory / f"{kind}-{step}", step).facts().get("fingerprint")
+            except CheckpointError:
+                continue
+            return found
+        return None
 
     def _write_draft(
         self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], waits: bool

@@ -308,6 +308,35 @@ def test_extra_of_step_is_saved_and_resumed_without_repeating_it(tmp_path: Path)
     assert found == [(0.0, [0.0, 0.0], 0), (2.5, [0, 1], 1)]
 
 
+@pytest.mark.guarantee(
+    "State and samples", "A second save after the same step replaces the checkpoint if its contents differ."
+)
+def test_second_save_after_a_step_holds_the_newer_extra(tmp_path: Path) -> None:
+    """A script saves its best state, then changes a count, then saves what is due. A run that was begun again in the
+    same directory saves after as many steps."""
+
+    def resumed() -> tuple[dict[str, int], float]:
+        again, model, _ = made(extra={"notes": (notes := {"count": 0})})
+        recover.resume(again, tmp_path)
+        return notes, model.weight.sum().item()
+
+    step, model, _ = made(extra={"notes": (notes := {"count": 1})})
+    take(step, model)
+    recover.save(step, tmp_path)
+    notes["count"] = 2
+    recover.save(step, tmp_path)
+    assert resumed()[0] == {"count": 2}
+    kept = tmp_path / "checkpoints" / "step-1"
+    written = kept.stat().st_ino
+    recover.save(step, tmp_path)
+    assert kept.stat().st_ino == written, "nothing has changed: it is not written again"
+    other, model, _ = made(extra={"notes": {"count": 2}})
+    torch.nn.init.ones_(model.weight)
+    take(other, model)
+    recover.save(other, tmp_path)
+    assert resumed()[1] == model.weight.sum().item()
+
+
 def test_extra_of_an_unsupported_type_is_refused_by_step() -> None:
     class Odd(Warmup):
         def state_dict(self) -> dict[str, Any]:
