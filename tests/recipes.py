@@ -83,6 +83,12 @@ def script_of(page: str) -> str:
 
 
 Told = dict[str, list[float]]
+# Members wait for the replica that joins, so that it is there before the others die.
+WAIT_FOR_JOIN = """# after each step
+if step.index == 21:
+    while not world.asking:
+        time.sleep(0.01)
+"""
 
 
 def run_script(place: Path, script: str, options: Sequence[str] | None = None, **environment: str) -> Told:

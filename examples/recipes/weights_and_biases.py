@@ -59,9 +59,8 @@ def log(values: dict[str, float], number: int) -> None:
         import wandb
 
         os.makedirs("runs", exist_ok=True)
-        one = {"id": "mine-1", "resume": "allow"} if os.environ.get("WANDB_MODE") != "offline" else {}
-        run = wandb.init(project="mine", group="mine-1", dir="runs", **one)
-    run.log(values, step=number)
+        run = wandb.init(project="mine", id="mine-1", resume="allow", dir="runs")
+    run.log(values, step=number, commit=True)
 
 
 recover.resume(step, "runs/mine")

@@ -6,19 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from recipes import RECIPES, Told, assemble, commands, example, pace, run_script
+from recipes import RECIPES, WAIT_FOR_JOIN, Told, assemble, commands, example, pace, run_script
 
 from recover.checkpoint import directory
 from recover.runs.records.json_lines import read
 
 TOGETHER = [page for page in RECIPES if page != "weights-and-biases"]
-# The members wait for the replica that joins, so that it is there before the others die.
-WAIT = """
-# after each step
-if step.index == 21:
-    while not world.asking:
-        time.sleep(0.01)
-""".lstrip()
 
 
 def check(found: Told, expected: Told) -> None:
@@ -45,7 +38,7 @@ def test_recipes_together_keep_their_numbers_through_a_rejoin_and_a_resume(tmp_p
     place, options = tmp_path / "struck", ["-n", "2", "--return", "--page", "off", "--run-dir", "run"]
     struck = run_script(
         place,
-        pace(assemble(*TOGETHER, more=WAIT), 30),
+        pace(assemble(*TOGETHER, more=WAIT_FOR_JOIN), 30),
         options,
         RECOVER_KILL="7:1:in-reduce 27:0:vote",
     )

@@ -1,0 +1,74 @@
+"""The recipe of Weights & Biases, with the real package in its offline mode.
+
+Runs in `.venv-integrations` (`make test-integrations`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recipes import WAIT_FOR_JOIN, assemble, pace, run_script
+from wandb.proto.wandb_internal_pb2 import Record
+
+BLOCK, HEADER = (
+    32768,
+    7,
+)  # of a file of W&B, which is a log as LevelDB writes it; its first bytes are a header, too
+FULL, LAST = 1, 4
+
+
+def records(data: bytes) -> Iterator[Record]:
+    place, parts = HEADER, b""
+    while place + HEADER <= len(data):
+        if (left := BLOCK - place % BLOCK) < HEADER:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        parts += data[place + HEADER : place + HEADER + size]
+        place += HEADER + size
+        if kind in (FULL, LAST):
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def curves(place: Path) -> list[dict[int, float]]:
+    """The loss by step, of each offline run, in the order in which they were begun."""
+    files = sorted(place.glob("runs/wandb/offline-run-*-mine-1/run-mine-1.wandb"))
+    found = []
+    for file in files:
+        history = [
+            {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in records(file.read_bytes())
+            if record.HasField("history")
+        ]
+        found.append({line["_step"]: line["loss"] for line in history})
+    return found
+
+
+@pytest.mark.guarantee(
+    "User code",
+    "Every recipe of the guide prints the numbers of one failure-free process through deaths, a rejoin and a "
+    "resume.",
+)
+def test_curves_have_no_gap_through_deaths_of_writers_and_a_resume(tmp_path: Path) -> None:
+    """Replica 0 writes until it dies, then replica 1 until it dies, then one that has joined, then another job."""
+    script, offline = assemble("weights-and-biases"), {"WANDB_MODE": "offline"}
+    run_script(tmp_path / "calm", pace(script), **offline)
+    (expected,) = curves(tmp_path / "calm")
+    assert list(expected) == list(range(1, 41))
+    run_script(
+        tmp_path / "struck",
+        pace(assemble("weights-and-biases", more=WAIT_FOR_JOIN), 30),
+        ["-n", "2", "--return", "--page", "off"],
+        RECOVER_KILL="7:0:in-reduce 27:1:vote",
+        **offline,
+    )
+    run_script(tmp_path / "struck", pace(script), **offline)
+    parts = curves(tmp_path / "struck")
+    assert len(parts) == 4
+    assert [min(part) for part in parts] == [1, 7, 27, 31]
+    union = {step: loss for part in parts for step, loss in part.items()}
+    assert union == pytest.approx(expected, rel=1e-4)
