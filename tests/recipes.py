@@ -65,9 +65,9 @@ def assemble(*pages: str, more: str = "") -> str:
         indent = lines[place].removesuffix(code[0])
         rest = [indent + line if line else "" for line in code[1:]]
         above = ["", ""] if re.match(r"@|def |class ", code[1]) else []
-        below = ["", ""] if not indent and re.match(r"\s+return |    run.log", rest[-1]) else []
+        below = ["", ""] if not indent and rest[-1].startswith(" ") else []
         lines[place:place] = [*above, *rest, *below]
-    return "\n".join(line for line in lines if line.strip() not in PLACES) + "\n"
+    return "\n".join(line for line in lines if line.strip() not in PLACES).rstrip("\n") + "\n"
 
 
 def script_of(page: str) -> str:

@@ -48,10 +48,11 @@ held_out = make_rows(64, seed=2)
 model = torch.nn.Sequential(torch.nn.Embedding(32, 48), torch.nn.Linear(48, 32))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.03)
 step = recover.Step(world, model, optimizer, global_batch=6)
-run = None
+run, curves = None, {"rows": []}
+step.extra["curves"] = curves
 
 
-def log(values: dict[str, float], number: int) -> None:
+def log(rows: list[tuple[int, dict[str, float]]]) -> None:
     global run
     if run is None:
         import os
@@ -60,7 +61,10 @@ def log(values: dict[str, float], number: int) -> None:
 
         os.makedirs("runs", exist_ok=True)
         run = wandb.init(project="mine", id="mine-1", resume="allow", dir="runs")
-    run.log(values, step=number, commit=True)
+    else:
+        rows = rows[-1:]
+    for number, values in rows:
+        run.log(values, step=number)
 
 
 recover.resume(step, "runs/mine")
@@ -69,7 +73,9 @@ while step.index < STEPS:
     for rows in step.microbatches(stream):
         step.backward(loss_of(model, rows), weight=tokens_in(rows))
     step.on_first(print, f"step {step.index} loss {step.loss:.6f}")
-    step.on_first(log, {"loss": step.loss, "replicas": len(world.replicas)}, step.index)
+    row = (step.index, {"loss": step.loss, "replicas": len(world.replicas)})
+    curves["rows"] = [*curves["rows"][-999:], row]
+    step.on_first(log, curves["rows"])
     if step.index % EVERY == 0:
         recover.save(step, "runs/mine")
     time.sleep(PACE)

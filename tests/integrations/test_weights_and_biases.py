@@ -54,7 +54,8 @@ def curves(place: Path) -> list[dict[int, float]]:
     "resume.",
 )
 def test_curves_have_no_gap_through_deaths_of_writers_and_a_resume(tmp_path: Path) -> None:
-    """Replica 0 writes until it dies, then replica 1 until it dies, then one that has joined, then another job."""
+    """Replica 0 writes until it dies, then replica 1 until it dies, then one that has joined, then another job: the
+    last one has all rows."""
     script, offline = assemble("weights-and-biases"), {"WANDB_MODE": "offline"}
     run_script(tmp_path / "calm", pace(script), **offline)
     (expected,) = curves(tmp_path / "calm")
@@ -67,8 +68,4 @@ def test_curves_have_no_gap_through_deaths_of_writers_and_a_resume(tmp_path: Pat
         **offline,
     )
     run_script(tmp_path / "struck", pace(script), **offline)
-    parts = curves(tmp_path / "struck")
-    assert len(parts) == 4
-    assert [min(part) for part in parts] == [1, 7, 27, 31]
-    union = {step: loss for part in parts for step, loss in part.items()}
-    assert union == pytest.approx(expected, rel=1e-4)
+    assert curves(tmp_path / "struck")[-1] == pytest.approx(expected, rel=1e-4)
