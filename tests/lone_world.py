@@ -62,7 +62,7 @@ class World:
         self.log: list[str] = []
         self.job = JobSpec(1)
         self.grid, self.rank, self.replica, self.shard, self.epoch = Grid(1, 1), 0, 0, 0, 1
-        self.replicas, self.noticed_at, self.closing = (0,), None, list[object]()
+        self.replicas, self.members, self.noticed_at, self.closing = (0,), (0,), None, list[object]()
         self.outside, self.asking, self.steps_made = False, (), 0
         self.cross, self.hooks = Cross(self.log), NoHooks()
         self.board = SimpleNamespace(

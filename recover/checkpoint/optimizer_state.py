@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.checkpoint.directory import CheckpointError
+from recover.gradients.optimizers import parameters_of
 from recover.parallel import plain_name
 
 FOLLOWS = ("params", "param_names")  # entries of a group that the script has set, and that are not loaded
@@ -69,22 +70,20 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: StoredState, prefix: str
 ) -> None:
-    """Load the state of the optimizer's parameters; parameters without saved state get none."""
+    """Load the state of the optimizer's parameters; parameters without saved state get none. State
+    of other parameters belongs to other optimizers, or to other ranks of a pipeline."""
     names = _names(model)
+    numbers: dict[torch.Tensor, int] = {p: number for number, p in enumerate(parameters_of(optimizer))}
     parameters = {name: parameter for parameter, name in names.items()}
     states: dict[torch.Tensor, list[tuple[list[Any], Any]]] = {}
     ways = set(stored.names(f"{prefix}key."))
     for full in stored.names(f"{prefix}state."):
         rest = full.removeprefix(f"{prefix}state.")
         name, path = _split(rest, parameters)
-        if name is not None:  # otherwise another rank of the pipeline has it
+        if name is not None and parameters[name] in numbers:
             key = f"{prefix}key.{rest}"
             way = stored.value(key, None) if key in ways else _way_of_old(path)
             states.setdefault(parameters[name], []).append((way, _load(stored, full, parameters[name])))
-    numbers = {
-        parameter: number
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
     groups = [
         _options(group, stored, [f"{prefix}param_groups.{names[p]}." for p in group["params"][:1]])
         | {"params": [numbers[p] for p in group["params"]]}
@@ -94,7 +93,6 @@ def load_state(
     held = {
         numbers[p]: _nested([(way, value) for way, value in state if own or _is_known_to_torch(value)])
         for p, state in states.items()
-        if p in numbers
     }
     optimizer.load_state_dict({"state": held, "param_groups": groups})
     if own:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from recover.checkpoint.directory import CheckpointError, file_digest
 from recover.checkpoint.optimizer_state import load_state, named_state
+from recover.gradients.optimizers import optimizers_of
 from recover.job.record_files import FILES
 from recover.parallel import plain_name
 from recover.parallel.gathering import gather_json
@@ -78,12 +79,12 @@ class Written:
 
 
 class Tensors:
-    """Model and optimizer of one rank of a replica."""
+    """Model and optimizer, or optimizers, of one rank of a replica."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, replica_size: int) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Any, replica_size: int) -> None:
         from recover.parallel.torch_world import TIMEOUT
 
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers_of(optimizer)
         # Parameters of FSDP1 are flat pieces of others, which only torch can name.
         self._is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         # A group of its own: the saving thread uses it while the replica computes with other
@@ -144,7 +145,8 @@ class Tensors:
                 else:
                     weights[name] = stored.value(f"model.{name}", value)
             set_model_state_dict(self._model, weights)
-            load_state(self._model, self._optimizer, stored, "optimizer.")
+            for optimizer in self._optimizers:
+                load_state(self._model, optimizer, stored, "optimizer.")
 
     def _load_flat(self, stored: Stored) -> None:
         tensors, values = self._state()
@@ -159,7 +161,7 @@ class Tensors:
             both[kind][rest] = value
         set_state_dict(
             self._model,
-            self._optimizer,
+            self._optimizers,
             model_state_dict=both["model"],
             optim_state_dict=both["optimizer"],
             options=_options(),
@@ -168,12 +170,15 @@ class Tensors:
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's tensors and other values, under the names of the whole model."""
         weights: Mapping[str, Any]
-        moments: Mapping[str, Any]
+        moments: dict[str, Any]
         if self._is_flat:
-            weights, moments = get_state_dict(self._model, self._optimizer, options=_options())
+            weights, moments = get_state_dict(self._model, self._optimizers, options=_options())
         else:
             weights = get_model_state_dict(self._model)
-            moments = named_state(self._model, self._optimizer)
+            # Under the names of parameters, each of which one optimizer holds.
+            moments = {}
+            for optimizer in self._optimizers:
+                moments |= named_state(self._model, optimizer)
         state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
         state |= {f"optimizer.{name}": value for name, value in moments.items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -29,7 +29,7 @@ from recover.gradients.buckets import Bucket
 from recover.gradients.deferred import DeviceValue
 from recover.gradients.ledger import with_slots
 from recover.gradients.module_gradients import NO_SLOTS, Post
-from recover.gradients.norm import squared_norm
+from recover.gradients.norm import squared_norms
 from recover.gradients.parts import is_dense
 from recover.gradients.reduction import FastSum, Sum
 from recover.launch.init import init
@@ -140,8 +140,8 @@ class DDPGradients:
     def usage(self) -> list[float]:
         return [float(parameter in self._used) for parameter in self.parameters]
 
-    def squared_norm(self) -> float:
-        return squared_norm(self.buckets)
+    def squared_norms(self) -> list[float]:
+        return squared_norms(self.buckets)
 
     def lay_out(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         raise ValueError(
@@ -223,9 +223,9 @@ class DDPGradients:
         else:
             self._rewinding = self._helper.post(self._rewind)
 
-    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
+    def install(self, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
         for each in self._mine:
-            self.sum.mean(each.bucket.result, weight, shrink)
+            self.sum.mean(each.bucket.result, weight, factors[0])
             each.write_gradients(each.bucket.result)
         for parameter, anybody in zip(self.parameters, used, strict=True):
             if not anybody:

@@ -24,9 +24,10 @@ class Bucket:
     """One flat piece of the gradient, with the slots in its local sum and the epoch of its
     reduction."""
 
-    def __init__(self, local: Any, in_place: bool = False, copies: int = 1) -> None:
+    def __init__(self, local: Any, in_place: bool = False, copies: int = 1, part: int = 0) -> None:
         self.local = local
         self.copies = copies  # ranks of the replica that hold the same bucket
+        self.part = part  # of the gradient, by what it is clipped with
         self.result = local if in_place else _empty_like(local)
         self.snapshot: Any = None
         self.held = SlotSet()  # slots of this step in the local sum

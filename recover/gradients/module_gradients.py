@@ -12,7 +12,7 @@ the reductions of all replicas must match.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from recover.gradients.deferred import DeviceValue
 from recover.gradients.extremes import Extremes
 from recover.gradients.grad_hooks import GradHooks
 from recover.gradients.ledger import with_slots
-from recover.gradients.norm import squared_norm
+from recover.gradients.norm import squared_norms
 from recover.gradients.parts import as_real
 from recover.gradients.reduction import FastSum, Sum
 from recover.gradients.replica_interface import PLAIN, Replica, Sharing
@@ -56,9 +56,9 @@ class Gradients(Protocol):
     def unread(self) -> Sequence[DeviceValue[Any]]:
         """Values that `usage` and `largest` read from a device, to be fetched with others."""
 
-    def squared_norm(self) -> float:
-        """This rank's part of the squared norm of the reduced sums, in their own unit. Values that
-        several ranks hold count once.
+    def squared_norms(self) -> list[float]:
+        """This rank's part of the squared norm of the reduced sums, in their own unit, for each
+        part of the gradient that is clipped by itself. Values that several ranks hold count once.
 
         Waits for the reductions; 0 if one of them has failed.
         """
@@ -99,9 +99,9 @@ class Gradients(Protocol):
         """Restore the local sums after a failed reduction; `overlapped`: it may run in parallel to
         the microbatches that follow."""
 
-    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
-        """Give the optimizer the mean gradients: the sums divided by `weight`, then shrunk by
-        clipping.
+    def install(self, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
+        """Give the optimizer the mean gradients: the sums divided by `weight`, then clipped, each
+        part by its factor.
 
         Parameters that no replica has `used` get None, as they would in one process: an
         optimizer leaves those alone.
@@ -132,10 +132,15 @@ class OwnedGradients:
         name: Callable[[torch.nn.Parameter], str] = lambda parameter: (
             f"one of shape {tuple(parameter.shape)}"
         ),
+        parts: int = 1,
+        part_of: Callable[[], Mapping[torch.nn.Parameter, int]] = dict,
     ) -> None:
+        """`parts`: of the gradient, each with a norm of its own; `part_of`: which one each parameter
+        belongs to, 0 for those that it leaves out."""
         self.sum: Sum = sum or FastSum()
         self._extremes = Extremes()
         self._bucket_mb, self._replica, self._name = bucket_mb, replica, name
+        self._parts, self._part_of = parts, part_of
         self._hooks = GradHooks([], self._take, self._take_bucket)
         self._borrowed: BorrowedGradients | None = None  # by the optimizer, until `release`
         self._gives_copies = False
@@ -177,24 +182,30 @@ class OwnedGradients:
         shared = (each.used_by_partners for each in self._filled)
         return [self._extremes.largest, *(value for value in shared if value is not None)]
 
-    def squared_norm(self) -> float:
-        return squared_norm(self.buckets)
+    def squared_norms(self) -> list[float]:
+        return squared_norms(self.buckets, self._parts)
 
     def _lay_out(self, bucket_mb: float | None, replica: Replica) -> list[ModuleBucket]:
-        """Last parameters first, as backward meets them. A bucket mixes neither devices, types nor
-        ways of sharing.
+        """Last parameters first, as backward meets them. A bucket mixes neither devices, types, ways
+        of sharing nor parts that are clipped by themselves.
 
         Parameters that partners share come last, since their buckets are full last. These
         buckets are cut alike on all partners, whatever else they hold: their sums have the same
         bits only if they are reduced in the same pieces.
         """
-        alike: dict[tuple[torch.device, torch.dtype, Sharing], list[torch.nn.Parameter]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, Sharing, int], list[torch.nn.Parameter]] = {}
+        part_of = self._part_of()
         for parameter in reversed(self.parameters):
-            kind = parameter.device, self.sum.dtype_for(parameter.dtype), replica.sharing(parameter)
-            alike.setdefault(kind, []).append(parameter)
+            dtype, part = self.sum.dtype_for(parameter.dtype), part_of.get(parameter, 0)
+            alike.setdefault((parameter.device, dtype, replica.sharing(parameter), part), []).append(
+                parameter
+            )
         filled: list[ModuleBucket] = []
-        for (device, dtype, sharing), members in sorted(
-            alike.items(), key=lambda item: item[0][2].partners is not None
+        for (device, dtype, sharing, part), members in sorted(
+            # Partners reduce their buckets in one order, in whatever order each of them holds the
+            # parameters.
+            alike.items(),
+            key=lambda item: (False, 0) if item[0][2].partners is None else (True, item[0][3]),
         ):
             near = device.type in deferred.NEAR
             limit = max(1, int((bucket_mb or (BUCKET_MB if near else BUCKET_MB_OF_DEVICE)) * MEGABYTE / 4))
@@ -203,7 +214,11 @@ class OwnedGradients:
                 local = torch.zeros(total, dtype=dtype, device=device)
                 filled.append(
                     ModuleBucket(
-                        len(filled), Bucket(local, copies=sharing.copies), group, sharing.partners, not near
+                        len(filled),
+                        Bucket(local, copies=sharing.copies, part=part),
+                        group,
+                        sharing.partners,
+                        not near,
                     )
                 )
         return filled
@@ -267,8 +282,8 @@ class OwnedGradients:
         for bucket in self.buckets:
             bucket.rewind()
 
-    def install(self, weight: float, shrink: float, used: Sequence[bool]) -> None:
-        means = [self.sum.mean(bucket.result, weight, shrink) for bucket in self.buckets]
+    def install(self, weight: float, factors: Sequence[float], used: Sequence[bool]) -> None:
+        means = [self.sum.mean(bucket.result, weight, factors[bucket.part]) for bucket in self.buckets]
         self._borrowed = None if self._gives_copies else BorrowedGradients(self._filled)
         for place, anybody in zip(self._slices, used, strict=True):
             if anybody:

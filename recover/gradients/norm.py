@@ -13,20 +13,25 @@ from recover.gradients.deferred import DeviceValue, Numbers
 PIECE = 1 << 16  # numbers
 
 
-def squared_norm(buckets: Sequence[Bucket]) -> float:
-    """Squared norm over all buckets, read in one transfer; 0 if a reduction failed.
+def squared_norms(buckets: Sequence[Bucket], parts: int = 1) -> list[float]:
+    """Squared norms of the parts of the gradient, over the buckets of each, read in one transfer;
+    0 if a reduction failed.
 
     A device is asked for it before its reductions have finished, so that it continues without
     the host. If one of them fails afterwards, the value is not used.
     """
     if not all(bucket.is_coming() for bucket in buckets):
-        return 0.0
+        return [0.0] * parts
     copies = torch.tensor([bucket.copies for bucket in buckets], dtype=torch.float64)
 
-    def total(*norms: Numbers) -> float:
-        return float((torch.from_numpy(np.concatenate(norms)).square() / copies).sum())
+    def totals(*norms: Numbers) -> list[float]:
+        squares = torch.from_numpy(np.concatenate(norms)).square() / copies
+        if parts == 1:
+            return [float(squares.sum())]
+        each = torch.tensor([bucket.part for bucket in buckets])
+        return [float(squares[each == part].sum()) for part in range(parts)]
 
-    return DeviceValue(total, *(_norm(bucket.result) for bucket in buckets)).value
+    return DeviceValue(totals, *(_norm(bucket.result) for bucket in buckets)).value
 
 
 def _norm(result: torch.Tensor) -> torch.Tensor:

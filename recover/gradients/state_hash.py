@@ -24,6 +24,7 @@ import torch
 
 from recover.gradients import deferred
 from recover.gradients.deferred import DeviceValue, Numbers
+from recover.gradients.optimizers import groups_of, optimizers_of, parameters_of
 from recover.gradients.parts import local_part
 
 WIDTH = 4096  # words of 8 bytes in a row
@@ -186,7 +187,7 @@ def settings(optimizer: Any) -> list[list[tuple[str, Any]]]:
             for name in sorted(group)
             if name not in _OF_GROUP and (_is_plain(group[name]) or isinstance(group[name], torch.Tensor))
         ]
-        for group in optimizer.param_groups
+        for group in groups_of(optimizer)
     ]
 
 
@@ -197,8 +198,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """All tensors of an optimizer's state, at any depth, in the order of its parameters."""
-    states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    """All tensors in the state of one optimizer or several, at any depth, in the order of their
+    parameters."""
+    states = (each.state.get(p, {}) for each in optimizers_of(optimizer) for p in parameters_of(each))
     return [value for state in states for _, value in leaves(state) if isinstance(value, torch.Tensor)]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from recover.gradients.deferred import DeviceValue, fetch
 from recover.gradients.exponents import Exponents
+from recover.gradients.optimizers import optimizers_of, parameters_of
 from recover.gradients.running_buffers import RunningBuffers
 from recover.gradients.state_hash import StateHash, fingerprint, leaves, settings, shown
 from recover.step.difference import Digest, StateKind
@@ -112,17 +113,18 @@ class ComparedState:
         yield from self._extra_entries()
 
     def _optimizer_entries(self) -> Iterator[Entry]:
-        """State of each parameter, then state that belongs to no parameter."""
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        """Of each optimizer the state of each parameter, then state that belongs to no parameter."""
         names = self._model_and_optimizer.names()
-        for parameter in held:
-            if parameter in self._optimizer.state:
-                for path, value in leaves(self._optimizer.state[parameter]):
-                    yield Entry(StateKind.OPTIMIZER, f"{_dotted(path)} of {names[parameter]}", value)
-        known = set(held)
-        others = {key: value for key, value in self._optimizer.state.items() if key not in known}
-        for path, value in leaves({str(key): value for key, value in others.items()}):
-            yield Entry(StateKind.OPTIMIZER, _dotted(path), value)
+        for optimizer in optimizers_of(self._optimizer):
+            held = parameters_of(optimizer)
+            for parameter in held:
+                if parameter in optimizer.state:
+                    for path, value in leaves(optimizer.state[parameter]):
+                        yield Entry(StateKind.OPTIMIZER, f"{_dotted(path)} of {names[parameter]}", value)
+            known = set(held)
+            others = {str(key): value for key, value in optimizer.state.items() if key not in known}
+            for path, value in leaves(others):
+                yield Entry(StateKind.OPTIMIZER, _dotted(path), value)
 
     def _scheduler_entries(self) -> Iterator[Entry]:
         if hasattr(self._scheduler, "state_dict"):

@@ -13,10 +13,12 @@ import torch
 
 from recover.gradients.deferred import DeviceValue
 from recover.gradients.module_gradients import Gradients, OwnedGradients
+from recover.gradients.optimizers import optimizers_of
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
 from recover.gradients.running_buffers import RunningBuffers
 from recover.policy import SlotSet, get_policy
+from recover.step.clipping import Clip, Clipping
 from recover.step.compared_state import ComparedState
 from recover.step.errors import StateDivergedError
 from recover.step.extra_comparison import ExtraComparison
@@ -55,12 +57,12 @@ class StepEngine:
         self,
         world: World,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         global_batch: int,
         *,
         policy: str,
         samples: SampleMode,
-        clip: float | None,
+        clip: Clip,
         scheduler: Any,
         seed: int,
         reduction: Reduction,
@@ -74,17 +76,23 @@ class StepEngine:
         replica = replica_of(model)
         self.world, self.model, self.scheduler, self.replica = world, model, scheduler, replica
         self.exact_sum = reduction == "reproducible"
-        self._optimizer, self._clip = optimizer, clip
+        self._optimizers, self._clipping = optimizers_of(optimizer), Clipping(clip, optimizer)
         self.result = StepResult()  # of the last committed step
         self._save_states = save_states
-        self._checks = ModelAndOptimizer(model, optimizer, gradients)
+        self._checks = ModelAndOptimizer(model, optimizer, gradients, self._clipping.by_group)
         refuse_other_size(world, model)
         world.steps_made += 1
         self._randomness = Randomness(seed, world.shard)
         replica.seed_with(self.seed_microbatch)
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
         self.gradients = gradients or OwnedGradients(
-            model.parameters(), bucket_mb, make_sum(reduction, global_batch), replica, self._checks.name
+            model.parameters(),
+            bucket_mb,
+            make_sum(reduction, global_batch),
+            replica,
+            self._checks.name,
+            self._clipping.parts,
+            self._clipping.part_of,
         )
         exponents = self.gradients.sum.exponents
         self._habits = Habits(model, optimizer)
@@ -270,6 +278,7 @@ class StepEngine:
         may train other parameters by now."""
         self.replica.reshard()
         self._checks.refuse_left_over_gradients(number)
+        self._clipping.refuse_other_groups()
         if self._checks.changed():
             rank_exit.log(f"step {number}: other parameters are trained than before")
             self.gradients.lay_out(self.model.parameters())
@@ -354,7 +363,7 @@ class StepEngine:
             if not result.weight:
                 self._log_no_weight(number)
         else:
-            self._update(number, result.grad_norm)
+            self._update(number)
             transaction.maxima.commit()
             if warning := transaction.maxima.take_warning():
                 rank_exit.log(f"step {number}: {warning}")
@@ -370,15 +379,15 @@ class StepEngine:
         world.board.accomplish(world.rank)
         world.hooks("advance")
 
-    def _update(self, number: int, norm: float) -> None:
-        """Gradients, clipping, optimizer and running buffers: the same on all replicas."""
-        totals, shrink = self.transaction.totals, 1.0
-        if self._clip is not None and norm > self._clip:
-            shrink = self._clip / (norm + 1e-6)
-        self.gradients.install(totals.weight, shrink, totals.used.tolist())
+    def _update(self, number: int) -> None:
+        """Gradients, clipping, optimizers and running buffers: the same on all replicas."""
+        totals = self.transaction.totals
+        factors = self._clipping.factors([norm / totals.weight for norm in self.transaction.grad_norms])
+        self.gradients.install(totals.weight, factors, totals.used.tolist())
         self._randomness.update(number)
         with self._habits.updating():
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
         self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
 
     def _log_no_weight(self, number: int) -> None:

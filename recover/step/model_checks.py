@@ -19,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from recover.gradients.module_gradients import Gradients
+from recover.gradients.optimizers import groups_of, optimizers_of, parameters_of
 from recover.gradients.parts import local_part
 from recover.gradients.replica_interface import is_marked, replica_of
 from recover.step.totals import all_equal, on_the_wire
@@ -29,21 +30,25 @@ FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataP
 
 
 class ModelAndOptimizer:
-    """A model and its optimizer, as of the last look at them."""
+    """A model and its optimizer, or optimizers, as of the last look at them. `by_group`: buckets
+    follow the parameter groups, too."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, adapter: Gradients | None, by_group: bool = False
+    ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}, which has no param_groups; give a torch.optim.Optimizer"
-            )
-        if _needs(optimizer.step, "closure"):
-            raise ValueError(
-                f"{type(optimizer).__name__} calls the model again inside of its step (a closure), on gradients that "
-                "are not summed over replicas; use an optimizer whose step() takes none"
-            )
-        self._model, self._optimizer, self._adapter = model, optimizer, adapter
+        for each in optimizers_of(optimizer):
+            if not hasattr(each, "param_groups"):
+                raise TypeError(
+                    f"optimizer is a {type(each).__name__}, which has no param_groups; give a torch.optim.Optimizer"
+                )
+            if _needs(each.step, "closure"):
+                raise ValueError(
+                    f"{type(each).__name__} calls the model again inside of its step (a closure), on gradients that "
+                    "are not summed over replicas; use an optimizer whose step() takes none"
+                )
+        self._model, self._optimizer, self._adapter, self._by_group = model, optimizer, adapter, by_group
         # A wrapper may show other parameters while it computes; it was created with these.
         self._wrapped = None if adapter is None else list(model.parameters())
         self._modules: list[torch.nn.Module] = []
@@ -67,18 +72,21 @@ class ModelAndOptimizer:
         return bytes(self._seen[1])
 
     def changed(self) -> bool:
-        """Whether parameters were frozen, unfrozen, added or replaced. Raises if they no longer
-        belong to the optimizer.
+        """Whether parameters were frozen, unfrozen, added or replaced, or, where that counts, moved
+        to other groups. Raises if they no longer belong to the optimizer.
 
         The answer stays the same, and so does the error, until `settle` is called after the
         buckets have followed.
         """
-        parameters, trained, held = self._look()
-        before, trained_before, held_before = self._seen
+        parameters, trained, held, sizes = self._look()
+        before, trained_before, held_before, sizes_before = self._seen
         changed = trained != trained_before or not _same(parameters, before)
-        if changed or not _same(held, held_before):
+        regrouped = sizes != sizes_before or not _same(held, held_before)
+        if changed or regrouped:
             self._check()
-            self._seen = before, trained_before, held
+        if self._by_group:
+            return changed or regrouped
+        self._seen = before, trained_before, held, sizes
         return changed
 
     def settle(self) -> None:
@@ -86,7 +94,7 @@ class ModelAndOptimizer:
 
     def names(self) -> dict[torch.nn.Parameter, str]:
         """Names of all parameters of the model and of the optimizer."""
-        others = [*self.parameters(), *_held(self._optimizer)]
+        others = [*self.parameters(), *parameters_of(self._optimizer)]
         known = {parameter: name for name, parameter in self._model.named_parameters()}
         return {p: f"of shape {tuple(p.shape)}" for p in others} | known
 
@@ -97,7 +105,7 @@ class ModelAndOptimizer:
     def refuse_left_over_gradients(self, number: int) -> None:
         """Raise if gradients of a backward outside of a step are left: they would enter the
         step's sum."""
-        left = [p for p in _held(self._optimizer) if p.grad is not None]
+        left = [p for p in parameters_of(self._optimizer) if p.grad is not None]
         if stray := [self.name(p) for p in left if _count(p.grad)]:
             raise RuntimeError(
                 f"step {number}: {_few('parameter', stray)} hold gradients of a backward() outside of a step, which "
@@ -106,10 +114,12 @@ class ModelAndOptimizer:
         for parameter in left:
             parameter.grad = None
 
-    def _look(self) -> tuple[list[torch.nn.Parameter], list[bool], list[torch.nn.Parameter]]:
-        """The parameters, whether each is trained, and those that the optimizer holds."""
+    def _look(self) -> tuple[list[torch.nn.Parameter], list[bool], list[torch.nn.Parameter], list[int]]:
+        """The parameters, whether each is trained, those that the optimizer holds, and how many of
+        them each of its groups has."""
         parameters = self.parameters() if self._wrapped is None else self._wrapped
-        return parameters, [p.requires_grad for p in parameters], _held(self._optimizer)
+        sizes = [len(group["params"]) for group in groups_of(self._optimizer)]
+        return parameters, [p.requires_grad for p in parameters], parameters_of(self._optimizer), sizes
 
     @staticmethod
     def _look_into(modules: list[torch.nn.Module]) -> list[object]:
@@ -134,8 +144,12 @@ class ModelAndOptimizer:
 
 
 def refuse_scheduler(scheduler: Any) -> None:
-    """Raise for a scheduler that Step cannot call: one whose step() takes a metric is called by
-    the user."""
+    """Raise for a scheduler, or one of a list, that Step cannot call: one whose step() takes a
+    metric is called by the user."""
+    if isinstance(scheduler, list | tuple):
+        for each in scheduler:
+            refuse_scheduler(each)
+        return
     if isinstance(scheduler, type) or (scheduler is not None and not hasattr(scheduler, "step")):
         what = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
         raise TypeError(
@@ -252,11 +266,12 @@ def _refuse_types(
 
 
 def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter], optimizer: Any) -> None:
-    mine, held = set(named.values()), set(_held(optimizer))
+    mine, held = set(named.values()), set(parameters_of(optimizer))
+    _refuse_shared(named, optimizers_of(optimizer))
     missing = [name for name, p in named.items() if p.requires_grad and p not in held]
     foreign = [
         f"{number} of group {index} (shape {tuple(p.shape)})"
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(groups_of(optimizer))
         for number, p in enumerate(group["params"])
         if p not in mine
     ]
@@ -282,14 +297,25 @@ def _refuse_others(model: torch.nn.Module, named: dict[str, torch.nn.Parameter],
         )
 
 
+def _refuse_shared(named: dict[str, torch.nn.Parameter], optimizers: Sequence[Any]) -> None:
+    """Raise for a parameter that several optimizers hold: each of them would update it."""
+    names = {parameter: name for name, parameter in named.items()}
+    holders: dict[torch.nn.Parameter, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of(optimizer):
+            first = holders.setdefault(parameter, number)
+            if first != number:
+                raise ValueError(
+                    f"parameter {names.get(parameter, f'of shape {tuple(parameter.shape)}')} is held by optimizer "
+                    f"{first} ({type(optimizers[first]).__name__}) and by optimizer {number} "
+                    f"({type(optimizer).__name__}), and both would update it; give each parameter to one of them"
+                )
+
+
 def _same(these: Sequence[object], those: Sequence[object]) -> bool:
     """Whether they are the same objects. Both are kept alive, so that no new object can have the
     address of an old one."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
-
-
-def _held(optimizer: Any) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _count(gradient: Any) -> int:

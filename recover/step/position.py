@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from recover.gradients.exponents import Exponents
+from recover.gradients.optimizers import optimizers_of
 from recover.gradients.replica_interface import replica_of
+from recover.step.clipping import Clipping, refuse_non_positive
 from recover.step.joining.extra import refuse_other_extras
 from recover.step.loop.stragglers import Stragglers
 from recover.world.world import World
@@ -25,27 +27,33 @@ def check_arguments(
     model: Any,
     optimizer: Any,
     global_batch: int,
-    clip: float | None,
+    clip: Any,
     reduction: str,
     gradients: Any,
     bucket_mb: float | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
     """Raises TypeError or ValueError for arguments with which no step can be taken."""
-    kinds = (hasattr(world, "grid"), isinstance(model, torch.nn.Module), hasattr(optimizer, "param_groups"))
-    if not all(kinds):
-        given = ", ".join(type(each).__name__ for each in (world, model, optimizer))
+    optimizers = optimizers_of(optimizer)
+    kinds = (hasattr(world, "grid"), isinstance(model, torch.nn.Module))
+    if not all(kinds) or not optimizers or not all(hasattr(each, "param_groups") for each in optimizers):
+        several = f"{type(optimizer).__name__} of ({', '.join(type(each).__name__ for each in optimizers)})"
+        of_optimizer = several if isinstance(optimizer, list | tuple) else type(optimizer).__name__
         raise TypeError(
-            f"Step was given a {given}; give it recover.Step(world, model, optimizer, global_batch=...), with the "
-            "world from recover.init(), a module and an optimizer of torch's"
+            f"Step was given a {type(world).__name__}, {type(model).__name__}, {of_optimizer}; give it "
+            "recover.Step(world, model, optimizer, global_batch=...), with the world from recover.init(), a module "
+            "and an optimizer of torch's, or a list of them"
         )
     if not is_whole(global_batch):
         raise TypeError(f"global_batch is {global_batch!r}; give a whole number of microbatches")
     if global_batch < 1:
         raise ValueError(f"global_batch is {global_batch}; it must be at least 1 microbatch")
-    for name, value in (("clip", clip), ("bucket_mb", bucket_mb)):
-        if value is not None and (isinstance(value, bool | str) or not value > 0):
-            raise ValueError(f"{name} is {value!r}; it must be a positive number, or None")
+    refuse_non_positive("bucket_mb", bucket_mb)
+    if Clipping(clip, optimizer).by_group and gradients is not None:
+        raise ValueError(
+            "clip has an entry for each parameter group, and the buckets of gradients= mix groups; give one number, "
+            "or leave gradients= out"
+        )
     if gradients is not None and reduction != "fast":
         raise ValueError(f"reduction={reduction!r} needs gradients per microbatch; leave gradients= out")
     refuse_other_extras(extra or {})

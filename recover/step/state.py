@@ -3,7 +3,7 @@ continue."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ class StepState:
     EXTRA: ClassVar[str] = "extra."
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     scheduler: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 

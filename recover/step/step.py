@@ -10,7 +10,7 @@ while step.index < 1000:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from recover.step.model_checks import refuse_overlapping, refuse_scheduler
 from recover.step.position import check_arguments
 from recover.step.result import StepResult
 from recover.step.samples import SampleMode
+from recover.step.schedulers import as_one_scheduler
 from recover.step.state import StepState
 from recover.world import rank_exit
 from recover.world.world import World
@@ -47,12 +48,16 @@ class Step:
     world:         from `recover.init()`
     model:         a module, the same on every replica (parameters and buffers are copied from the first one);
                    parameters may be frozen and unfrozen between steps, on all replicas alike
-    optimizer:     any torch optimizer over the model's trainable parameters, and no others
+    optimizer:     any torch optimizer over the model's trainable parameters, and no others; or a list of optimizers,
+                   each parameter in one of them (Muon for matrices, AdamW for the rest). The learning rate in the
+                   records is that of the first group of the first one
     global_batch:  B, microbatches per optimizer step over all replicas
     policy:        `balanced` (default), `static` (the paper's roles and spares) or `adaptive` (the batch shrinks)
     samples:       `exact` (default) or `partitioned`
-    clip:          limit of the global gradient norm
-    scheduler:     a learning-rate scheduler, advanced once per committed step
+    clip:          limit of the global gradient norm; or a list with one entry for each parameter group of the
+                   optimizers, in their order: each group is clipped by the norm of its own gradients, and None leaves
+                   it unclipped
+    scheduler:     a learning-rate scheduler, advanced once per committed step; or a list of them
     seed:          random draws in a microbatch follow from (seed, step, slot), not from the replica that computes it;
                    draws outside of the loop over microbatches are unaffected
     reduction:     `fast`, or `reproducible`: the same bits for any number of replicas, with and without deaths
@@ -70,12 +75,12 @@ class Step:
         self,
         world: World,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         global_batch: int,
         *,
         policy: str = DEFAULT_POLICY,
         samples: SampleMode = "exact",
-        clip: float | None = None,
+        clip: float | Sequence[float | None] | None = None,
         scheduler: Any = None,
         seed: int = 0,
         reduction: Reduction = "fast",
@@ -86,6 +91,7 @@ class Step:
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
+        scheduler = as_one_scheduler(scheduler)
         refuse_overlapping(model)
         replica_of(model).reshard()
         self.extra = dict(extra or {})

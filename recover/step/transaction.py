@@ -73,6 +73,7 @@ class Transaction:
         self.incidents: list[Incident] = []
         # Agreed by the last commit, and the same on all replicas.
         self.finite, self.grad_norm = True, 0.0
+        self.grad_norms = [0.0]  # of the parts of the gradient that are clipped by themselves
         self.stop_agreed = self.all_quiet = False
         self.asked = False  # all members have seen the same replica ask to join
         replicas = world.replicas if world.outside else tuple(range(world.grid.replicas))
@@ -230,7 +231,7 @@ class Transaction:
         loss, weight = self._read_device()
         self.world.board.come_to_vote(self.world.rank)
         self._post_totals(loss, weight)
-        squared_norm = self.gradients.squared_norm()
+        squared_norms = self.gradients.squared_norms()
         # Before the word is made: a reduction that is still running could fail after this rank
         # called it complete.
         self.world.cross.drain()
@@ -247,11 +248,14 @@ class Transaction:
         )
         # All ranks of the replica take part, whatever became of the reduction across replicas: a
         # rank that left this out would leave its peers blocked.
-        squared_norm, *rows = self.replica.combine_numbers(self._rows_of_replica(squared_norm))
+        combined = self.replica.combine_numbers(self._rows_of_replica(squared_norms))
+        squared_norms, rows = combined[: len(squared_norms)], combined[len(squared_norms) :]
         same_grid = self.maxima.combine(self.replica, attempt.complete)
         if attempt.complete:
             self.totals.agree(np.asarray(rows) / self.replica.size)
-            self.grad_norm = math.sqrt(squared_norm) * self.gradients.sum.unit
+            unit = self.gradients.sum.unit
+            self.grad_norm = math.sqrt(sum(squared_norms)) * unit
+            self.grad_norms = [math.sqrt(squared) * unit for squared in squared_norms]
             word |= self._judge_sum()
         self._timeline.append((time.time(), "vote"))
         self.world.hooks("vote")
@@ -324,12 +328,12 @@ class Transaction:
     def _is_finite(self) -> bool:
         return self.grad_norm < float("inf") and bool(np.isfinite(self.totals.changes).all())
 
-    def _rows_of_replica(self, squared_norm: float) -> list[float]:
-        """This rank's part of the squared gradient norm; loss, weight and changes of buffers of
+    def _rows_of_replica(self, squared_norms: list[float]) -> list[float]:
+        """This rank's part of the squared gradient norms; loss, weight and changes of buffers of
         its rows."""
         if not self.attempt.complete:
-            return [0.0] * (3 + self.buffers.size)
-        return [squared_norm, *self.totals.rows_of_replica().tolist()]
+            return [0.0] * (len(squared_norms) + 2 + self.buffers.size)
+        return [*squared_norms, *self.totals.rows_of_replica().tolist()]
 
     def recover(self) -> bool:
         """Repair after a failed vote. True if the step commits unchanged; otherwise `attempt` is

@@ -14,7 +14,7 @@ from patience import PATIENCE, wait_until
 
 from recover.gradients.bucket_layout import BucketSlice
 from recover.gradients.buckets import Bucket
-from recover.gradients.norm import squared_norm
+from recover.gradients.norm import squared_norms
 from recover.world.carriers.gloo import _Task
 from recover.world.carriers.worker import Completion, Work, Worker
 
@@ -117,7 +117,7 @@ def test_bucket_is_queued_behind_a_device_sum_and_awaited_on_the_host() -> None:
     lost = Bucket(gradient)
     lost.post(cross, 1, contribute=True)
     assert not lost.is_coming()
-    assert squared_norm([near, lost]) == 0.0
+    assert squared_norms([near, lost]) == [0.0]
     cross.all_reduce = lambda *_: Work.failed(RuntimeError("refused"))
     lost.post(cross, 1, contribute=True)
     assert not lost.is_coming()

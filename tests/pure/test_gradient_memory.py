@@ -58,7 +58,7 @@ def test_gradient_memory_is_left_unchanged(
         assert math.isfinite(gradients.largest)
         for bucket in gradients.buckets:
             bucket.result.copy_(bucket.local)
-        gradients.install(1.0, 1.0, gradients.usage)
+        gradients.install(1.0, [1.0], gradients.usage)
         for p, total in expected.items():
             torch.testing.assert_close(p.grad, total, rtol=1e-5, atol=1e-6)
             p.grad = None

@@ -53,7 +53,7 @@ def test_buckets_hold_the_fp32_sum_over_microbatches(dtype: torch.dtype) -> None
     for bucket in gradients.buckets:
         assert bucket.local.dtype == torch.float32
         bucket.result.copy_(bucket.local)
-    gradients.install(2.0, 1.0, gradients.usage)
+    gradients.install(2.0, [1.0], gradients.usage)
     for total, parameter in zip(expected, model.parameters(), strict=True):
         assert parameter.grad.dtype == dtype
         torch.testing.assert_close(
@@ -90,7 +90,7 @@ def test_unused_parameters_count_as_zero() -> None:
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
     assert gradients.usage == [1, 1, 0, 0]
-    gradients.install(1.0, 1.0, elsewhere)
+    gradients.install(1.0, [1.0], elsewhere)
     assert unused.weight.grad.abs().max() == 0
     assert unused.bias.grad is None, "nobody has used it, and an optimizer would decay it"
     assert used.weight.grad.abs().max() > 0
@@ -106,7 +106,7 @@ def test_tied_weights_are_summed_once() -> None:
     reference(reference(inputs)).square().mean().backward()
     (bucket,) = gradients.buckets
     bucket.result.copy_(bucket.local)
-    gradients.install(1.0, 1.0, gradients.usage)
+    gradients.install(1.0, [1.0], gradients.usage)
     torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
 
 
@@ -118,7 +118,7 @@ def one(gradients: OwnedGradients, loss: torch.Tensor) -> None:
     gradients.collect()
     for bucket in gradients.buckets:
         bucket.result.copy_(bucket.local)
-    gradients.install(1.0, 1.0, gradients.usage)
+    gradients.install(1.0, [1.0], gradients.usage)
 
 
 @pytest.mark.guarantee(

@@ -216,7 +216,6 @@ def test_schedulers_are_found_unless_they_were_given(kind: str) -> None:
 def made(room: int = 10, **options: Any) -> tuple[recover.Step, torch.nn.Module, torch.optim.Optimizer]:
     world: Any = World()
     world.job = replace(JobSpec(1), room=room)
-    world.members = (0,)
     model = torch.nn.Linear(2, 1)
     optimizer = optimizer_of(model)
     return recover.Step(world, model, optimizer, BATCH, **options), model, optimizer

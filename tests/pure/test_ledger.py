@@ -127,7 +127,7 @@ def test_own_no_sync_changes_no_gradient(world: None) -> None:
             group.failing = 0
             share(gradients, model, group, 2, extra, (habit, where), period)
             check_buckets(1, gradients.buckets, slots(*first, *extra))
-        gradients.install(2.0 * len(first + extra), 1.0, torch.ones(len(gradients.parameters)))
+        gradients.install(2.0 * len(first + extra), [1.0], torch.ones(len(gradients.parameters)))
         alone = net()
         sum(loss_of(alone, slot) / len(first + extra) for slot in first + extra).backward()  # type: ignore[union-attr]
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):

@@ -73,7 +73,7 @@ def test_manual_clipping_is_reported_once_and_only_for_the_trained_model(
 def test_manual_optimizer_step_is_reported_once_except_during_checkpoints(
     model: torch.nn.Module, habits: Habits
 ) -> None:
-    optimizer = habits.optimizer
+    optimizer = habits.optimizers[0]
     with habits.updating():
         assert said(optimizer.step) == []
     for parameter in model.parameters():
@@ -88,7 +88,7 @@ def test_manual_optimizer_step_is_reported_once_except_during_checkpoints(
     "Trained parameters", "Leftovers of a plain loop are reported once, and ordinary loops cause no report."
 )
 def test_scheduler_stepped_twice_is_reported_once_except_when_loaded(habits: Habits) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(habits.optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(habits.optimizers[0], 1)
     warnings.simplefilter("ignore")
     scheduler.step()  # before the first step: as a resumed run is brought to its place
     assert said(*[lambda: habits.step_scheduler(scheduler)] * 3) == []
@@ -124,7 +124,7 @@ def test_division_by_the_microbatch_count_is_reported_once(
         lambda loss: loss.div(torch.tensor(float(count))),
     ]
     for divide in divisions:
-        fresh = Habits(model, habits.optimizer)
+        fresh = Habits(model, habits.optimizers[0])
         act = lambda divide=divide, fresh=fresh: backward(fresh, divide(MEANS[mean](ones(model))))  # noqa: E731
         (line,) = said(act, act)
         assert f"divided by {count}" in line
@@ -196,7 +196,7 @@ def test_grad_scaler_is_refused_for_the_optimizer_of_a_step_only(
 ) -> None:
     for act in (scaler.step, scaler.unscale_):
         with pytest.raises(RuntimeError, match="optimizer of a Step"):
-            act(habits.optimizer)
+            act(habits.optimizers[0])
     other = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     scaler.scale(ones(other).mean()).backward()

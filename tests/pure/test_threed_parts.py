@@ -95,7 +95,7 @@ def test_shared_parameter_is_used_if_any_partner_used_it() -> None:
     gradients.collect()
     assert gradients.usage == [1, 0]
     gradients.post_all(lambda index, bucket: bucket.result.copy_(bucket.local))
-    gradients.install(1.0, 1.0, gradients.usage)
+    gradients.install(1.0, [1.0], gradients.usage)
     assert shared.grad.tolist() == [1.0] * 3
     assert own.grad is None
     gradients.begin()

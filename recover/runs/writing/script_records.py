@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from recover.gradients.optimizers import groups_of
 from recover.gradients.parts import local_part
 from recover.gradients.state_hash import parameters_digest
 from recover.runs.writing.run_records import step_line
@@ -25,7 +26,7 @@ from recover.world.world import World
 
 
 def records_of(
-    world: World, step: RecordedStep, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exact: bool
+    world: World, step: RecordedStep, model: torch.nn.Module, optimizer: Any, exact: bool
 ) -> StepRecords | NoRecords:
     """A context manager around each step of `step`: on exit, the committed step is recorded."""
     if not world.job.records or not world.job.run_dir:
@@ -53,7 +54,7 @@ class StepRecords:
         records: ScriptRecords,
         step: RecordedStep,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         exact: bool,
     ) -> None:
         self.step, self.model, self.exact = step, model, exact
@@ -63,8 +64,8 @@ class StepRecords:
         self._records, self._optimizer = records, optimizer
 
     def __enter__(self) -> None:
-        # A custom optimizer may have no learning rate.
-        self.began, self.lr = time.perf_counter(), float(self._optimizer.param_groups[0].get("lr", 0.0))
+        # Of the first group of the first optimizer. A custom optimizer may have no learning rate.
+        self.began, self.lr = time.perf_counter(), float(groups_of(self._optimizer)[0].get("lr", 0.0))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

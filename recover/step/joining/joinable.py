@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from recover.gradients.optimizers import optimizers_of
 from recover.step.joining.extra import Extra
 from recover.step.joining.parcel import Parcel
 from recover.world import rank_exit
@@ -74,14 +75,14 @@ class Joinable:
 
 
 def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
-    """Living schedulers of this optimizer that are neither among these objects nor inside of
-    them."""
+    """Living schedulers of this optimizer, or of several, that are neither among these objects nor
+    inside of them."""
     known = {id(each) for each in _inside(declared)}
-    if not (found := [each for each in _schedulers_of(optimizer) if id(each) not in known]):
+    every = optimizers_of(optimizer)
+    if not any(id(found) not in known for each in every for found in _schedulers_of(each)):
         return []
-    del found
     gc.collect()  # one that was dropped may not have been collected yet
-    return [each for each in _schedulers_of(optimizer) if id(each) not in known]
+    return [found for each in every for found in _schedulers_of(each) if id(found) not in known]
 
 
 def _schedulers_of(optimizer: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recover.gradients.optimizers import optimizers_of
 from recover.gradients.parts import in_order_of, local_part
 from recover.step.joining.extra import Extra, restore, state_of
 from recover.step.joining.packing import NotPackableError, pack, unpack
@@ -107,7 +108,8 @@ class Parcel:
         rest = unpack(self._rest, self._put_back)
         for name, module in self._with_extra_state().items():
             module.set_extra_state(rest["modules"][name])
-        self._fill_optimizer(rest["optimizer"])
+        for optimizer, state in zip(optimizers_of(self._optimizer), rest["optimizers"], strict=True):
+            _fill_optimizer(optimizer, state)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(rest["scheduler"])
         for name, each in self._extra.items():
@@ -127,7 +129,10 @@ class Parcel:
                 name: pack(module.get_extra_state(), f"the extra state of module {name!r}", keep)
                 for name, module in modules.items()
             },
-            "optimizer": pack(self._optimizer.state_dict(), "optimizer", keep),
+            "optimizers": [
+                pack(each.state_dict(), f"optimizer {number}" if number else "optimizer", keep)
+                for number, each in enumerate(optimizers_of(self._optimizer))
+            ],
             "scheduler": None if scheduler is None else pack(scheduler.state_dict(), "scheduler", keep),
             "extra": {
                 name: pack(state_of(each), f"extra[{name!r}]", keep) for name, each in self._extra.items()
@@ -147,13 +152,15 @@ class Parcel:
     @property
     def _kinds(self) -> dict[str, Any]:
         """What must be equal on both sides, under names for the error message."""
-        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        groups = [
+            [len(group["params"]) for group in each.param_groups] for each in optimizers_of(self._optimizer)
+        ]
         return {
             "parameters and buffers (name, type, shape here)": [
                 (name, str(tensor.dtype), tuple(tensor.shape))
                 for (name, _), tensor in zip(self._named, self._tensors, strict=True)
             ],
-            "parameters in each group of the optimizer": groups,
+            "parameters in each group of the optimizer": groups if len(groups) > 1 else groups[0],
             "kind of scheduler": type(self._scheduler).__name__,
             "modules with extra state": sorted(self._with_extra_state()),
             "names in extra=": sorted(self._extra),
@@ -222,15 +229,16 @@ class Parcel:
             stride=tuple(sharded["stride"]),
         )
 
-    def _fill_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Like `load_state_dict`, but without its cast to the type of the parameter."""
-        held: dict[Any, Any] = {}
-        for group, theirs in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
-            held |= dict(zip(theirs["params"], group["params"], strict=True))
-            group.update({name: value for name, value in theirs.items() if name != "params"})
-        self._optimizer.state.clear()
-        for key, value in state["state"].items():
-            self._optimizer.state[held.get(key, key)] = value
+
+def _fill_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Like `load_state_dict`, but without its cast to the type of the parameter."""
+    held: dict[Any, Any] = {}
+    for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        held |= dict(zip(theirs["params"], group["params"], strict=True))
+        group.update({name: value for name, value in theirs.items() if name != "params"})
+    optimizer.state.clear()
+    for key, value in state["state"].items():
+        optimizer.state[held.get(key, key)] = value
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from recover.gradients.optimizers import optimizers_of, parameters_of
+
 NO_SCALER = (
     "recover.Step has no gradient scaler, and would apply scaled gradients as they are; leave GradScaler out, and "
     "use bf16 autocast, which needs none"
@@ -32,12 +34,13 @@ class Habits:
     _scaled = 0  # backward passes of scaled losses outside of `Step.backward`
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self._model, self.optimizer = model, optimizer
+        self._model, self.optimizers = model, optimizers_of(optimizer)
         self._said: set[str] = set()
         self._scheduler_at: int | None = None
         self._scaled_before = 0
-        if hasattr(optimizer, "register_step_pre_hook"):
-            optimizer.register_step_pre_hook(self._optimizer_steps)
+        for each in self.optimizers:
+            if hasattr(each, "register_step_pre_hook"):
+                each.register_step_pre_hook(self._optimizer_steps)
         _watch_torch()
         Habits._all.add(self)
 
@@ -84,7 +87,7 @@ class Habits:
     def _optimizer_steps(self, *_: object) -> None:
         if Habits._updating:
             return
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters_of(self.optimizers)]
         present = [g for g in gradients if g is not None]
         if present and not any(g.count_nonzero() for g in present):
             return  # torch's checkpoints create optimizer state in this way
@@ -182,7 +185,9 @@ def _scaled_backward(_: torch.Tensor) -> None:
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def refused(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-        if self.is_enabled() and any(habits.optimizer is optimizer for habits in list(Habits._all)):
+        if self.is_enabled() and any(
+            each is optimizer for habits in list(Habits._all) for each in habits.optimizers
+        ):
             raise RuntimeError(f"GradScaler was given the optimizer of a Step: {NO_SCALER}")
         return method(self, optimizer, *arguments, **named)
 
