@@ -66,7 +66,7 @@ class World:
         self.outside, self.asking, self.steps_made = False, (), 0
         self.cross, self.hooks = Cross(self.log), NoHooks()
         self.board = SimpleNamespace(
-            **dict.fromkeys(("come_to_vote", "compute", "touch", "accomplish"), lambda *_: None)
+            **dict.fromkeys(("come_to_vote", "compute", "touch", "accomplish", "make_step"), lambda *_: None)
         )
         self.notes = SimpleNamespace(read=lambda step: ())
 

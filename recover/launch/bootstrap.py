@@ -46,7 +46,7 @@ def main() -> None:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        _tell_without_world(script)
+        _tell_without_step(script)
         rank_exit.close()
     except BaseException as error:
         if not rank_exit.is_rank():
@@ -128,13 +128,22 @@ def _no_debugger(*_: object, **__: object) -> None:
     )
 
 
-def _tell_without_world(script: str) -> None:
-    joined = sys.modules.get("recover.launch.init")
+def _tell_without_step(script: str) -> None:
+    world = getattr(sys.modules.get("recover.launch.init"), "_current", None)
     job = current_job()
-    if job is not None and job.records and not getattr(joined, "_current", None) and process.rank() == 0:
+    if job is None or not job.records or process.rank() != 0:
+        return
+    name = Path(script).name
+    if world is None:
         print(
-            f"recover: {Path(script).name} has ended and never called recover.init(): its {job.ranks} rank(s) knew "
-            "nothing of each other, and no death would have been repaired",
+            f"recover: {name} has ended and never called recover.init(): its {job.ranks} rank(s) knew nothing of each "
+            "other, and no death would have been repaired",
+            file=sys.stderr,
+        )
+    elif not world.steps_made and not world.has_agreed:
+        print(
+            f"recover: {name} has ended and made no recover.Step: each of its {job.ranks} rank(s) ran by itself, and "
+            "what they trained was summed over nobody; docs/guides/porting.md says how to take steps",
             file=sys.stderr,
         )
 

@@ -25,6 +25,7 @@ from recover.job.record_files import FILES
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
 from recover.launch.announcements import Announcer
+from recover.launch.missing_step import MissingStep
 from recover.launch.output_relay import Relay
 from recover.launch.verdict import (
     RAISED,
@@ -163,6 +164,7 @@ class Supervisor:
         self._lifecycle = lifecycle or Lifecycle()
         self._run_dir, self._replica_size = Path(spec.run_dir), spec.replica_size
         self._announcer = Announcer(self._run_dir) if spec.records else None
+        self._missing_step = MissingStep() if spec.records else None
         self._known: dict[int, EndOfRank] = {}  # what settled ranks have left
         self._shown: set[int] = set()  # ranks whose crash was shown
         self._seen: object = None  # what the ranks had done at the last look
@@ -290,6 +292,9 @@ class Supervisor:
         with supervised.part("tell of losses"):
             self._show_crashes(verdict, starter.gone)
             self._tell(verdict, pids)
+            if self._missing_step is not None and (missing := self._missing_step.report(starter.board, pids)):
+                starter.relay.end_line()
+                say(missing)
         if repeated := verdict.repeated(self._replica_size):
             return repeated
         with supervised.part("look for ranks that hang"):

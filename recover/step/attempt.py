@@ -3,6 +3,8 @@ what its vote has shown."""
 
 from __future__ import annotations
 
+import math
+
 from recover.gradients.deferred import DeviceValue, now
 from recover.policy import Holding, Share
 
@@ -25,7 +27,7 @@ class Attempt:
         self.overflowed = False  # all replicas agree that it was not: they run the step again
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self._done = share.kept
-        self._losses: list[tuple[float | DeviceValue[float], float]] = []  # with weights
+        self._losses: list[tuple[float | DeviceValue[float], float, int]] = []  # with weights and slots
         self._computed: list[tuple[float | DeviceValue[float], int]] = []  # seconds for so many microbatches
 
     def following(self, share: Share, planned: int) -> Attempt:
@@ -42,7 +44,7 @@ class Attempt:
         """A microbatch is in the local sums, or will be once the device has run it: its loss is
         read at the vote."""
         self.samples[slot] = sample
-        self._losses.append((loss, weight))
+        self._losses.append((loss, weight, slot))
         self._done = self._done | self._done.span(slot, slot + 1)
 
     def computed(self, seconds: float | DeviceValue[float], microbatches: int) -> None:
@@ -52,16 +54,21 @@ class Attempt:
     @property
     def unread(self) -> list[float | DeviceValue[float]]:
         """Values that may still be on a device."""
-        return [*(loss for loss, _ in self._losses), *(seconds for seconds, _ in self._computed)]
+        return [*(loss for loss, _, _ in self._losses), *(seconds for seconds, _ in self._computed)]
 
     @property
     def weighted_losses(self) -> list[float]:
-        return [now(loss) * weight for loss, weight in self._losses]
+        return [now(loss) * weight for loss, weight, _ in self._losses]
+
+    @property
+    def not_finite(self) -> set[int]:
+        """Slots whose loss is an infinity or NaN."""
+        return {slot for loss, weight, slot in self._losses if not math.isfinite(now(loss) * weight)}
 
     @property
     def total_weight(self) -> float:
         total = 0.0
-        for _, weight in self._losses:
+        for _, weight, _ in self._losses:
             total += weight
         return total
 

@@ -29,6 +29,7 @@ from recover.step.joining.extra import Extra
 from recover.step.joining.joinable import Joinable
 from recover.step.joining.state_handover import StateHandover
 from recover.step.loop.clock import clock_of
+from recover.step.loop.early_leaves import EarlyLeaves
 from recover.step.loop.habits import Habits
 from recover.step.loop.stragglers import Stragglers
 from recover.step.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
@@ -38,6 +39,7 @@ from recover.step.position import Position, refuse_other_size
 from recover.step.randomness import Randomness
 from recover.step.result import StepResult, result_of
 from recover.step.samples import SampleMode, sample_mode
+from recover.step.skipped import SkippedSteps
 from recover.step.transaction import Transaction
 from recover.world import rank_exit
 from recover.world.calls import Call
@@ -70,6 +72,7 @@ class StepEngine:
         gradients: Gradients | None,
         buffers: Iterable[str],
         extra: dict[str, Extra],
+        skip_limit: int | None,
         records: Callable[[], Any],
         save_states: Callable[[StateDivergedError], None],
     ) -> None:
@@ -82,6 +85,7 @@ class StepEngine:
         self._checks = ModelAndOptimizer(model, optimizer, gradients, self._clipping.by_group)
         refuse_other_size(world, model)
         world.steps_made += 1
+        world.board.make_step(world.rank)
         self._randomness = Randomness(seed, world.shard)
         replica.seed_with(self.seed_microbatch)
         self._samples = sample_mode(samples, policy, global_batch, world.replica, world.grid.replicas)
@@ -116,7 +120,9 @@ class StepEngine:
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
         )
         self.extra_comparison, self.records = ExtraComparison(world), records()
+        self._skipped, self._leaves = SkippedSteps(world, skip_limit), EarlyLeaves()
         ours: dict[str, Extra] = {
+            "recover.skipped": self._skipped,
             "recover.runs.records": self.records,
             "recover.compared": self.extra_comparison,
         }
@@ -129,7 +135,6 @@ class StepEngine:
         self._by_rounds = False
         self._compares_all = False  # the next vote compares all state, not only parameters and settings
         self._joinable_checks = 2
-        self._logged_no_weight = False
         if not world.outside:
             copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self.gradients)
@@ -149,6 +154,7 @@ class StepEngine:
         self.on_first.take_over()
         if self._run is not None:
             self._run.close()
+        self._leaves.refuse_another(self.position.index + 1)
         run = self._run = self.run(stream, by_rounds)
         return run
 
@@ -182,8 +188,10 @@ class StepEngine:
                 # Left by a `break`, or by an exception outside of a microbatch: this rank may leave
                 # the job without being blamed. With a microbatch pending, the microbatch may be the
                 # cause.
-                if not self._in_flight.pending:
+                is_inside = bool(self._in_flight.pending)
+                if not is_inside:
                     rank_exit.in_step(False)
+                self._leaves.left(number, len(self.transaction.attempt.samples), is_inside)
                 self._leave()
                 # Level 4: `MicrobatchLoop.close` and `__del__` are between this frame and the
                 # user's.
@@ -200,6 +208,8 @@ class StepEngine:
                 raise
             with self.position.applying():
                 self._commit(number)
+        # Outside of the step, which is committed and recorded: this is the end of all replicas.
+        self._skipped.refuse_too_many(number)
 
     def backward(self, loss: torch.Tensor, weight: Weight) -> None:
         """Backward of the microbatch (or round) that was handed out last; see `Step.backward`."""
@@ -360,13 +370,12 @@ class StepEngine:
         if result.skipped:
             self.buffers.restore()
             self.position.skipped += 1
-            if not result.weight:
-                self._log_no_weight(number)
         else:
             self._update(number)
             transaction.maxima.commit()
             if warning := transaction.maxima.take_warning():
                 rank_exit.log(f"step {number}: {warning}")
+        self._skipped.committed(number, result, transaction.totals.samples_not_finite)
         self.gradients.release()
         world.hooks("after-update")
         if self.scheduler is not None:
@@ -389,14 +398,6 @@ class StepEngine:
             for optimizer in self._optimizers:
                 optimizer.step()
         self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
-
-    def _log_no_weight(self, number: int) -> None:
-        if not self._logged_no_weight:
-            self._logged_no_weight = True
-            rank_exit.log(
-                f"step {number} was skipped: the weights of all its microbatches are 0, so there is nothing to take "
-                "the mean over, and its loss is NaN; later ones are not mentioned here"
-            )
 
     def _end(self) -> None:
         """The script has ended, perhaps with an unfinished iterator in a variable."""

@@ -14,3 +14,7 @@ class StateDivergedError(RuntimeError):
     def say(self, more: str) -> None:
         """Append the remedy to the message: some readers show only one line."""
         self.args = (f"{self.args[0]}; {more}",)
+
+
+class SkippedStepsError(RuntimeError):
+    """Too many steps in a row did not call the optimizer (`skip_limit`)."""

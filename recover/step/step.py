@@ -33,6 +33,7 @@ from recover.step.position import check_arguments
 from recover.step.result import StepResult
 from recover.step.samples import SampleMode
 from recover.step.schedulers import as_one_scheduler
+from recover.step.skipped import SKIP_LIMIT
 from recover.step.state import StepState
 from recover.world import rank_exit
 from recover.world.world import World
@@ -69,6 +70,8 @@ class Step:
                    model, a scheduler that your loop calls), or dicts of numbers, strings, lists and tensors that you
                    change in place. `recover.save` and `recover.resume` include it, and joining replicas receive it;
                    entries may be added to `step.extra` before the first step
+    skip_limit:    skipped steps in a row (the gradient is not finite, or all weights are 0) after which all replicas
+                   raise; 0 or None: never
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Step:
         gradients: Gradients | None = None,
         buffers: Iterable[str] = (),
         extra: Mapping[str, Extra] | None = None,
+        skip_limit: int | None = SKIP_LIMIT,
     ) -> None:
         check_arguments(world, model, optimizer, global_batch, clip, reduction, gradients, bucket_mb, extra)
         refuse_scheduler(scheduler)
@@ -111,6 +115,7 @@ class Step:
             gradients=gradients,
             buffers=buffers,
             extra=self.extra,
+            skip_limit=skip_limit,
             records=lambda: records_of(world, self, model, optimizer, samples == "exact"),
             save_states=lambda error: self.save_states(error),
         )

@@ -8,7 +8,7 @@ simulated world sums them, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,14 @@ class Totals:
         samples: Mapping[int, int],
         changes: npt.ArrayLike,
         usage: npt.ArrayLike,
+        not_finite: Collection[int] = (),
     ) -> None:
-        """Set what this replica contributes to the sum; a spare contributes nothing."""
+        """Set what this replica contributes to the sum; a spare contributes nothing. `not_finite`:
+        slots whose loss is not finite."""
         self._own[[LOSS, WEIGHT]] = loss, weight
         for slot, sample in samples.items():
-            self._own[SAMPLES + slot] = sample + 1  # counted from 1: 0 is a slot that was not run
+            # Counted from 1: 0 is a slot that was not run. Negative: its loss is not finite.
+            self._own[SAMPLES + slot] = -(sample + 1) if slot in not_finite else sample + 1
         self._own[self._changes : self._usage] = changes
         self._own[self._usage :] = usage
 
@@ -99,7 +102,7 @@ class Totals:
     @property
     def samples_summed(self) -> int:
         """Number of slots with a sample in the sum of this attempt."""
-        return int((self._sum[SAMPLES : self._paces] > 0).sum())
+        return int((self._sum[SAMPLES : self._paces] != 0).sum())
 
     def rows_of_replica(self) -> Row:
         """Loss, weight and changes in the sum of this attempt: each rank of a replica has them
@@ -129,8 +132,14 @@ class Totals:
     @property
     def samples(self) -> list[int]:
         """Samples in the sum over all replicas."""
-        numbers = self.agreed[SAMPLES : self._paces]
+        numbers = np.abs(self.agreed[SAMPLES : self._paces])
         return sorted(int(number) - 1 for number in numbers[numbers > 0])
+
+    @property
+    def samples_not_finite(self) -> list[int]:
+        """Those of them whose loss is not finite. In a sharded replica, on the rows of this shard."""
+        numbers = self.agreed[SAMPLES : self._paces]
+        return sorted(int(-number) - 1 for number in numbers[numbers < 0])
 
     @property
     def paces(self) -> dict[int, float]:

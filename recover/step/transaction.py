@@ -294,7 +294,14 @@ class Transaction:
         attempt = self.attempt
         self.totals.clear()
         if attempt.share.counts:
-            self.totals.contribute(loss, weight, attempt.samples, self.buffers.changes, self.gradients.usage)
+            self.totals.contribute(
+                loss,
+                weight,
+                attempt.samples,
+                self.buffers.changes,
+                self.gradients.usage,
+                attempt.not_finite,
+            )
         self.totals.say(now(self.fingerprint), self.world.replica, attempt.pace)
         work = self.totals.post(self.world.cross, self.world.epoch)
         self.maxima.post(self.world.cross, self.world.epoch, self._codes if attempt.share.counts else None)

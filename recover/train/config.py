@@ -108,6 +108,10 @@ class Config(Keys):
     clip: PositiveFloat | None = Field(
         default=1.0, description="limit of the gradient norm; null: no clipping"
     )
+    skip_limit: NonNegativeInt = Field(
+        default=50,
+        description="skipped steps in a row (the gradient is not finite) after which the run ends; 0: never",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="data type of forward and backward"
     )

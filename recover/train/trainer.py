@@ -22,7 +22,7 @@ from recover.gradients.state_hash import parameters_digest
 from recover.job.record_files import FILES
 from recover.runs.writing.run_records import step_line
 from recover.runs.writing.run_writer import RunWriter
-from recover.step.errors import StateDivergedError
+from recover.step.errors import SkippedStepsError, StateDivergedError
 from recover.train.config import Config
 from recover.train.determinism import environment, nondeterministic_operations, use_deterministic_kernels
 from recover.train.device import pick_device
@@ -78,6 +78,7 @@ class Trainer:
             scheduler=self.scheduler,
             seed=config.seed,
             bucket_mb=config.bucket_mb,
+            skip_limit=config.skip_limit,
         )
         if saved:
             self._resume_from(saved)
@@ -152,10 +153,18 @@ class Trainer:
             self.saver.start()
 
     def _take_step(self) -> None:
-        config, step = self.config, self.step
         started = time.perf_counter()
-        for _ in self.engine.work(step, self.stream):
-            self.stop_requests.look()
+        try:
+            for _ in self.engine.work(self.step, self.stream):
+                self.stop_requests.look()
+        except SkippedStepsError:
+            self._record(started)  # the last of too many skipped steps is committed as well
+            raise
+        self._record(started)
+
+    def _record(self, started: float) -> None:
+        """Record the step that was just committed, and evaluate if it is due."""
+        config, step = self.config, self.step
         # The rate of the committed step, also on a replica that has just joined.
         lr = config.lr * lr_factor(config, step.index - 1)
         line = step_line(step, self.world, lr, time.perf_counter() - started, config.tokens_per_microbatch)

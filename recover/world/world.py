@@ -77,7 +77,8 @@ class World:
         self._drop = parts.drop
         self._stepped = 0  # the last step that this rank has completed
         self._waiting = 0  # depth of nested calls in which this rank waits for others
-        self._has_agreed = self._in_step = False
+        self.has_agreed = False  # this rank has called `agree`
+        self._in_step = False
         self._code = parts.code
         self._call = (
             0  # the collective call that this rank is in, or whose agreement failed and awaits a repair
@@ -114,6 +115,7 @@ class World:
         self.token = job.token or self.last_census.records[self.members[0]].hex()
         parts.own.on_success(self._close)
         parts.own.on_raise(self._await_orphaned)
+        self.board.enter_world(self.rank)
 
     @property
     def outside(self) -> bool:
@@ -171,7 +173,7 @@ class World:
         if agreed is not None:
             self._drop(self._given_up)
             self._given_up = []
-        self._has_agreed = True
+        self.has_agreed = True
         if agreed and agreed == word and not self._in_step:
             self.board.accomplish(self.rank)  # inside a step only the commit counts as progress
         return agreed
@@ -423,7 +425,7 @@ class World:
 
         In a loop that never agrees, only this shows progress.
         """
-        if not self._has_agreed:
+        if not self.has_agreed:
             self.board.accomplish(self.rank)
 
     @contextmanager

@@ -41,6 +41,10 @@ def run(place: Path, ranks: int, steps: int, *options: str) -> tuple[dict[str, A
     "Joining",
     "A replica runs no microbatch in the step in which it joins, so its initial state enters no sum.",
 )
+@pytest.mark.guarantee(
+    "Joining",
+    "A joining replica receives the state of each of several optimizers and of their schedulers, to the bit.",
+)
 def test_joined_replicas_continue_with_the_state_of_the_lost_ones(tmp_path: Path) -> None:
     """Two of three replicas die, two join, then the last one dies that was there from the start: every kind of state is
     what it is in a calm run of as many steps."""

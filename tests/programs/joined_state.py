@@ -79,13 +79,25 @@ def digest(value: Any) -> str:
 world = recover.init()
 torch.manual_seed(world.rank)  # what a replica makes itself is replaced
 model = torch.nn.Sequential(Tempered(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-optimizer = Nested(model.parameters(), lr=0.05)
-plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=3)
-decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+matrices = [p for p in model.parameters() if p.ndim == 2]
+nested = Nested(matrices, lr=0.05)
+adamw = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.01)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(nested, factor=0.9, patience=3)
+decay = torch.optim.lr_scheduler.ExponentialLR(nested, 0.999)
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 500)
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 notes: dict[str, Any] = {"drawn": [], "best": 1e9, "rows": np.zeros(2)}
 extra = {"plateau": plateau, "decay": decay, "notes": notes}
-step = recover.Step(world, model, optimizer, 6, reduction="reproducible", extra=extra)
+step = recover.Step(
+    world,
+    model,
+    [nested, adamw],
+    6,
+    clip=[0.5, None],
+    scheduler=[cosine],
+    reduction="reproducible",
+    extra=extra,
+)
 recover.resume(step, RUN / "saved", extra={"average": average})
 for seed in (random.seed, np.random.seed, torch.manual_seed):
     seed(1234)
@@ -123,9 +135,10 @@ state = {
     "buffers": dict(model.named_buffers()),
     "flags": [module.training for module in model.modules()],
     "extra state": model[0].temperature,
-    "optimizer": optimizer.state_dict(),
+    "optimizers": [nested.state_dict(), adamw.state_dict()],
     "plateau": plateau.state_dict(),
     "decay": decay.state_dict(),
+    "cosine": cosine.state_dict(),
     "average": dict(average.state_dict()),
     "notes": notes,
     "draws": [random.random(), np.random.rand(), torch.rand(()).item()],

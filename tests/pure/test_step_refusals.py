@@ -143,3 +143,56 @@ def test_gradients_belong_to_the_user_after_a_break() -> None:
     loss_of(model, Stream()[0]).backward()
     assert any(p.grad is not None for p in model.parameters()), "they were taken for a step that is left"
     assert world.log.count("bucket") == before, "a bucket of a step that is left was posted"
+
+
+def leave_until_refused(step: recover.Step, backward: Callable[[Any], object]) -> int:
+    """How often a loop with a `break` was left before it raised."""
+    for leaves in range(100):
+        microbatches = step.microbatches(Stream())
+        try:
+            sample = next(microbatches)
+        except RuntimeError as error:
+            raise RuntimeError(f"{leaves}: {error}") from None
+        backward(sample)
+        del microbatches
+    return 0
+
+
+@pytest.mark.guarantee(
+    "User code",
+    "A loop that leaves the same step again and again without getting further is ended with the remedy.",
+)
+@pytest.mark.filterwarnings("ignore:step 1 was left")
+def test_break_repeated_without_progress_raises_with_the_remedy() -> None:
+    model = Model().eval()
+    step = begin(World(), model)
+    with pytest.raises(
+        RuntimeError, match=r"^2: step 1 was left .* 2 times in a row .*leave the `break` out"
+    ) as ended:
+        leave_until_refused(step, lambda sample: step.backward(loss_of(model, sample)))
+    assert "after at most 1 microbatch(es)" in str(ended.value)
+    assert "`while step.index < N` or step.request_stop()" in str(ended.value)
+
+
+@pytest.mark.filterwarnings("ignore:step 1 was left")
+def test_break_before_backward_repeated_without_progress_ends_as_well() -> None:
+    """After more tries: mostly an exception was caught, and the microbatch is tried again."""
+    step = begin(World(), Model().eval())
+    with pytest.raises(RuntimeError, match="^8: step 1 was left before it was complete, 8 times in a row"):
+        leave_until_refused(step, lambda sample: None)
+
+
+@pytest.mark.filterwarnings("ignore:step .* was left")
+def test_step_left_again_further_on_or_after_a_commit_may_be_taken() -> None:
+    model = Model().eval()
+    step = begin(World(), model)
+
+    def take(microbatches: int) -> None:
+        for number, sample in enumerate(step.microbatches(Stream()), start=1):
+            step.backward(loss_of(model, sample))
+            if number == microbatches:
+                break
+
+    for microbatches in (1, 2, 3, BATCH + 1, 1, BATCH + 1, 1, BATCH + 1):
+        take(microbatches)
+    assert step.index == 3

@@ -65,6 +65,7 @@ class _Run(Collector):
         yield spent
         yield _counter("tokens", "tokens in committed steps", run, state["tokens"])
         yield _counter("reruns", "steps run again because of an overflow", run, state["reruns"])
+        yield _counter("steps_skipped", "steps whose update was skipped", run, state["skipped"])
         yield _counter("replicas_lost", "replicas that were lost", run, state["lost"])
         causes = CounterMetricFamily(
             "recover_incidents", "losses, by the kind of their first cause", labels=["run", "cause"]

@@ -84,6 +84,10 @@ def _incident(incident: dict[str, Any]) -> str:
     return f"{incident['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"
 
 
+def _skipped(steps: int) -> str:
+    return f"{steps} step{'s' * (steps > 1)}: the gradient was not finite, or no microbatch had a weight"
+
+
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     loss, eta = state["loss"], state["eta_seconds"]
     goodput = state["goodput"]
@@ -95,6 +99,7 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("step", f"{state['step']}{of}" + (f", {eta:.0f} s to go" if eta is not None else "")),
         ("loss", "-" if loss is None else f"{loss:.4f}"),
+        *([("skipped", _skipped(state["skipped"]))] if state["skipped"] else []),
         ("microbatches", f"{state['microbatches']} of B = {state['global_batch']}"),
         ("replicas", f"{state['replicas'] or state['replicas_start']} of {state['replicas_start']}"),
         ("tokens/s", f"{state['tokens_per_second']:,.0f}"),

@@ -52,7 +52,7 @@ class RunView:
         self._last: Line = {}
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
-        self._reruns = 0
+        self._reruns = self._skipped = 0
         self._batches: dict[int, int] = {}  # microbatches of the steps with incidents
         self._tokens = 0
         # Tokens and seconds of the last few steps.
@@ -102,6 +102,7 @@ class RunView:
         self._last = line
         self._tokens += line.get("tokens", 0)
         self._reruns += line.get("reruns", 0)
+        self._skipped += bool(line.get("skipped"))
         self._spans.append((line.get("tokens", 0), line.get("seconds", 0.0)))
         if incidents:
             self._batches[line["step"]] = line.get("microbatches", 0)
@@ -155,6 +156,7 @@ class RunView:
                 "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
                 "stragglers": self._stragglers,
                 "reruns": self._reruns,
+                "skipped": self._skipped,
                 "started": start.get("at"),
                 "updated": self._last.get("at"),
                 "unreadable": self._feed.unreadable,

@@ -206,6 +206,7 @@ def summary(
         **({"parameters_digest": digest} if digest is not None else {}),
         "goodput": account(steps, incidents, launches(job_lines(run_dir)), until=time.time()),
         **({"joined": joined} if (joined := _joined(incidents)) else {}),
+        **({"skipped": skipped} if (skipped := sum(bool(line.get("skipped")) for line in steps)) else {}),
         **_gpu(steps),
     }
 

@@ -8,6 +8,7 @@ has forgotten it, and which ranks hang.
 
 from __future__ import annotations
 
+import enum
 import errno
 import mmap
 import os
@@ -44,6 +45,17 @@ DOING = (
 STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATING, BETWEEN, ENDING = range(10)
 # Activities that end without other ranks.
 AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
+
+
+class Stage(enum.IntEnum):
+    """How far a script has come, in the column JOINED."""
+
+    STARTED = 0
+    JOINED = 1  # MPI is initialised, or the rank has claimed its row
+    WORLD = 2  # it has called `recover.init()`
+    STEP = 3  # it has made a `recover.Step`
+
+
 ENDED = -1  # in the column of steps: the script has ended
 COLUMNS = 24  # three cache lines per rank, so that writers do not disturb each other
 _SHOWN = 62  # slots that fit into the bits
@@ -113,8 +125,20 @@ class Board:
 
     def join(self, rank: int) -> None:
         """MPI is initialised on this rank."""
-        self._table[rank, JOINED] = 1
+        self._table[rank, JOINED] = Stage.JOINED
         self._does(rank, WARMING_UP)
+
+    def enter_world(self, rank: int) -> None:
+        """This rank has called `recover.init()`."""
+        self._table[rank, JOINED] = max(self._table[rank, JOINED], Stage.WORLD)
+
+    def make_step(self, rank: int) -> None:
+        """This rank has made a `recover.Step`."""
+        self._table[rank, JOINED] = Stage.STEP
+
+    def stage(self, rank: int) -> Stage:
+        """How far the script of a rank has come."""
+        return Stage(int(self._table[rank, JOINED]))
 
     def joined(self, rank: int) -> bool:
         return bool(self._table[rank, JOINED])
