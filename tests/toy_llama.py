@@ -29,21 +29,47 @@ def real(targets: torch.Tensor) -> int:
     return int((targets != -100).sum())
 
 
-def reference(steps: int, batch: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and final parameters of one process."""
+LIMITS = [0.1, 0.005, None]  # of the groups of `several_optimizers`
+
+
+def several_optimizers(model: torch.nn.Module, of_matrices: str) -> list[torch.optim.Optimizer]:
+    """One for the matrices, and AdamW with two groups for the rest; their gradients are clipped by `LIMITS`."""
+    named = dict(model.named_parameters())
+    embeddings = [p for name, p in named.items() if "embed" in name]
+    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
+    vectors = [p for p in named.values() if p.ndim < 2]
+    first: torch.optim.Optimizer = (
+        torch.optim.Muon(matrices, lr=2e-3)
+        if of_matrices == "Muon"
+        else torch.optim.SGD(matrices, lr=0.05, momentum=0.9)
+    )
+    return [first, torch.optim.AdamW([{"params": vectors}, {"params": embeddings, "lr": 2e-3}], lr=1e-3)]
+
+
+def reference(
+    steps: int, batch: int, several: str = ""
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final parameters of one process; `several`: with `several_optimizers`."""
     torch.manual_seed(3)
     model = Llama(CONFIG)
-    optimizer, stream = torch.optim.AdamW(model.parameters(), lr=1e-3), Tokens()
-    losses, norms = [], []
+    stream, losses, norms = Tokens(), [], []
+    optimizers = (
+        several_optimizers(model, several) if several else [torch.optim.AdamW(model.parameters(), lr=1e-3)]
+    )
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     for step in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         total = 0.0
         for slot in range(batch):
             loss = model(*stream[step * batch + slot]) / batch
             loss.backward()
             total += loss.item()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
+        limit = float("inf") if several else 1.0
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        for parameters, own in zip(groups, LIMITS, strict=False) if several else ():
+            torch.nn.utils.clip_grad_norm_(parameters, float("inf") if own is None else own)
+        for optimizer in optimizers:
+            optimizer.step()
         losses.append(total)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 

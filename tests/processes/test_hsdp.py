@@ -18,7 +18,7 @@ def train(tmp_path: Path, replicas: int, kills: list[str], name: str = "run", **
     return run_world("sharded.py", tmp_path / name, 2 * replicas, [options], replica_size=2, kills=kills)
 
 
-def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6) -> None:
+def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6, several: str = "") -> None:
     """Exactly B in every step, the same bits in every replica's shard, mates and losses agree, nobody else lost."""
     assert outcome.code == 0, outcome.output
     survivors = [rank for rank in outcome.diaries if rank // 2 not in lost]
@@ -31,7 +31,7 @@ def check(outcome: Outcome, lost: set[int], batch: int, steps: int = 6) -> None:
             digests = {entry["digest"] for rank, entry in entries.items() if rank % 2 == shard}
             assert len(digests) == 1, f"step {step}, shard {shard}: {digests}"
         assert len({(entry["loss"], entry["norm"]) for entry in entries.values()}) == 1
-    losses, norms, parameters = reference(steps, batch)
+    losses, norms, parameters = reference(steps, batch, several)
     first = survivors[0]
     torch.testing.assert_close(
         [c["loss"] for c in outcome.notes(first, "commit")], losses, rtol=1e-5, atol=1e-6
@@ -70,6 +70,32 @@ def test_hsdp_rank_may_die_anywhere(tmp_path: Path) -> None:
     assert outcome.ends[1] == "orphan"
     assert outcome.ends[2] == "orphan"
     assert (outcome.ends[6], outcome.ends[7]) == ("excluded", "excluded")
+
+
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Several optimizers on sharded parameters, each group clipped by its norm over all shards, match one process.",
+)
+def test_several_optimizers_of_sharded_replicas_match_one_process(tmp_path: Path) -> None:
+    outcome = train(tmp_path, 2, ["3:1.1:in-reduce"], several="SGD", accum=3, steps=4)
+    check(outcome, {1}, batch=6, steps=4, several="SGD")
+
+
+@pytest.mark.guarantee(
+    "Sharded replicas (HSDP)",
+    "Several optimizers on sharded parameters, each group clipped by its norm over all shards, match one process.",
+)
+@pytest.mark.soak
+def test_muon_of_sharded_replicas_follows_one_process(tmp_path: Path) -> None:
+    """Muon multiplies in bfloat16, and the sums over shards round otherwise."""
+    outcome = train(tmp_path, 2, ["3:1.1:in-reduce"], several="Muon", accum=3)
+    assert outcome.survivors == [0, 1], outcome.output
+    torch.manual_seed(3)
+    start = {name: p.detach().flatten()[:8].clone() for name, p in Llama(CONFIG).named_parameters()}
+    _, _, parameters = reference(6, 6, "Muon")
+    for name, values in outcome.notes(0, "end")[0]["sample"].items():
+        right = parameters[name].flatten()[:8]
+        assert (torch.tensor(values) - right).norm() < 0.05 * (right - start[name]).norm(), name
 
 
 @pytest.mark.guarantee(

@@ -113,6 +113,27 @@ def test_same_exception_from_two_replicas_ends_the_job_at_once(tmp_path: Path) -
 
 
 @pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "The first skipped step is reported with its number, the reason and its samples; `skip_limit` skipped steps in "
+    "a row end the run on all replicas in the same step.",
+)
+def test_nan_losses_end_the_job_on_all_replicas_in_the_same_step(tmp_path: Path) -> None:
+    script = TRAINING.replace("global_batch=10", "global_batch=4, skip_limit=3") + (
+        "train(100000, lambda batch: model(batch) * (float('nan') if batch[0, 0] > 0.085 else 1))\n"
+    )
+    job = Job(tmp_path, script, "-n", "2")
+    assert job.finish() == 4, job.stderr
+    assert "step 3 was skipped: the loss of samples 9, 10, 11 is not finite" in job.stdout
+    ends = [json.loads(job.rank_file(f"{rank}.end").read_text()) for rank in (0, 1)]
+    assert [end["kind"] for end in ends] == ["SkippedStepsError"] * 2
+    for end in ends:
+        assert "3 steps in a row were skipped, the last is step 5 (skip_limit=3)" in end["detail"]
+        assert "step 3 was skipped: the loss of samples 9, 10, 11 is not finite" in end["detail"]
+    lines = [json.loads(line) for line in (job.run_dir / "steps.jsonl").read_text().splitlines()]
+    assert [line.get("skipped", False) for line in lines] == [False, False, True, True, True]
+
+
+@pytest.mark.guarantee(
     "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
 )
 def test_trainer_reports_a_summary_it_cannot_write(tmp_path: Path) -> None:

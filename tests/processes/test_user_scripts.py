@@ -186,6 +186,20 @@ def test_single_rank_owns_the_terminal_and_its_debugger_works(tmp_path: Path) ->
 
 
 @pytest.mark.guarantee(
+    "The launcher",
+    "Ranks that compute for some time without `recover.init()` or a `recover.Step` are reported while they run, "
+    "and a script without a Step at its end.",
+)
+def test_script_with_a_world_and_no_step_is_told_at_its_end(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import recover\nworld = recover.init()\nprint('trained')\n", "-n", "2")
+    assert job.finish() == 0, job.stderr
+    assert (
+        job.stderr.count("script.py has ended and made no recover.Step: each of its 2 rank(s) ran by itself")
+        == 1
+    )
+
+
+@pytest.mark.guarantee(
     "User code",
     "Output of ranks arrives whole, in order and labelled, and progress bars are redrawn in place.",
 )

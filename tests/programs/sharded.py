@@ -4,7 +4,8 @@ Argument: a JSON object with `accum`, `steps`, and optionally `reduction`, `slow
 but the first delays its part in a repair), `slow_mate` (seconds for which one rank sleeps in step 2), `fsdp1` (the
 model is wrapped by torch's older FullyShardedDataParallel, with its `use_orig_params`), `gradients` (parameters
 stay what they are, and every rank keeps what the optimizer gets), `padded` (some targets do not count, and every
-rank gives the number of its own as weight), and `tight` (exponents without headroom: steps overflow often).
+rank gives the number of its own as weight), `tight` (exponents without headroom: steps overflow often), and `several`
+(two optimizers, the first one of this name, with limits for each group of parameters).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from recover.train.models import Llama
 from recover.train.models.llama import Block
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy_llama import CONFIG, Tokens, real
+from toy_llama import CONFIG, LIMITS, Tokens, real, several_optimizers
 
 options = json.loads(sys.argv[1])
 torch.set_num_threads(1)
@@ -59,14 +60,16 @@ if "fsdp1" in options:
 else:
     model = recover.hsdp(net, world)
 keep = options.get("gradients", False)
+several = options.get("several")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if keep else 1e-3)
+optimizers = several_optimizers(model, several) if several else [optimizer]
 step = recover.Step(
     world,
     model,
-    optimizer,
+    optimizers if several else optimizer,
     global_batch=world.grid.replicas * options["accum"],
     reduction=options.get("reduction", "fast"),
-    clip=None if keep else 1.0,
+    clip=LIMITS if several else None if keep else 1.0,
     bucket_mb=0.02,
     gradients=gradients,
 )
@@ -109,7 +112,7 @@ while step.index < options["steps"]:
         digest=hashlib.sha256(shard).hexdigest(),
         replicas=world.replicas,
     )
-states = [v for p in optimizer.state.values() for v in p.values() if v.numel() > 1]
+states = [v for each in optimizers for p in each.state.values() for v in p.values() if v.numel() > 1]
 note(
     "memory",
     parameters=sum(local_part(p).numel() for p in model.parameters()),

@@ -178,7 +178,7 @@ def test_break_repeated_without_progress_raises_with_the_remedy() -> None:
 def test_break_before_backward_repeated_without_progress_ends_as_well() -> None:
     """After more tries: mostly an exception was caught, and the microbatch is tried again."""
     step = begin(World(), Model().eval())
-    with pytest.raises(RuntimeError, match="^8: step 1 was left before it was complete, 8 times in a row"):
+    with pytest.raises(RuntimeError, match=r"^8: step 1 was left before it was complete, 8 times in a row"):
         leave_until_refused(step, lambda sample: None)
 
 
