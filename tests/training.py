@@ -97,7 +97,7 @@ class Trained:
         found: dict[int, list[int]] = {}
         for line in log.read_text().splitlines() if log.exists() else ():
             _, marked, rest = line.partition(" step ")
-            if marked and "samples " in rest:
+            if marked and ": loss " in rest:
                 spans = rest.rpartition("samples ")[2]
                 found[int(rest.partition(":")[0])] = [
                     number

@@ -334,3 +334,17 @@ def _ranks(process: subprocess.Popen[str]) -> dict[int, int]:
 
 def _rank(process: subprocess.Popen[str], rank: int) -> int:
     return _ranks(process).get(rank, 0)
+
+
+@pytest.mark.guarantee(
+    "Faults, hangs and stragglers",
+    "The first skipped step is reported with its number, the reason and its samples; `skip_limit` skipped steps in "
+    "a row end the run on all replicas in the same step.",
+)
+@pytest.mark.soak  # tests/processes/test_raised_exceptions.py shows the same for a script
+def test_training_that_only_skips_steps_ends_after_skip_limit(tmp_path: Path) -> None:
+    words = [*small_world(tmp_path), "steps=20", "replicas=2", "optimizer=sgd", "lr=1e30", "clip=null"]
+    run = train(tmp_path / "run", *words, "warmup_steps=0", "skip_limit=3")
+    assert run.code == 4, run.output
+    assert [line.get("skipped", False) for line in run.steps] == [False, True, True, True]
+    assert "3 steps in a row were skipped, the last is step 4 (skip_limit=3)" in run.output
