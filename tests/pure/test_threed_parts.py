@@ -72,6 +72,21 @@ def test_shared_parameter_without_gradient_counts_as_zero() -> None:
     assert posted == [0.0] * 6
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_partners_reduce_buckets_of_clipped_groups_in_one_order(turned: bool) -> None:
+    """Whatever the order in which a rank of the pipeline holds them: otherwise partners would add up different ones."""
+    one, two, own = (torch.nn.Parameter(torch.zeros(size)) for size in (2, 3, 4))
+    replica = SharedReplica(one)
+    sharing = replica.sharing(one)
+    replica.sharing = lambda parameter: Sharing() if parameter is own else sharing  # type: ignore[method-assign]
+    held = [one, own, two] if turned else [two, own, one]
+    gradients = OwnedGradients(
+        held, bucket_mb=1, replica=replica, parts=2, part_of=lambda: {one: 1, two: 0, own: 1}
+    )
+    found = [(bucket.part, bucket.copies, bucket.local.numel()) for bucket in gradients.buckets]
+    assert found == [(1, 1, 4), (0, 2, 3), (1, 2, 2)]
+
+
 class Busy:
     """A partner that has used everything, and gives ones."""
 
