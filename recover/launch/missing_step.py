@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recover.world.liveness.board import Stage
+from recover.world.liveness.board import ScriptStage
 
 if TYPE_CHECKING:
     from recover.world.liveness.board import Board
@@ -30,14 +30,14 @@ class MissingStep:
         if self._is_settled:
             return ""
         living = {rank: pid for rank, pid in pids.items() if pid}
-        stage = max((board.stage(rank) for rank in pids), default=Stage.STARTED)
-        if stage is Stage.STEP:
+        stage = max((board.stage(rank) for rank in pids), default=ScriptStage.STARTED)
+        if stage is ScriptStage.STEP:
             self._is_settled = True
             return ""
         if not living or min(map(self._cpu_seconds, living.values())) < PATIENCE:
             return ""
         self._is_settled = True
-        missing = "made a recover.Step" if stage is Stage.WORLD else "called recover.init()"
+        missing = "made a recover.Step" if stage is ScriptStage.WORLD else "called recover.init()"
         return (
             f"the ranks have computed for {PATIENCE:g} s, and none has {missing} yet: until then each of them runs the "
             "script by itself, and no death is repaired; docs/guides/porting.md says what to change in a script"

@@ -47,7 +47,7 @@ STARTING, WARMING_UP, PREPARING, COMPUTING, REDUCING, VOTING, REPAIRING, UPDATIN
 AT_WORK = tuple(DOING[what] for what in (PREPARING, COMPUTING, UPDATING, BETWEEN, ENDING))
 
 
-class Stage(enum.IntEnum):
+class ScriptStage(enum.IntEnum):
     """How far a script has come, in the column JOINED."""
 
     STARTED = 0
@@ -125,20 +125,20 @@ class Board:
 
     def join(self, rank: int) -> None:
         """MPI is initialised on this rank."""
-        self._table[rank, JOINED] = Stage.JOINED
+        self._table[rank, JOINED] = ScriptStage.JOINED
         self._does(rank, WARMING_UP)
 
     def enter_world(self, rank: int) -> None:
         """This rank has called `recover.init()`."""
-        self._table[rank, JOINED] = max(self._table[rank, JOINED], Stage.WORLD)
+        self._table[rank, JOINED] = max(self._table[rank, JOINED], ScriptStage.WORLD)
 
     def make_step(self, rank: int) -> None:
         """This rank has made a `recover.Step`."""
-        self._table[rank, JOINED] = Stage.STEP
+        self._table[rank, JOINED] = ScriptStage.STEP
 
-    def stage(self, rank: int) -> Stage:
+    def stage(self, rank: int) -> ScriptStage:
         """How far the script of a rank has come."""
-        return Stage(int(self._table[rank, JOINED]))
+        return ScriptStage(int(self._table[rank, JOINED]))
 
     def joined(self, rank: int) -> bool:
         return bool(self._table[rank, JOINED])
