@@ -25,11 +25,10 @@ from recover.checkpoint import directory
 from recover.checkpoint.directory import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
 from recover.checkpoint.tensors import Snapshot, Stored, Tensors, Written
 from recover.gradients.state_hash import parameters_digest
-from recover.job.record_files import AGAIN, FILES, PATIENCE, is_transient
+from recover.job.record_files import FILES, is_transient
 from recover.world import rank_exit
 
 T = TypeVar("T")
-TRIES = int(PATIENCE / AGAIN)  # attempts to write a checkpoint that waits for room on the disk
 
 
 class Saver:
@@ -94,7 +93,7 @@ class Saver:
         it.
 
         beside:  tensors that belong neither to the model nor to the optimizer
-        waits:   wait for room on a full disk, for a limited time (`recover.job.record_files`)
+        waits:   wait for room on a full disk until there is some: no later step could be saved instead
         """
         self._newest = step
         try:
@@ -165,30 +164,38 @@ class Saver:
         self, step: int, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], waits: bool
     ) -> None:
         try:
-            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts, TRIES if waits else 1)
+            self._write(self._directory / f"draft-{step}", tensors, snapshot, facts, waits)
         except Exception as error:
             self._failed(step, error)
 
     def _write(
-        self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], tries: int = 1
+        self, draft: Path, tensors: Tensors, snapshot: Snapshot, facts: dict[str, Any], waits: bool = False
     ) -> None:
         # All ranks of the replica write tensors, and fail together or not at all: so all of them
-        # make the same number of attempts, whatever their clocks say. Only the first rank writes
-        # the facts.
-        written = self._repeated(partial(tensors.write, draft, snapshot), tries)
+        # make the same number of attempts. Only the first rank writes the facts.
+        repeated = partial(self._repeated, draft, snapshot.nbytes) if waits else _once
+        written = repeated(partial(tensors.write, draft, snapshot))
         if self._first:
-            self._repeated(partial(self._write_facts, draft, written, facts), tries)
+            repeated(partial(self._write_facts, draft, written, facts))
 
-    def _repeated(self, write: Callable[[], T], tries: int) -> T:
-        for _ in range(tries - 1):
+    def _repeated(self, draft: Path, size: int, write: Callable[[], T]) -> T:
+        """Write until it succeeds, or fails for good. `size`: bytes of this rank's tensors."""
+        is_reported = not self._first
+        while True:
             try:
                 return write()
             except Exception as error:
                 if not is_transient(error):
                     raise
-                if not FILES.wait_for(error, "the last checkpoint") and self._alone:
-                    raise
-        return write()
+                if not is_reported:
+                    is_reported = True
+                    rank_exit.report(
+                        f"the last checkpoint cannot be written ({error}): it takes {size / 1e6:,.1f} MB"
+                        f"{'' if self._alone else ' for each rank of the replica'}, and {self._directory} has "
+                        f"{_free(self._directory) / 1e6:,.1f} MB left; the run waits with all of its steps until there "
+                        "is room: make room there, or give up by Ctrl-C twice"
+                    )
+            FILES.pause()
 
     def _write_facts(self, draft: Path, written: Written, facts: dict[str, Any]) -> None:
         with Stored(draft, written.files) as stored:
@@ -263,6 +270,18 @@ def _remove(path: Path) -> None:
     gone = path.with_name(f".gone-{path.name}-{time.time_ns()}")
     path.rename(gone)  # first: half a checkpoint must not have the name of a checkpoint
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def _once(write: Callable[[], T]) -> T:
+    return write()
+
+
+def _free(path: Path) -> int:
+    """Bytes that are left where this path is, or will be; 0 if that is not known."""
+    try:
+        return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
+    except OSError:
+        return 0
 
 
 def _flush(path: Path) -> None:

@@ -69,6 +69,10 @@ class Snapshot:
     values: dict[str, Any]
     parameters: list[str]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.tensor.nbytes for part in self.parts.values())
+
 
 @dataclass(frozen=True)
 class Written:

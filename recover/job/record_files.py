@@ -234,11 +234,18 @@ class RecordFiles:
             return False
         if not self._waits:
             self._waits = True
-            self._tell(f"{error}; waiting up to {self.patience:g} s for the disk to take {what}")
-        self.while_waiting()
-        time.sleep(AGAIN)
+            self._tell(
+                f"{error}; waiting up to {self.patience:g} s for the disk to take {what}; make room, or give up by "
+                "Ctrl-C twice"
+            )
+        self.pause()
         self.patience -= AGAIN
         return True
+
+    def pause(self) -> None:
+        """Wait for a moment for the disk."""
+        self.while_waiting()
+        time.sleep(AGAIN)
 
     def _flush_or_raise(self) -> None:
         if error := self._flush():

@@ -87,7 +87,9 @@ def test_dead_replica_is_replaced_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee(
-    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+    "The launcher",
+    "A run that ends on a full disk waits for space, its last checkpoint without limit, and names what was "
+    "lost.",
 )
 def test_ending_run_waits_for_disk_space_and_loses_no_step(tmp_path: Path) -> None:
     """Neither a record nor the last checkpoint, of a run whose disk was full when it ended."""

@@ -43,7 +43,7 @@ with open(disk / "filler", "wb", buffering=0) as file:
 wait(lambda: "kept in memory" in output.read_text(), "there is room")
 pid, _ = ranks_of_run(run)[0]
 os.kill(pid, signal.SIGUSR1)
-wait(lambda: "waiting up to" in output.read_text(), "it does not wait")
+wait(lambda: "the last checkpoint cannot be written" in output.read_text(), "it does not wait")
 os.remove(disk / "filler")
 code = job.wait(LIMIT)
 shutil.copytree(run, kept)

@@ -235,11 +235,17 @@ def test_moved_directory_is_created_again(files: RecordFiles, tmp_path: Path) ->
     assert (tmp_path / "ranks" / "1.end").exists()
 
 
+@pytest.mark.guarantee(
+    "The launcher",
+    "A run that ends on a full disk waits for space, its last checkpoint without limit, and names what was "
+    "lost.",
+)
 def test_last_checkpoint_waits_for_disk_space(
     files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step follows that could be saved instead."""
+    """No step follows that could be saved instead: it waits without limit, and says where room is missing."""
     monkeypatch.setattr(saving, "FILES", files)
+    files.patience = 0.0  # records have waited in vain
     saver, tries = Saver(tmp_path, 1, 1, 0), []
 
     class Room(Tensors):
@@ -247,7 +253,7 @@ def test_last_checkpoint_waits_for_disk_space(
             pass
 
         def snapshot(self, *_: Any) -> Any:
-            return None
+            return SimpleNamespace(nbytes=12_500_000)
 
         def write(self, *_: Any) -> Written:
             tries.append(1)
@@ -265,6 +271,10 @@ def test_last_checkpoint_waits_for_disk_space(
     saver.finish()
     assert len(tries) == 4
     assert (tmp_path / "checkpoints" / "draft-7" / FACTS).exists()
+    assert len(told) == 2, "it says so once"
+    assert "it takes 12.5 MB" in told[-1]
+    assert f"{tmp_path / 'checkpoints'} has" in told[-1]
+    assert "give up by Ctrl-C twice" in told[-1]
 
 
 def test_oldest_of_too_many_lines_are_dropped_and_reported(
@@ -281,7 +291,9 @@ def test_oldest_of_too_many_lines_are_dropped_and_reported(
 
 
 @pytest.mark.guarantee(
-    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+    "The launcher",
+    "A run that ends on a full disk waits for space, its last checkpoint without limit, and names what was "
+    "lost.",
 )
 def test_end_of_a_run_waits_for_the_disk_and_reports_losses(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path
@@ -326,7 +338,9 @@ def test_transient_errors_are_recognised_in_any_wording() -> None:
 
 
 @pytest.mark.guarantee(
-    "The launcher", "A run that ends on a full disk waits a limited time for space, and names what was lost."
+    "The launcher",
+    "A run that ends on a full disk waits for space, its last checkpoint without limit, and names what was "
+    "lost.",
 )
 def test_steps_of_a_full_disk_are_written_at_the_end_of_the_run(
     files: RecordFiles, disk: FailingDisk, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
