@@ -12,6 +12,8 @@ from pathlib import Path
 
 from patience import PATIENCE
 
+from recover.runs.live.view import RunView
+
 ULFM = """
 import os, signal, sys, threading, time
 import mpi4py
@@ -95,6 +97,13 @@ class Job:
         """Processes, shared memory and temporary files of this job."""
         files = [*Path("/dev/shm").glob(f"recover-{self.process.pid}-*"), *self.tmp.iterdir()]
         return [*map(str, files), *self.processes().values()]
+
+
+def state_of(run_dir: Path) -> str:
+    """What `recover status` says first about a run."""
+    view = RunView(run_dir)
+    view.refresh()
+    return view.job().text
 
 
 def _processes() -> Iterator[tuple[int, str, bytes]]:

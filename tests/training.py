@@ -123,7 +123,14 @@ def start(
         command += ["--kill", kill]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     output = subprocess.DEVNULL if quiet else subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a process group such as a terminal makes: Ctrl-C can be sent to all of it
+    )
 
 
 def finish(process: subprocess.Popen[str], run_dir: Path, limit: float = PATIENCE) -> Trained:

@@ -18,6 +18,7 @@ from recover.checkpoint import directory, diverged
 from recover.checkpoint.confirmed import save_confirmed
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Part, Stored, Tensors
+from recover.checkpoint.way_on import note_place
 from recover.step.errors import StateDivergedError
 from recover.step.joining.extra import digest_of, is_extra, restore, state_of
 from recover.step.joining.packing import NamedTensors, pack, unpack
@@ -66,6 +67,7 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
     tensors, packed = _packed(state)
     kept = _kept(step)
     kept.path = Path(path)
+    kept.note_place()
     kept.tensors.refuse_unsavable()  # by all replicas, before one of them writes
     digests = {name: digest_of(value) for name, value in state.named().items()}
     # A script may save twice after one step, and change `extra` in between; and a directory may hold the
@@ -121,12 +123,14 @@ def resume(
 
     rebatch:  allow another global batch; no sample is used twice, none is left out
     """
-    _kept(step).path = Path(path)
+    kept = _kept(step)
+    kept.path, kept.resumes = Path(path), True
     for name, value in (extra or {}).items():
         if is_extra(value):
             step.extra.setdefault(name, value)
     if step.world.outside:
         return None
+    kept.note_place()
     with step.world.call(Call.RESUME):
         return _resume(step, path, extra, rebatch)
 
@@ -197,6 +201,17 @@ class _Kept:
         self.tensors = Tensors(state.model, state.optimizer, world.grid.replica_size)
         self._world, self._savers = world, dict[tuple[Path, int], Saver]()
         self.path: Path | None = None  # where the script saves
+        self.resumes = False  # and resumes from
+        self._noted: tuple[Path | None, bool] = None, False
+
+    def note_place(self) -> None:
+        """Note it in the run directory, for whoever asks how an ended run goes on."""
+        world, job, place = self._world, self._world.job, (self.path, self.resumes)
+        if self.path is None or not job.records or not job.run_dir or place == self._noted:
+            return
+        self._noted = place
+        if world.shard == 0 and world.replica in writing_replicas(world):
+            note_place(Path(job.run_dir), self.path, self.resumes)
 
     def saver(self, path: Path, keep: int) -> Saver:
         world, key = self._world, (path.absolute(), keep)

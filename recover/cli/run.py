@@ -87,6 +87,7 @@ def run(
         several.check_use()
         say = lambda text: typer.echo(f"recover: {text}", err=True)  # noqa: E731
         monitors = make_monitors(page, page_bind, on_incident, say, otel, tell)
+    from recover.checkpoint.way_on import way_on_of_script
     from recover.launch.request import LaunchRequest
 
     request = LaunchRequest(
@@ -102,6 +103,7 @@ def run(
         module,
         is_user_script=True,
         monitors=monitors,
+        way_on=way_on_of_script,
     )
     if ranks is None or several.restarts:
         from recover.launch.hosts.agent import launch_alone, launch_host

@@ -24,11 +24,16 @@ def watch(
 ) -> None:
     """Serve the live page of a run, until Ctrl-C."""
     from recover.runs.live.page_process import address, listen, serve, token_for
+    from recover.runs.live.view import RunView
 
     with refusals("recover watch"):
         if not run_dir.is_dir():
             raise ValueError(f"{run_dir} is not a directory; name a run directory")
         token, listening = token_for(page_bind), listen(page, page_bind)
+    view = RunView(run_dir)
+    view.refresh()
+    if (left := view.page()) and view.job().is_over:
+        typer.echo(f"{run_dir / 'page.url'} is left over: the job that served {left} has ended")
     typer.echo(f"page: {address(listening, token)}")
     try:
         serve(run_dir, listening, token)

@@ -19,7 +19,8 @@ def why(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which ranks were lost first and why, which followed because of them, and what to do."""
+    """Show how the job ended, which ranks were lost first and why, which followed because of them, and what to do."""
+    from recover.checkpoint.way_on import how_it_ended
     from recover.runs.report import explanation
     from recover.runs.report.recorded_runs import read_runs
 
@@ -29,3 +30,5 @@ def why(
             typer.echo(json.dumps(explanation.as_json(run, incident), indent=2))
         else:
             typer.echo("\n".join(explanation.tell(run, incident)))
+            if incident is None and not (state := run.state).is_complete and state.name != "running":
+                typer.echo(f"the job: {how_it_ended(run_dir, state)}")

@@ -17,13 +17,17 @@ import time
 _PATIENCE = 30.0  # seconds; a process in an uninterruptible sleep may never end
 
 
-def main(session: str, *others: str) -> None:
-    """Make the directories, say "ready", wait for the end of the launcher, clean up."""
+def main(session: str, scratch: str, address: str = "") -> None:
+    """Make the directories, say "ready", wait for the end of the launcher, clean up.
+
+    `address`: the file with the address of the page, which a launcher that is killed cannot remove.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     made = []
+    told = _content(address)
     try:
-        for directory in (session, *others):
+        for directory in (session, scratch):
             os.mkdir(directory, 0o700)
             made.append(directory)
         os.write(1, b"ready\n")
@@ -32,6 +36,16 @@ def main(session: str, *others: str) -> None:
         pass  # the launcher had ended before
     finally:
         clean(session, made)
+        if told and _content(address) == told:
+            os.unlink(address)
+
+
+def _content(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def clean(session: str, directories: list[str]) -> None:

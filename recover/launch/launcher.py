@@ -10,10 +10,10 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from recover.job.output import OUTLET, say
@@ -26,12 +26,10 @@ from recover.launch.mpirun import MpirunStarter
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
+from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Supervisor
 from recover.launch.witness import Witness
-
-_LAST_WORDS = (
-    2.0  # seconds without a reader of our output after which a process that a signal ends does not wait
-)
+from recover.runs.live.page_process import ADDRESS
 
 
 def launch(
@@ -70,32 +68,49 @@ def _launch(ranks: int, request: LaunchRequest, mpirun: str | None, hostfile: Pa
         say(DEPRECATED)
     directory, lock = preflight.open_run_dir(request.run_dir, request.script)
     FILES.report = say
+    signals = request.signals or JobSignals()
+    if has_terminal:  # the rank gets Ctrl-C from it, and a debugger there may use it
+        signals.ignored = (signal.SIGINT,)
+    failure = ""
     with held(lock):
         with (
             request.monitors(directory),
             Witness(directory) as witness,
-            Session() as session,
-            catching(session.end, has_terminal) as caught,
+            Session(directory / ADDRESS) as session,
+            nullcontext() if request.signals else signals,
+            signals.ending(session.end) as caught,
         ):
             spec = replace(spec, run_dir=str(directory), session=str(session.directory))
             if spec.records:  # of an earlier run
                 FILES.remove(directory / "summary.json")
             starter = MpirunStarter(spec, session, request, mpirun, hostfile, has_terminal)
-            supervisor = Supervisor(spec, starter, session, witness, caught, has_reader=True)
-            supervisor.start()
+            supervisor = Supervisor(spec, starter, session, witness, caught)
             try:
-                failure = supervisor.watch(0 if has_terminal else request.timeout)  # debugging takes its time
-            except SupervisorError as error:
-                failure = str(error)
-            supervisor.end(failure)
+                supervisor.start()
+                signals.ask = partial(request.ask_to_stop, session.directory)
+                try:
+                    failure = supervisor.watch(
+                        0 if has_terminal else request.timeout
+                    )  # debugging takes its time
+                except SupervisorError as error:
+                    failure = str(error)
+                supervisor.end(failure)
+            finally:
+                witness.outcome = signals.outcome() or ({"reason": failure} if failure else {})
         if caught:
-            say(f"ended by {signal.Signals(caught[0]).name}")
-            FILES.patience = 0.0
+            say(f"ended by {signal.Signals(caught[0]).name}{request.describe_end(directory)}")
             FILES.settle()
-            return 128 + caught[0]
+            return signals.code(0)
         code = supervisor.judge(failure)
+        say_stopped(code, signals, request, directory)
         FILES.settle()
-        return code
+        return signals.code(code)
+
+
+def say_stopped(code: int, signals: JobSignals, request: LaunchRequest, run_dir: Path) -> None:
+    """Say that a user's script has stopped as asked, if so, and how it goes on."""
+    if code == 0 and signals.asked and request.is_user_script:
+        say(f"stopped by {signal.Signals(signals.asked).name}{request.describe_end(run_dir)}")
 
 
 def _check(ranks: int, request: LaunchRequest, hostfile: Path | None) -> JobSpec:
@@ -129,35 +144,3 @@ def held(lock: int) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-@contextmanager
-def catching(end: Callable[[], object], has_terminal: bool = False) -> Iterator[list[int]]:
-    """While inside, a signal that should end this process calls `end`; the list then holds the
-    signal's number.
-
-    A rank that has the terminal gets Ctrl-C from it, and a debugger there may use it: it is ignored
-    here.
-    """
-    caught: list[int] = []
-
-    def handle(number: int, _: object) -> None:
-        if has_terminal and number == signal.SIGINT:
-            return
-        caught.append(number)
-        OUTLET.patience = _LAST_WORDS
-        end()  # in the handler: the main loop may be blocked by a reader of our output
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                previous[number] = signal.signal(number, handle)
-    try:
-        yield caught
-    except OSError:
-        if not caught:
-            raise  # otherwise the handler has ended the job that is being worked on
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.machinery import PathFinder
@@ -20,6 +21,7 @@ from recover.job.output import say
 from recover.job.spec import CARRIERS, read_hang_limit, read_link_timeout
 from recover.job.torch_version import untested
 
+_GLANCE = 0.2  # seconds, far more than a reader holds the lock of a run directory
 _OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
 
@@ -206,15 +208,21 @@ def open_run_dir(given: Path | None, script: Path) -> tuple[Path, int]:
     markers and stacks are removed; old logs are kept and continued.
     """
     run_dir, lock = make_run_dir(given or default_run_dir(script))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise Refusal(
-            f"run directory {run_dir} is in use by a running job; give another --run-dir"
-        ) from error
-    except OSError:
-        pass  # a file system without locks
+    deadline = time.monotonic() + _GLANCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:  # a reader looks whether it is locked (`recover.job.owner`)
+                time.sleep(0.02)
+                continue
+            os.close(lock)
+            raise Refusal(
+                f"run directory {run_dir} is in use by a running job; give another --run-dir"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        break
     remove_markers(run_dir)
     return run_dir, lock
 

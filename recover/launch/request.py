@@ -3,13 +3,17 @@ on etcd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from recover.job.record_files import FILES
 from recover.job.spec import Monitors
+from recover.job.stop_request import StopRequest
 from recover.launch import preflight
+from recover.launch.signals import JobSignals
+from recover.runs.records.job_state import last_step
 
 DEFAULT_TIMEOUT = 1800.0
 
@@ -32,12 +36,34 @@ class LaunchRequest:
     # while it runs, and a single rank gets our terminal.
     is_user_script: bool = False
     monitors: Monitors = nullcontext  # entered, with the run directory, while the job runs
+    signals: JobSignals | None = None  # of a caller that handles them; None: the launcher does
+    stop_file: Path | None = None  # a script that heeds requests to stop also looks for this file
+    way_on: Callable[[Path], str] = lambda run_dir: ""  # how a job goes on that a signal has ended
 
     @property
     def command(self) -> list[str]:
         """Arguments of `recover.launch.bootstrap`."""
         named = ["-m", str(self.script)] if self.module else [str(self.script.absolute())]
         return [*named, *self.args]
+
+    def ask_to_stop(self, session: Path) -> str:
+        """Ask the ranks of this host to stop after their step. Returns what they do now; "" if they
+        heed no request. A signal handler may call it."""
+        stop = StopRequest(session)
+        if self.stop_file is None and not stop.is_heeded:
+            return ""
+        stop.ask()
+        if self.stop_file is None:
+            return "the script is asked to stop after its step (step.stop_agreed)"
+        FILES.replace(self.stop_file, b"")  # for ranks on hosts that share it
+        return "finishing the step and saving a checkpoint"
+
+    def describe_end(self, run_dir: Path) -> str:
+        """After which step a job has ended, and how it goes on."""
+        step, way_on = last_step(run_dir), self.way_on(run_dir)
+        return (f" after step {step}" if step else " before its first step") + (
+            f"; {way_on}" if way_on else ""
+        )
 
     def check_script(self) -> None:
         """Raises Refusal if there is nothing to run."""

@@ -22,13 +22,14 @@ class Session:
     TMPDIR of the job, on disk: Open MPI's own session, and files that a killed rank leaves in a
     temporary directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: Path | None = None) -> None:
+        """`address`: the file with the address of the job's page, which goes with the session."""
         name = f"recover-{os.getpid()}-{secrets.token_hex(4)}"
         temporary = Path(tempfile.gettempdir()).absolute()
         self.directory = (MEMORY if os.access(MEMORY, os.W_OK) else temporary) / name
         self.scratch = temporary / f"{name}-tmp"
         self._guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__, self.directory, self.scratch],
+            [sys.executable, "-I", "-S", guardian.__file__, self.directory, self.scratch, str(address or "")],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

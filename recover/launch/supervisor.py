@@ -144,7 +144,7 @@ class Coordination(Protocol):
 
 
 class Supervisor:
-    """`caught`: signals that end the job. `has_reader`: the job ends with the reader of its output
+    """`caught`: signals that end the job. The job also ends with the reader of its output
     (`... | head`)."""
 
     def __init__(
@@ -156,11 +156,10 @@ class Supervisor:
         caught: list[int],
         coordination: Coordination | None = None,
         lifecycle: Lifecycle | None = None,
-        has_reader: bool = False,
     ) -> None:
         assert spec.run_dir is not None
         self._spec, self._starter, self._session, self._witness = spec, starter, session, witness
-        self._caught, self._coordination, self._has_reader = caught, coordination, has_reader
+        self._caught, self._coordination = caught, coordination
         self._lifecycle = lifecycle or Lifecycle()
         self._run_dir, self._replica_size = Path(spec.run_dir), spec.replica_size
         self._announcer = Announcer(self._run_dir) if spec.records else None
@@ -174,8 +173,10 @@ class Supervisor:
         self._lifecycle.enter(State.RUNNING)
         if self._coordination is not None:
             self._coordination.start()
+        # Before the ranks: the records then tell of a start that fails, too.
+        self._witness.begin(self._spec)
         self._starter.start()
-        self._witness.watch(self._spec, self._starter.board)
+        self._witness.watch(self._starter.board)
 
     def watch(self, timeout: float) -> str:
         """Return when the job has ended or must be ended: "", or the reason why it has failed.
@@ -189,7 +190,8 @@ class Supervisor:
             with supervised.part("see whether the job goes on", essential=True):
                 if self._caught or (self._coordination is not None and self._coordination.must_end()):
                     return ""
-            self._pass_on_output(supervised)
+            if gone := self._pass_on_output(supervised):
+                return gone
             with supervised.part("look after its ranks", essential=True):
                 if (why := self._starter.reap()) is not None:
                     return why
@@ -255,17 +257,15 @@ class Supervisor:
         self._known.update((rank, verdict.left[rank]) for rank in settled.difference(self._known))
         return verdict
 
-    def _pass_on_output(self, supervised: Supervised) -> None:
-        if self._has_reader:
-            # Not supervised: OSError says that the reader has left. What a full disk does not take
-            # is kept.
-            said = self._starter.relay.pump(_TICK)
-        else:
-            said = False
-            with supervised.part("pass on what the ranks say"):
-                said = self._starter.relay.pump(_TICK)
-        if said:
-            self._progress = time.monotonic()
+    def _pass_on_output(self, supervised: Supervised) -> str:
+        """Returns why the job is to be ended, if its output has no reader any more."""
+        with supervised.part("pass on what the ranks say"):
+            try:
+                if self._starter.relay.pump(_TICK):
+                    self._progress = time.monotonic()
+            except (BrokenPipeError, ConnectionResetError) as error:
+                return f"its output has no reader any more ({error.strerror})"
+        return ""
 
     def _look(self, supervised: Supervised, now: float, slept: bool) -> str | None:
         """Twice a second. Returns why the job is to be ended, or "" if it has ended; None if it

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from recover.job.owner import describe_this_process
 from recover.job.spec import JobSpec
 from recover.job.supervised import Supervised
 from recover.runs.records.job_log import JobLog
@@ -58,15 +59,18 @@ class Witness:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._session = Path()
+        self._run: dict[str, Any] | None = None  # what its lines have in common; None: not begun
+        self.outcome: dict[str, Any] = {}  # of the job, for the last line
 
     def __enter__(self) -> Self:
         return self
 
-    def watch(self, spec: JobSpec, board: Board) -> None:
-        """Begin, once the job has been started; its ranks claim their rows of the board."""
+    def begin(self, spec: JobSpec) -> None:
+        """Record the start, before any rank is started: a job that could not start its ranks has
+        been one, too."""
         assert spec.session is not None
-        self._session, self._board = Path(spec.session), board
-        self._run = {"run": spec.etcd.prefix} if spec.etcd else {}
+        self._session = Path(spec.session)
+        self._run = {"run": spec.etcd.prefix, "host": spec.host} if spec.etcd else {}
         self._log.write(
             {
                 "what": "start",
@@ -77,8 +81,14 @@ class Witness:
                 **self._run,
                 "session": spec.session,
                 "faults": list(spec.faults),
+                "script": spec.records,
+                "owner": describe_this_process(),
             }
         )
+
+    def watch(self, board: Board) -> None:
+        """Watch the ranks, which have been started; they claim their rows of the board."""
+        self._board = board
         self._host = HostFaults()
         self._thread = threading.Thread(target=self._loop, name="recover-witness", daemon=True)
         self._thread.start()
@@ -102,14 +112,15 @@ class Witness:
     def ending(self, reason: str) -> None:
         """Record that the launcher ends the ranks that are left: those that end now end with the
         job."""
-        if self._thread is not None:
+        if self._run is not None:
             self._log.write({"what": "ending", "at": round(time.time(), 3), "reason": reason, **self._run})
 
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-            self._log.write({"what": "end", "at": round(time.time(), 3), **self._run})
+        if self._run is not None:
+            self._log.write({"what": "end", "at": round(time.time(), 3), **self._run, **self.outcome})
 
     def _loop(self) -> None:
         last, polled, supervised = False, 0.0, Supervised("the witness")

@@ -17,6 +17,7 @@ from recover.gradients.optimizers import optimizers_of
 from recover.gradients.reduction import Reduction, make_sum
 from recover.gradients.replica_interface import replica_of
 from recover.gradients.running_buffers import RunningBuffers
+from recover.job.stop_request import StopRequest
 from recover.policy import SlotSet, get_policy
 from recover.step.clipping import Clip, Clipping
 from recover.step.compared_state import ComparedState
@@ -115,6 +116,7 @@ class StepEngine:
             self.on_first.is_quiet,
             self.compared.digests,
         )
+        self.stop_request = StopRequest(world.job.session)
         self.position = Position(global_batch, self._samples, Stragglers(rank_exit.log), exponents)
         self._in_flight = MicrobatchesInFlight(
             world, self._samples, self._randomness, clock_of(self.gradients.parameters[0].device)
@@ -184,6 +186,8 @@ class StepEngine:
                             "the microbatch was not followed by step.backward(loss); call it for each one"
                         )
                     self.buffers.refuse_later_changes()
+                    if self.stop_request.is_asked:
+                        self.transaction.request_stop()
             except GeneratorExit:
                 # Left by a `break`, or by an exception outside of a microbatch: this rank may leave
                 # the job without being blamed. With a microbatch pending, the microbatch may be the

@@ -157,8 +157,17 @@ class Step:
     reruns: int = _field_of_result("reruns")
     """How often the last committed step was run again because a value exceeded its exponents
     (reproducible sums)."""
-    stop_agreed: bool = _field_of_result("stop_agreed")
-    """Whether any rank had called `request_stop` before the last commit; the same on all replicas."""
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether a stop was requested before the last commit, by `request_stop` on any rank or by
+        a signal to the launcher; the same on all replicas.
+
+        A script that reads it is asked to stop by the first Ctrl-C (SIGINT) or SIGTERM, and is
+        ended by the second. Other scripts are ended by the first.
+        """
+        self._engine.stop_request.heed()
+        return self.result.stop_agreed
 
     @property
     def world(self) -> World:

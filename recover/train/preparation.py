@@ -18,6 +18,7 @@ from recover.faults.schedule import check_schedule, read_schedule
 from recover.job.config_keys import ConfigError, flatten, read
 from recover.job.gpus import sharing_refused
 from recover.job.optional_packages import need
+from recover.runs.records.job_state import is_in_use
 from recover.train.config import Config, parse
 from recover.train.streams import open_streams
 
@@ -68,7 +69,7 @@ def prepare_run(
     doubt, not an error. `slots`: the number of ranks on all hosts, from which the number of replicas follows. `later`:
     replicas that may be started after the first ones.
     """
-    found = _find(resume) if resume else None
+    found = _find(resume, run_dir or resume, alone=slots is None) if resume else None
     given = _over_checkpoint(read(words), found)
     config = parse(given) if slots is None else _filling(slots, given)
     schedule = (*parse_faults(kills), *(read_schedule(config.faults) if config.faults else ()))
@@ -149,12 +150,21 @@ def _filling(slots: int, given: dict[str, Any]) -> Config:
     return parse({**given, "replicas": replicas})
 
 
-def _find(run_dir: Path) -> directory.Found:
+def _find(run_dir: Path, target: Path, alone: bool) -> directory.Found:
+    """The checkpoint to resume from. `target`: where the run goes on. `alone`: on this host; other hosts of the same
+    job may have begun to use the directory."""
     if not run_dir.is_dir():
         raise ConfigError(
             f"--resume {run_dir}: there is no such directory; give that of the run to go on with"
         )
-    found = directory.latest(run_dir)
+    found, is_used = directory.latest(run_dir), is_in_use(run_dir)
+    if is_used and (found is None or (alone and target.resolve() == run_dir.resolve())):
+        saved = f"its last checkpoint is of step {found.step}" if found else "it has saved no checkpoint yet"
+        raise ConfigError(
+            f"--resume {run_dir}: a running job uses it, and {saved}; wait until it ends, or stop it (Ctrl-C, or "
+            "SIGTERM to its launcher: it saves a checkpoint first)"
+            + (", or resume into another --run-dir" if found else "")
+        )
     if found is None:
         raise ConfigError(f"--resume {run_dir}: it holds no whole checkpoint; start again without --resume")
     return found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recover.checkpoint import directory
+from recover.checkpoint.way_on import way_on_of_train
 from recover.job.config_keys import flatten
 from recover.job.host_options import ROOM, HostOptions
 from recover.job.record_files import FILES
@@ -23,6 +24,7 @@ from recover.launch.hosts.run_directory import may_be_running
 from recover.launch.launcher import launch
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
+from recover.launch.signals import JobSignals
 from recover.launch.verdict import RAISED
 from recover.runs.records.json_lines import read
 from recover.train.preparation import PreparedRun, prepare_run
@@ -43,7 +45,8 @@ def train(
     returns: HostOptions | None = None,
 ) -> int:
     """Returns the exit code: 0 (done, or stopped on request with a checkpoint), 1 (failed), 2 (bad input), 3 (too few
-    replicas), 4 (a rank raised outside of any step). `hosts`: this is one of several hosts, all of which call this.
+    replicas), 4 (a rank raised outside of any step), 130 (stopped by Ctrl-C, with a checkpoint), 128 + n (ended at once
+    by signal n). `hosts`: this is one of several hosts, all of which call this.
     `returns`: lost replicas are restarted with these options, also on a single host."""
     try:
         slots, joins = None, False
@@ -71,34 +74,46 @@ def train(
 
 
 def run(prepared: PreparedRun, monitors: Monitors = nullcontext, hosts: HostOptions | None = None) -> int:
-    """Run a prepared job; returns its exit code. The launcher has its own thread, so that signals reach `_Signals`."""
+    """Run a prepared job; returns its exit code. The launcher has its own thread; signals reach this one."""
     stop = prepared.run_dir / "stop"
     if not prepared.joins:
         FILES.remove(stop)
         FILES.remove(prepared.run_dir / "summary.json")
     code: list[int] = []
     start = _launch if hosts is None else functools.partial(_launch_host, hosts)
-    ranks = threading.Thread(target=lambda: code.append(start(prepared, monitors)), daemon=True)
+    signals = JobSignals()
+    request = _request(prepared, monitors, signals)
+    ranks = threading.Thread(target=lambda: code.append(start(prepared, request)), daemon=True)
     first = prepared.resume.step + 1 if prepared.resume else 1
     print(_announcement(prepared, first), flush=True)
-    with _Signals(stop), Screen(prepared.config, prepared.run_dir, first) as screen:
-        ranks.start()
-        while ranks.is_alive():
-            ranks.join(LOOK)
-            screen.update()
+    try:
+        with signals, Screen(prepared.config, prepared.run_dir, first) as screen:
+            ranks.start()
+            while ranks.is_alive():
+                ranks.join(LOOK)
+                screen.update()
+    except (BrokenPipeError, SystemExit):  # rich raises the latter
+        signals.handle(signal.SIGPIPE)  # the job ends with the reader of its output
+        ranks.join()
     FILES.remove(stop)
+    if signals.caught and code not in ([0], [RAISED]):  # otherwise it had ended before
+        return 1 if signal.SIGPIPE in signals.caught else signals.code(0)
     if code == [2]:
         return 2
-    verdict = _verdict(prepared, code in ([0], [RAISED]), several=hosts is not None)
-    return RAISED if code == [RAISED] else verdict
+    finished = code in ([0], [RAISED]) or (bool(signals.asked) and code == [signals.code(0)])
+    verdict = _verdict(prepared, finished, several=hosts is not None)
+    if code == [RAISED]:
+        return RAISED
+    # A scheduler that asks by SIGTERM or SIGUSR1 gets what it asked for: 0.
+    return signals.code(verdict) if signals.asked == signal.SIGINT else verdict
 
 
-def _launch(prepared: PreparedRun, monitors: Monitors) -> int:
+def _launch(prepared: PreparedRun, request: LaunchRequest) -> int:
     config = prepared.config
-    return launch(config.replicas * config.replica_size, _request(prepared, monitors))
+    return launch(config.replicas * config.replica_size, request)
 
 
-def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) -> int:
+def _launch_host(hosts: HostOptions, prepared: PreparedRun, request: LaunchRequest) -> int:
     """This host's part. `facts` are compared between the hosts, which must all train the same."""
     config = flatten(prepared.config.model_dump())
     facts = {f"the key {key}": str(value) for key, value in config}
@@ -106,7 +121,7 @@ def _launch_host(hosts: HostOptions, prepared: PreparedRun, monitors: Monitors) 
     facts["the checkpoint to go on from"] = prepared.resume.identity() if prepared.resume else "none"
     return launch_host(
         hosts,
-        _request(prepared, monitors),
+        request,
         facts=facts,
         check=functools.partial(_check_hosts, prepared),
     )
@@ -132,7 +147,7 @@ def _check_hosts(prepared: PreparedRun, spec: JobSpec) -> None:
         )
 
 
-def _request(prepared: PreparedRun, monitors: Monitors) -> LaunchRequest:
+def _request(prepared: PreparedRun, monitors: Monitors, signals: JobSignals) -> LaunchRequest:
     config, resume = prepared.config, prepared.resume
     return LaunchRequest(
         Path(__file__).with_name("rank_script.py"),
@@ -145,37 +160,10 @@ def _request(prepared: PreparedRun, monitors: Monitors) -> LaunchRequest:
         config.carrier,
         [str(fault) for fault in prepared.kills],
         monitors=monitors,
+        signals=signals,
+        stop_file=prepared.run_dir / "stop",
+        way_on=functools.partial(way_on_of_train, steps=config.steps),
     )
-
-
-class _Signals:
-    """The first SIGTERM or SIGUSR1 asks the ranks, through a file, to stop after their step; any other signal ends this
-    process, and then its guardian ends the ranks."""
-
-    def __init__(self, stop: Path) -> None:
-        self._stop, self._asked = stop, False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    self._previous[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        name = signal.Signals(number).name
-        # The file may exist already, if another host has received a signal, too.
-        if number in (signal.SIGTERM, signal.SIGUSR1) and not self._asked:
-            self._asked = True
-            FILES.replace(self._stop, b"")
-            _say(f"{name}: finishing the step and saving a checkpoint; once more ends the run at once")
-            return
-        _say(f"ended by {name}")
-        raise SystemExit(128 + number)
 
 
 def _announcement(prepared: PreparedRun, first: int) -> str:
@@ -196,7 +184,7 @@ def _announcement(prepared: PreparedRun, first: int) -> str:
 def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
     """Say how the run ended. Returns the exit code; `finished`: the ranks have, `several`: on several hosts."""
     config, found = prepared.config, directory.latest(prepared.run_dir)
-    way_on = _way_on(prepared, found)
+    way_on = way_on_of_train(prepared.run_dir, config.steps)
     path = prepared.run_dir / "summary.json"
     text = FILES.read(path)
     if finished and several and not path.exists():
@@ -224,23 +212,6 @@ def _verdict(prepared: PreparedRun, finished: bool, several: bool) -> int:
         return 0 if found and found.step == summary["steps"] else 1
     print(_done(summary, prepared.run_dir))
     return 0
-
-
-def _way_on(prepared: PreparedRun, found: directory.Found | None) -> str:
-    """How to go on from the newest checkpoint."""
-    if found and found.step < prepared.config.steps:
-        text = f"`recover train --resume {prepared.run_dir}` goes on from step {found.step + 1}"
-        if not found.is_confirmed:
-            text += ", with a state that was saved when the world was lost: no vote has compared it"
-    else:
-        text = "there is no checkpoint to go on from"
-    if states := [one for one in directory.undecided(prepared.run_dir) if not found or one.step > found.step]:
-        names = ", ".join(one.path.name for one in states)
-        text += (
-            f"; replicas held different states, saved as {names}: to go on from the right one, rename it to "
-            f"unconfirmed-{states[-1].step}"
-        )
-    return text
 
 
 def _done(summary: dict[str, Any], run_dir: Path) -> str:

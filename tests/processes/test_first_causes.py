@@ -99,7 +99,8 @@ def test_end_of_a_rank_is_known_before_its_parent_reaps_it(tmp_path: Path) -> No
     board: Any = SimpleNamespace(here=lambda: [0], pid=lambda rank_: rank.pid, now=lambda rank_: idle)
     (tmp_path / "ranks").mkdir()
     with Witness(tmp_path) as witness:
-        witness.watch(JobSpec(1, session=str(tmp_path)), board)
+        witness.begin(JobSpec(1, session=str(tmp_path)))
+        witness.watch(board)
         assert wait_until(lambda: witness._seen)
         rank.kill()
         assert wait_until(lambda: witness._leaving)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ULFM, Job
+from launching import ULFM, Job, state_of
 from patience import PATIENCE, wait_until
 
 from recover.launch import launcher, preflight
@@ -266,8 +266,9 @@ def test_ctrl_c_ends_ranks_that_ignore_it(tmp_path: Path, number: signal.Signals
     assert all_up(job, 2)
     os.killpg(job.process.pid, number)
     assert job.finish() == code
-    assert f"ended by {number.name}" in job.stderr
+    assert f"ended by {number.name} before its first step; the script has saved no checkpoint" in job.stderr
     assert job.leftovers() == []
+    assert state_of(job.run_dir) == f"ended by {number.name} before its first step"
 
 
 def test_ctrl_c_ends_the_job_although_its_output_is_not_read(tmp_path: Path) -> None:
@@ -309,9 +310,16 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "import os; os.fork()\n" + BUSY, "-n", "2")
     assert all_up(job, 2)
     assert job.leftovers() != []
+    assert (job.run_dir / "page.url").exists()
+    assert state_of(job.run_dir) == "running"
     job.process.kill()
     assert wait_until(lambda: job.leftovers() == []), job.leftovers()
     assert job.finish() == -signal.SIGKILL
+    assert (
+        state_of(job.run_dir)
+        == f"the launcher was killed (pid {job.process.pid} is gone) before its first step"
+    )
+    assert wait_until(lambda: not (job.run_dir / "page.url").exists()), "its guardian removes it"
 
 
 @pytest.mark.guarantee(
@@ -342,8 +350,9 @@ def test_kill_9_of_the_guardian_leaves_nothing_either(tmp_path: Path) -> None:
     assert job.leftovers() == []
 
 
-def test_closed_output_ends_the_job(tmp_path: Path) -> None:
-    job = Job(tmp_path, RANK + "while True: print('words' * 100)", "-n", "1")
+@pytest.mark.parametrize("options", [["-n", "1"], ["-n", "1", "--return"]], ids=["openmpi", "etcd"])
+def test_closed_output_ends_the_job(tmp_path: Path, options: list[str]) -> None:
+    job = Job(tmp_path, RANK + "while True: print('words' * 100)", *options)
     assert job.process.stdout is not None
     job.process.stdout.readline()
     job.process.stdout.close()

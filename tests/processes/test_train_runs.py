@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launching import state_of
 from patience import wait_until
 from training import (
     INCIDENT_FIELDS,
@@ -208,7 +209,8 @@ def test_death_during_a_checkpoint_leaves_the_previous_one_usable(tmp_path: Path
 
 @pytest.mark.guarantee("The trainer", "A stopped run resumes with the bits of an unstopped run.")
 def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -> None:
-    """A rank gets the signal and all stop after the same step; then the launcher gets it; bit for bit the same end."""
+    """A rank gets the signal and all stop after the same step; then Ctrl-C reaches the launcher and all that shares its
+    terminal; bit for bit the same end."""
     words = [*small_world(tmp_path), "replicas=2", "accum=2", "lr=0.1", "warmup_steps=1000"]
     run_dir = tmp_path / "run"
 
@@ -225,10 +227,18 @@ def test_stopped_run_resumes_with_the_bits_of_an_unstopped_run(tmp_path: Path) -
 
     process = start(run_dir, resume=run_dir)
     assert wait_until(lambda: _steps(run_dir) >= reached + 5)
-    process.send_signal(signal.SIGTERM)
+    assert state_of(run_dir) == "running"
+    os.killpg(process.pid, signal.SIGINT)
     second = finish(process, run_dir)
-    assert second.code == 0, second.output
+    assert second.code == 128 + signal.SIGINT, second.output
+    assert (
+        "SIGINT: finishing the step and saving a checkpoint; once more ends the job at once" in second.output
+    )
     assert second.summary["steps"] > reached
+    stopped = second.summary["steps"]
+    assert f"`recover train --resume {run_dir}` goes on from step {stopped + 1}" in second.output
+    assert state_of(run_dir) == f"stopped by SIGINT after step {stopped}"
+    assert not (run_dir / "page.url").exists()
 
     last = second.summary["steps"] + 5
     third = train(run_dir, f"steps={last}", resume=run_dir)
@@ -251,6 +261,9 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run = finish(process, run_dir)
     assert run.code == 128 + signal.SIGTERM, run.output
     assert wait_until(lambda: not _ranks(process))
+    assert "ended by SIGTERM before its first step; there is no checkpoint to go on from" in run.output
+    assert state_of(run_dir) == "ended by SIGTERM before its first step"
+    assert not (run_dir / "page.url").exists()
 
 
 def plain_losses(words: list[str]) -> list[float]:

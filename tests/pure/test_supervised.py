@@ -31,8 +31,10 @@ from recover.launch.hosts.replica_restarts import RestartedReplica
 from recover.launch.hosts.slots import HostSlots
 from recover.launch.output_relay import Relay
 from recover.launch.request import LaunchRequest
+from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Lifecycle, State, Supervisor
 from recover.launch.witness import Witness
+from recover.runs.records.job_log import job_lines
 from recover.world.fabrics.etcd.client import Answer, EtcdError
 
 GENEROUS = 30.0
@@ -244,7 +246,7 @@ def host_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     slots = HostSlots(3, 0.0, 600.0)
     tell: Any = lambda *end: ends.append(end)  # noqa: E731
     ranks = HostRanks(spec, {0: 0, 1: 1}, slots, 3, session, ["x"], tell)
-    witness: Any = SimpleNamespace(watch=lambda *_: None)
+    witness: Any = SimpleNamespace(begin=lambda spec: None, watch=lambda board: None)
     hosts = Hosts()
     supervisor = Supervisor(spec, ranks, session, witness, [], hosts)
     supervisor.start()
@@ -321,6 +323,22 @@ def test_agent_that_cannot_supervise_its_ranks_reports_it(
     host_ranks.hosts.must_end = lambda: next(passes, None) is None
     with pytest.raises(SupervisorError, match="look after its ranks"):
         host_ranks.supervisor.watch(0.0)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.EPIPE, True), (errno.EIO, False)])
+def test_job_ends_with_the_reader_of_its_output_and_with_no_other_failure(
+    host_ranks: Any, monkeypatch: pytest.MonkeyPatch, number: int, ends: bool
+) -> None:
+    """On every fabric: `recover run ... | head`."""
+
+    def fail(self: Relay, timeout: float) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Relay, "pump", fail)
+    passes = iter(range(5))
+    host_ranks.hosts.must_end = lambda: next(passes, None) is None
+    failure = host_ranks.supervisor.watch(0.0)
+    assert failure == ("its output has no reader any more (Broken pipe)" if ends else "")
 
 
 def test_agent_declares_a_death_although_its_log_output_fails(
@@ -451,11 +469,16 @@ def test_agent_that_fails_declares_its_ranks_dead_before_it_exits(
     meeting: Any = SimpleNamespace(me=me, late=False, present=lambda plan: (plan, {"h1"}))
     with Witness(tmp_path / "run") as witness:
         request = LaunchRequest(Path("x"), timeout=0.0)
-        agent = HostAgent(part, HostOptions(), request, spec, lambda spec: None, [], witness, session)
+        agent = HostAgent(
+            part, HostOptions(), request, spec, lambda spec: None, JobSignals(), witness, session
+        )
         code = agent._run_job(meeting, plan, spec)
         assert agent._lifecycle.state is State.JUDGED
     assert code == 1
     assert order == ["killed", "declared: the lease is held"]
+    recorded = job_lines(tmp_path / "run")
+    assert [line["what"] for line in recorded] == ["start", "ending", "end"], "also if no rank was started"
+    assert "ZeroDivisionError" in recorded[-1]["reason"]
     if silent:
         assert LeaseOfTest.last.end == "runs out"
     else:

@@ -15,8 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from recover.job.grid import Grid
 from recover.job.host_options import HostOptions, room_for
@@ -39,12 +41,14 @@ from recover.launch.hosts.rendezvous import HostPlan, Rendezvous
 from recover.launch.hosts.replica_restarts import MISSED, ReplicaRestarts
 from recover.launch.hosts.run_directory import SeenDirectories, open_shared_run_dir, write_placement
 from recover.launch.hosts.slots import HostSlots
-from recover.launch.launcher import catching, exit_code_of, held
+from recover.launch.launcher import exit_code_of, held, say_stopped
 from recover.launch.preflight import Refusal
 from recover.launch.request import LaunchRequest
 from recover.launch.session import Session
+from recover.launch.signals import JobSignals
 from recover.launch.supervisor import Lifecycle, State, Supervisor
 from recover.launch.witness import Witness
+from recover.runs.live.page_process import ADDRESS
 from recover.world.fabrics.etcd.access import client_of, client_of_kind
 from recover.world.fabrics.etcd.client import UNIX, EtcdClient, EtcdError
 from recover.world.fabrics.etcd.host_lease import HostLease, parts_of, without_lease
@@ -103,28 +107,29 @@ def _launch_host(
     directory, lock = open_shared_run_dir(request.run_dir or Path("runs", part.job), part.job)
     more = words_of(request.args) if facts is None else facts
     facts = facts_of(part, spec, request.script, request.module, options.lease, more)
+    signals, code = request.signals or JobSignals(), 1
     with held(lock):
         try:
             with (
                 request.monitors(directory),
                 Witness(directory, part.host) as witness,
-                Session() as session,
-                catching(lambda: _end_later(session)) as caught,
+                Session(directory / ADDRESS) as session,
+                nullcontext() if request.signals else signals,
+                signals.ending(lambda: _end_later(session)),
             ):
                 if access.endpoints == (UNIX,):
                     access = replace(access, endpoints=(socket_in(session.directory / "etcd"),))
                 spec = replace(spec, run_dir=str(directory), session=str(session.directory), etcd=access)
                 place = options.etcd_dir or session.directory / "etcd"
-                agent = HostAgent(part, options, request, spec, check, caught, witness, session)
+                agent = HostAgent(part, options, request, spec, check, signals, witness, session)
                 with OwnEtcd(access, place, alone=part.most == 1) as etcd:
                     code = agent.run(etcd, facts)
         except EtcdError as error:  # at the start; later a silence is waited for
             say(f"failed, {error}")
             return 1
-        if caught:
-            FILES.patience = 0.0
+        say_stopped(code, signals, request, directory)
         FILES.settle()
-        return code
+        return signals.code(code)
 
 
 def _check(options: HostOptions, part: HostPart, access: EtcdAccess, request: LaunchRequest) -> JobSpec:
@@ -165,7 +170,7 @@ class _HostJob:
 
 
 class HostAgent:
-    """`check`: see `launch_host`. `caught`: signals that end the job on all hosts."""
+    """`check`: see `launch_host`. `signals` to this process end the job on all hosts."""
 
     def __init__(
         self,
@@ -174,13 +179,14 @@ class HostAgent:
         request: LaunchRequest,
         spec: JobSpec,
         check: Callable[[JobSpec], object],
-        caught: list[int],
+        signals: JobSignals,
         witness: Witness,
         session: Session,
     ) -> None:
         assert spec.etcd is not None
         self._part, self._options, self._request, self._spec = part, options, request, spec
-        self._check, self._caught, self._witness, self._session = check, caught, witness, session
+        self._check, self._witness, self._session = check, witness, session
+        self._signals, self._caught = signals, signals.caught
         self._access = spec.etcd  # to the keys of the job's name; those of the run lie below
         self._given_up = threading.Event()  # by the others; set by the thread that keeps the lease
         self._lifecycle = Lifecycle()
@@ -316,6 +322,7 @@ class HostAgent:
         """State RUNNING, until the job has ended or is to be ended. Returns why it has failed, or
         ""."""
         job.supervisor.start()
+        self._signals.ask = functools.partial(self._request.ask_to_stop, self._session.directory)
         ttl, _ = parts_of(self._options.lease)
         if longer := job.lease.granted - ttl:
             lease = self._options.lease
@@ -334,6 +341,7 @@ class HostAgent:
         given_up = self._given_up.is_set()  # if so, the others go on, and the job does not end
         with Supervised("the agent").part("wait for the end of its ranks"):
             job.supervisor.end(failure or broken, is_told=not given_up)
+        self._witness.outcome = self._outcome(job.sync.view.order, failure, broken)
         # Unless all hosts end now, the others would wait for ranks that have ended and were never
         # declared dead. What etcd does not take now, they learn when the lease has run out.
         view = job.sync.view
@@ -345,6 +353,19 @@ class HostAgent:
             _quietly(job.lease.leave)
         else:
             job.lease.abandon()
+
+    def _outcome(self, order: Order | None, failure: str, broken: str) -> dict[str, Any]:
+        """How the job has ended, for its records. `left`: for this host alone."""
+        if outcome := self._signals.outcome():
+            return outcome
+        if self._given_up.is_set():
+            broken = f"host {self._part.host} was declared lost, and the other hosts went on without it"
+        if broken:
+            return {"left": True, "reason": broken}
+        if order is not None and order.signal:
+            return {"signal": signal.Signals(order.signal).name, "by": order.host}
+        reason = order.why if order is not None else failure
+        return {"reason": reason} if reason else {}
 
     def _judge(self, job: _HostJob, failure: str, broken: str) -> int:
         """State JUDGED, with the exit code."""
@@ -377,7 +398,8 @@ class HostAgent:
 
     def _ended_by(self, order: Order) -> int:
         there = f" on {order.host}" if order.host != self._part.host else ""
-        say(f"ended by {signal.Signals(order.signal).name}{there}")
+        end = self._request.describe_end(Path(str(self._spec.run_dir)))
+        say(f"ended by {signal.Signals(order.signal).name}{there}{end}")
         return self._judged(128 + order.signal)
 
     def _judged(self, code: int) -> int:

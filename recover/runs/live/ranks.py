@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recover.runs.records.job_state import session_of
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Death
 from recover.world.liveness import other_hosts
@@ -17,17 +18,6 @@ from recover.world.liveness.signs import Now
 GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", "joining"
 
 
-def session_of(start: Line) -> Path | None:
-    """The session directory of a job that runs on this host, if this user may read it."""
-    for session in (start.get("sessions") or {"": start.get("session")}).values():
-        try:
-            if session and (Path(session) / "board").exists():
-                return Path(session)
-        except OSError:  # of another user
-            pass
-    return None
-
-
 def ranks_now(
     start: Line,
     job: Sequence[Line],
@@ -35,17 +25,18 @@ def ranks_now(
     joined: Collection[int],
     last: Line,
     seats: Mapping[str, Any],
+    is_over: bool = False,
 ) -> list[dict[str, Any]]:
     """One entry per rank: what it does, since when (seconds since 1970), in which step, with which slots, on which
     host.
 
-    `seats`: the hosts of the ranks, in a job on several hosts.
+    `seats`: the hosts of the ranks, in a job on several hosts. `is_over`: the job has ended, so no rank is there.
     """
     size, count = int(start.get("replica_size", 1)), int(start.get("ranks", 0))
     exits = {
         line["rank"]: line for line in job if line["what"] == "exit" and line["at"] >= start.get("at", 0.0)
     }
-    session = session_of(start)
+    session = None if is_over else session_of(start)
     board, others = (_board(session), other_hosts.found(session)) if session else (None, {})
     # Ranks that are about to join are only on the boards.
     there = {*(board.living() if board else ()), *others}
@@ -58,7 +49,12 @@ def ranks_now(
             return _shown(board.now(rank), board.state(rank), rank in coming)
         if rank in others:
             return _shown(*others[rank], rank in coming)
-        return {"doing": UNKNOWN, "since": last.get("at"), "step": last.get("step", 0), "slots": []}
+        return {
+            "doing": GONE if is_over else UNKNOWN,
+            "since": last.get("at"),
+            "step": last.get("step", 0),
+            "slots": [],
+        }
 
     return [
         {

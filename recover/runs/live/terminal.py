@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from recover.job.record_files import FILES
 from recover.runs.live.view import RunView
 from recover.runs.records.goodput import PARTS
+from recover.runs.records.job_log import job_files
 
 _LOOK = 0.5  # seconds
 _SHOWN = 8  # incidents that are shown, the last ones
@@ -25,25 +28,54 @@ _LETTERS = {
 _GRID = 256  # ranks that are shown; more are only counted
 
 
+def is_run(path: Path) -> bool:
+    """Whether it is a run directory."""
+    return (path / "steps.jsonl").exists() or any(one.exists() for one in job_files(path))
+
+
+def runs_in(place: Path) -> list[Path]:
+    """The run directories in a directory, the one that was written to last at the end."""
+    return sorted(filter(is_run, place.glob("*")), key=_written)
+
+
 def newest(place: Path) -> Path:
     """The run directory that was written to last."""
-    found = [
-        path for path in place.glob("*") if any((path / n).exists() for n in ("job.jsonl", "steps.jsonl"))
-    ]
+    found = runs_in(place)
     if not found:
         raise ValueError(f"there is no run in {place.absolute()}; name a run directory")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return found[-1]
 
 
-def once(view: RunView) -> None:
-    Console(highlight=False, soft_wrap=True).print(shown(view))
+def _written(path: Path) -> int:
+    return max(map(FILES.modified, (path, path / "steps.jsonl", *job_files(path))))
+
+
+def once(view: RunView, how: str = "") -> None:
+    """`how`: what to say of the state of the job, in place of its own words."""
+    Console(highlight=False, soft_wrap=True).print(shown(view, how))
+
+
+def show_list(views: Sequence[RunView]) -> None:
+    """Runs of one directory, one line each: name, step, loss, replicas, state."""
+    rows = [("run", "step", "loss", "replicas", "state")]
+    for view in views:
+        state = view.state()
+        values = dict(_rows(state))
+        rows.append((state["name"], values["step"], values["loss"], values["replicas"], state["how"]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show(text: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
 
 
 def follow(view: RunView) -> None:
     """Update until the run has ended, or Ctrl-C."""
     with Live(shown(view), console=Console(highlight=False), refresh_per_second=4) as live:
         try:
-            while view.state()["state"] == "running":
+            while not view.job().is_over:
                 time.sleep(_LOOK)
                 view.refresh()
                 live.update(shown(view))
@@ -51,12 +83,18 @@ def follow(view: RunView) -> None:
             pass
 
 
-def shown(view: RunView) -> RenderableType:
+def shown(view: RunView, how: str = "") -> RenderableType:
     state, ranks, incidents = view.state(), view.ranks(), view.incidents()
     table = Table.grid(padding=(0, 2))
     for name, value in _rows(state):
         table.add_row(Text(name, style="dim"), Text(value))
-    parts: list[RenderableType] = [Text(f"{state['name']}: {state['state']}", style="bold"), table]
+    parts: list[RenderableType] = [Text(f"{state['name']}: {how or state['how']}", style="bold"), table]
+    if page := view.page():
+        if view.job().is_over:  # its launcher could not remove the file
+            page = (
+                f"none: {page} was that of the job that has ended; `recover watch {view.run_dir}` serves one"
+            )
+        table.add_row(Text("page", style="dim"), Text(page))
     if ranks:
         counts = Counter(entry["doing"] for entry in ranks)
         parts.append(Text("ranks: " + ", ".join(f"{n} {doing}" for doing, n in counts.items())))
@@ -88,6 +126,10 @@ def _skipped(steps: int) -> str:
     return f"{steps} step{'s' * (steps > 1)}: the gradient was not finite, or no microbatch had a weight"
 
 
+def _known(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     loss, eta = state["loss"], state["eta_seconds"]
     goodput = state["goodput"]
@@ -100,8 +142,11 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         ("step", f"{state['step']}{of}" + (f", {eta:.0f} s to go" if eta is not None else "")),
         ("loss", "-" if loss is None else f"{loss:.4f}"),
         *([("skipped", _skipped(state["skipped"]))] if state["skipped"] else []),
-        ("microbatches", f"{state['microbatches']} of B = {state['global_batch']}"),
-        ("replicas", f"{state['replicas'] or state['replicas_start']} of {state['replicas_start']}"),
+        ("microbatches", f"{_known(state['microbatches'])} of B = {_known(state['global_batch'])}"),
+        (
+            "replicas",
+            f"{_known(state['replicas'] or state['replicas_start'])} of {_known(state['replicas_start'])}",
+        ),
         ("tokens/s", f"{state['tokens_per_second']:,.0f}"),
         ("goodput", f"{goodput['goodput']:.2%}"),
     ]

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from recover.runs.live.ranks import ranks_now, session_of
+from recover.runs.live.page_process import ADDRESS
+from recover.runs.live.ranks import ranks_now
 from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import TimeAccount
 from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
+from recover.runs.records.job_state import RUNNING, JobState, job_state
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Story, stories
 
@@ -162,16 +164,29 @@ class RunView:
                 "unreadable": self._feed.unreadable,
             }
 
+    def job(self) -> JobState:
+        """Whether the job runs, and how it ended."""
+        with self._lock:
+            return job_state(self.run_dir, self._job, self.summary, self._last, self.config.get("steps"))
+
+    def page(self) -> str:
+        """The address of the page that the job serves, or served; "" if there is none."""
+        try:
+            return (self.run_dir / ADDRESS).read_text().strip()
+        except OSError:
+            return ""
+
     def _progress(self) -> dict[str, Any]:
         """Whether it runs, its step, and its speed over the last steps."""
-        start, summary, planned = self._start(), self.summary, self.config.get("steps")
-        ended = any(line["what"] == "end" and line["at"] >= start.get("at", 0.0) for line in self._job)
-        running = bool(session_of(start)) or (not ended and not summary and bool(start))
+        job, planned = self.job(), self.config.get("steps")
         tokens, seconds = sum(tokens for tokens, _ in self._spans), sum(seconds for _, seconds in self._spans)
         step = int(self._last.get("step", 0))
-        left = (planned - step) * seconds / max(1, len(self._spans)) if planned and running else None
+        left = (
+            (planned - step) * seconds / max(1, len(self._spans)) if planned and job.name == RUNNING else None
+        )
         return {
-            "state": "running" if running else "finished" if summary else "ended",
+            "state": job.name,
+            "how": job.text,
             "step": step,
             "steps": planned,
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
@@ -267,7 +282,7 @@ class RunView:
             }
             joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
             seats = self._placement().get("ranks") or {}
-            return ranks_now(self._start(), self._job, gone, joined, self._last, seats)
+            return ranks_now(self._start(), self._job, gone, joined, self._last, seats, self.job().is_over)
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
         """The end of a rank's log; None if there is none, or if it is outside the run directory."""

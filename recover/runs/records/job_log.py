@@ -43,7 +43,12 @@ def job_lines(run_dir: Path) -> list[Line]:
 def _one_launch_each(lines: list[Line]) -> list[Line]:
     """Merge the lines of a job on several hosts (`run`): it starts with the first of its agents and ends with the
     last."""
-    last = {line["run"]: line for line in lines if "run" in line and line["what"] == "end"}
+    last: dict[str, Line] = {}
+    for line in lines:
+        # A host that left while the others went on may be the last one that writes.
+        gives_way = line.get("left") and not last.get(line.get("run", ""), line).get("left")
+        if "run" in line and line["what"] == "end" and not gives_way:
+            last[line["run"]] = line
     told: dict[tuple[str, str], Line] = {}
     found = []
     for line in lines:
@@ -51,8 +56,11 @@ def _one_launch_each(lines: list[Line]) -> list[Line]:
             first = told.setdefault((line["what"], line["run"]), line)
             if line["what"] == "start":  # every host has its own session
                 first.setdefault("sessions", {})[line.get("host")] = line.get("session")
+                first.setdefault("owners", {})[line.get("host")] = line.get("owner")
             if first is not line:
                 continue
+        if "run" in line and line["what"] == "end" and ("start", line["run"]) in told:
+            told["start", line["run"]].setdefault("owners", {}).pop(line.get("host"), None)
         if "run" not in line or line["what"] != "end" or line is last[line["run"]]:
             found.append(line)
     return found

@@ -136,7 +136,7 @@ class JobRecord(TypedDict):
     replica_size: NotRequired[int]
     # start: directory of the session, with the board, while the job runs.
     session: NotRequired[str]
-    # start, heard: name of the host.
+    # start, heard, and with `run` end: name of the host.
     host: NotRequired[str]
     # start, end: id that the records of all hosts of one run have in common.
     run: NotRequired[str]
@@ -146,7 +146,7 @@ class JobRecord(TypedDict):
     rank: NotRequired[int]
     # exit: its process id.
     pid: NotRequired[int]
-    # exit: the signal that ended it, where the kernel tells.
+    # exit: the signal that ended it, where the kernel tells. end: the signal that ended the job.
     signal: NotRequired[str]
     # exit: its exit code.
     code: NotRequired[int]
@@ -176,8 +176,18 @@ class JobRecord(TypedDict):
     why: NotRequired[str]
     # heard: lease of the host in seconds, only if the host itself was lost.
     lease: NotRequired[float]
-    # ending: why the launcher ends the job.
+    # ending: why the launcher ends the job. end: why the job has failed.
     reason: NotRequired[str]
+    # start: whether it is a script of the user's, by `recover run`.
+    script: NotRequired[bool]
+    # start: the process that writes this file: pid, when it began, its pid namespace, boot and machine.
+    owner: NotRequired[dict[str, Any]]
+    # end: true if the signal asked the ranks to stop after their step, and they did.
+    asked: NotRequired[bool]
+    # end: the host that received the signal, if it was another one.
+    by: NotRequired[str]
+    # end: true if this host has ended and the others go on.
+    left: NotRequired[bool]
 
 
 Line = dict[str, Any]  # a record whose kind does not matter

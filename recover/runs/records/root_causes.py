@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recover.runs.records.causes import AGREED, Cause, Launched, cause_of, is_orphan, lost_host
+from recover.runs.records.job_state import went_well
 from recover.runs.records.kinds import Line
 
 
@@ -88,7 +89,7 @@ def stories(incidents: Sequence[Line], job: Sequence[Line]) -> list[Story]:
     rest = {
         line["rank"]: line
         for line in last.exits
-        if (last.number, line["rank"]) not in told and not _went_well(line) and _said_at(line) <= last.ending
+        if (last.number, line["rank"]) not in told and not went_well(line) and _said_at(line) <= last.ending
     }
     if rest:
         found.append(Story(len(incidents) + 1, None, _deaths(sorted(rest), rest, last)))
@@ -116,10 +117,6 @@ def _launch_of(incident: Line, launched: Sequence[Launched]) -> Launched:
     return max(
         (launch for launch in launched if launch.start.get("at", 0.0) <= at), key=lambda one: one.number
     )
-
-
-def _went_well(line: Line) -> bool:
-    return bool(line.get("words", {}).get("end") == "done" or line.get("code") == 0)
 
 
 def _said_at(line: Line) -> float:

@@ -13,6 +13,7 @@ import yaml
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import account
 from recover.runs.records.job_log import job_lines, launches
+from recover.runs.records.job_state import JobState, job_state
 from recover.runs.records.kinds import Line
 
 
@@ -39,6 +40,12 @@ class Run:
         until = (self.summary.get("goodput") or {}).get("until")
         replicas = self.summary.get("replicas_start") or self.config.get("replicas") or 0
         return account(self.steps, self.incidents, launches(self.job), until, replicas)
+
+    @property
+    def state(self) -> JobState:
+        """Whether its job runs, and how it ended."""
+        last = self.steps[-1] if self.steps else {}
+        return job_state(self.path, self.job, self.summary, last, self.config.get("steps"))
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Step numbers and values of this key, for the steps in which it was recorded."""
