@@ -75,7 +75,7 @@ EXIT_CODES = """\
 | 2 | refused before any process started: an option, a key, a value, a corpus, a checkpoint, the disk |
 | 3 | `recover train`: fewer than `min_replicas` are left; a checkpoint was saved |
 | 4 | a rank raised an exception outside a step, or two replicas raised the same exception at the same place |
-| 128 + n | ended by signal n (130: Ctrl-C) |
+| 128 + n | ended by signal n, or stopped by it after the step (130: Ctrl-C) |
 """
 
 
@@ -190,6 +190,7 @@ LAYOUT = """\
 | `incidents.jsonl` | one line per repair: losses and joins |
 | `job.jsonl`, `job-HOST.jsonl` | what the launcher, or the agent of a host, saw |
 | `summary.json` | at the end: totals, throughput, `final_loss`, `parameters_digest`, `goodput`, `skipped` if any |
+| `checkpoint.json` | where a script saves its checkpoints, and whether it resumes from there |
 | `hosts.json` | which rank runs on which host (several hosts, `--return`) |
 | `page.url` | address of the live page while the job runs |
 | `ranks/RANK.log` | time-stamped lines of the rank, with tracebacks and the samples of each step |
