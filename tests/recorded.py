@@ -91,3 +91,57 @@ def make_run(place: Path, steps: int = 20, replicas: int = 4, lost_at: int | Non
     (place / "config.yaml").write_text(yaml.safe_dump(settings))
     (place / "ranks" / "0.log").write_text("what rank 0 did\n")
     return place
+
+
+def make_eventful_run(place: Path, steps: int = 60) -> Path:
+    """Of 4 replicas one is killed after a sixth of the steps and one joins after a third; after two thirds the run is
+    resumed on 2 replicas. All that a step can record is recorded."""
+    (place / "ranks").mkdir(parents=True)
+    lost, joined, resumed = steps // 6, steps // 3, steps * 2 // 3 + 1
+    later = START + 10 * steps  # the second launch
+    lines = []
+    for n in range(1, steps + 1):
+        replicas = 2 if n >= resumed else 4 - (lost <= n < joined)
+        more: dict[str, Any] = {
+            "lr": 1e-3 * (1 - n / (2 * steps)),
+            "grad_norm": 0.5 + 2 / n + 0.01 * (n % 5),
+            "gpu_peak_mib": 3072 + 64 * (n // 10),
+        }
+        if n % 10 == 0:
+            more |= {"heldout_loss": 5.125 - 2 * n / steps, "evaluation_ms": 100.0, "checkpoint_ms": 90.0}
+        if n >= resumed:
+            more["at"] = later + 2 + n
+        lines.append(step_line(n, replicas, **more))
+    came = {
+        "kind": "joined", "joined_ranks": [4], "joined_replicas": [4], "hosts": ["somewhere"], "warm_up_ms": 3000.0,
+        "transfer_ms": 110.0, "transfer_bytes": 2**20, "stall_ms": 146.0, "detect_ms": 0.0, "repair_ms": 33.0,
+        "redo_ms": 345.8, "restore_ms": 0.0, "extra_microbatches": 0, "redone_microbatches": 0, "boundary": False,
+    }  # fmt: skip
+    write_lines(place / "steps.jsonl", lines)
+    write_lines(
+        place / "incidents.jsonl", [incident_line(lost, [1]), incident_line(joined, [], epoch=3, **came)]
+    )
+    write_lines(
+        place / "job.jsonl",
+        [
+            start_line(4),
+            exit_line(1, START + 2 + lost - 0.25, signal="SIGKILL", step=lost),
+            {"what": "end", "at": later - 1},
+            start_line(2, at=later),
+        ],
+    )
+    settings = {"steps": 2 * steps, "replicas": 2, "global_batch": 16}
+    (place / "config.yaml").write_text(yaml.safe_dump(settings))
+    return place
+
+
+def finish(run: Path, ranks: list[int]) -> None:
+    """Let the run end: these ranks are through, and the launcher has recorded it."""
+    lines = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    at = lines[-1]["at"] + 1
+    ends = [exit_line(rank, at, words={"end": "done"}) for rank in ranks]
+    with open(run / "job.jsonl", "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*ends, {"what": "end", "at": at + 1}])
+    (run / "summary.json").write_text(
+        json.dumps({"steps": lines[-1]["step"], "final_loss": lines[-1]["loss"]})
+    )

@@ -10,6 +10,7 @@ while step.index < 1000:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -291,6 +292,18 @@ class Step:
         self.refuse_inside_step("step.on_first")
         name = getattr(act, "__qualname__", repr(act))
         self._engine.on_first.call(self.index, partial(act, *arguments, **named), name, background)
+
+    def record_heldout_loss(self, loss: float) -> None:
+        """Record a loss on held-out data, evaluated after the last committed step, for the live
+        page and the report.
+
+        Call it on all replicas or in a function for `on_first`, outside of the loop over
+        microbatches. The next line of `steps.jsonl` has the value, or `summary.json` after the
+        last step. A loss that is not finite is not recorded.
+        """
+        self.refuse_inside_step("step.record_heldout_loss")
+        if math.isfinite(value := float(loss)):
+            self._engine.records.heldout(value)
 
     def refuse_inside_step(self, what: str) -> None:
         """Raise RuntimeError inside the loop over microbatches, where replicas are at different

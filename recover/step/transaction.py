@@ -202,7 +202,7 @@ class Transaction:
             if not (pieces and overlap):
                 self.gradients.post_all(self.post)
             committed = self.vote()
-            if self.incidents:
+            if place == "extra":  # the first attempt after a join, or a loss before the step, repeats nothing
                 self.incidents[-1].redo_ms = (time.perf_counter() - started) * 1e3
             if self.attempt.overflowed:
                 self._rerun()

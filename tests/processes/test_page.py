@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,62 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from left_out import leave_out
+from browsing import Seen
 from patience import PATIENCE, wait_until
 from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
 from training import small_world
 
-from recover.runs.live.view import POINTS
-from recover.runs.records.goodput import PARTS
+from recover.runs.records.curve_table import POINTS
 from recover.world.liveness.board import Board
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PICTURES = os.environ.get("PAGE_PICTURES")  # a folder: screenshots of the live run go there
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        leave_out("browser", f"none of {', '.join(BROWSERS)} is found; `apt-get install chromium`")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-class Seen:
-    """A page that is open, what went wrong on it, and where it asked."""
-
-    def __init__(self, browser: Any, url: str, width: int = 1600, scheme: str = "light") -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.errors: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.add(request.url))
-        self.page.goto(url)
-        self.until("document.querySelector('#now-step') != null")
-
-    def text(self, selector: str) -> str:
-        return str(self.page.inner_text(selector))
-
-    def until(self, condition: str, seconds: float = PATIENCE) -> None:
-        """The page's own rules forbid what playwright has for this: it evaluates text inside of the page."""
-        for _ in range(int(20 * seconds)):
-            if self.page.evaluate(condition):
-                return
-            self.page.wait_for_timeout(50)
-        raise AssertionError(f"never so: {condition}; it shows {self.text('body')}")
-
-    def parts(self) -> dict[str, str]:
-        rows = {name: self.page.query_selector(f"#part-{name} td:nth-child(2)") for name in PARTS}
-        return {name: row.text_content() for name, row in rows.items() if row}
-
-    def close(self) -> None:
-        self.page.close()
 
 
 @pytest.fixture
@@ -155,7 +107,7 @@ def test_page_follows_a_run_that_loses_its_writer_and_its_server(
         seen.page.click("#incident-1 summary")
         seen.page.screenshot(path=f"{PICTURES}/page-1600.png", full_page=True)
         small = Seen(browser, url, width=390, scheme="dark")
-        small.until("document.querySelector('#loss polyline') != null")
+        small.until("document.querySelector('#loss canvas') != null")
         small.page.screenshot(path=f"{PICTURES}/page-390.png", full_page=True)
         small.close()
 
@@ -224,7 +176,7 @@ def test_page_shows_a_thousand_replicas_whole_and_accessibly(
         assert seen.text("#log") == evil
         # For who hears it: everything that can be used or seen has a name.
         unnamed = page.evaluate(
-            "[...document.querySelectorAll('button, select, svg, section, summary')].filter(e => !("
+            "[...document.querySelectorAll('button, select, input, figure, section, summary')].filter(e => !("
             "e.getAttribute('aria-label') || e.getAttribute('aria-labelledby') || e.textContent.trim() ||"
             "(e.labels && e.labels.length))).length"
         )

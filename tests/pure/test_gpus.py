@@ -164,7 +164,7 @@ def used(monkeypatch: pytest.MonkeyPatch, card: str) -> tuple[GpuUse, dict[str, 
     """As if there were one such card, shared by the two ranks of a job."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     use = GpuUse(torch.device("cuda", 0), SIZES["tiny"], 128)

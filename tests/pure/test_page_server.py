@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import io
 import json
 import random
+import re
 import socket
 import threading
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import serving
 from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from recorded import START, exit_line, incident_line, make_run, start_line, step_line, write_lines
+from recorded import START, exit_line, finish, incident_line, make_run, start_line, step_line, write_lines
 from rich.console import Console
 
-from recover.runs.live.page_process import listen, token_for
-from recover.runs.live.server import READERS, PageServer, events, status
+from recover.runs.live.page_process import token_for
+from recover.runs.live.ranks import _shown
+from recover.runs.live.server import READERS, events, status
 from recover.runs.live.terminal import shown
-from recover.runs.live.view import POINTS, RunView
+from recover.runs.live.view import RunView
+from recover.runs.records.curve_table import POINTS
 from recover.runs.records.curves import CURVES
 from recover.runs.records.goodput import account
 from recover.runs.records.job_log import job_lines, launches
 from recover.runs.records.json_lines import read_lines
+from recover.runs.web import assets
 from recover.world.liveness.board import Board
+from recover.world.liveness.signs import Now
 
-
-@contextmanager
-def serving(run_dir: Path, token: str = "") -> Iterator[int]:
-    """The port of a server on loopback."""
-    server = PageServer(run_dir, listening := listen(0), token)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield listening.getsockname()[1]
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+ROOT = Path(__file__).parents[2]
 
 
 def get(port: int, path: str = "/", **headers: str) -> tuple[int, str]:
@@ -78,7 +73,8 @@ def test_page_serves_what_the_records_hold(tmp_path: Path) -> None:
     assert [entry["doing"] for entry in told["ranks"]] == ["not known", "gone", "not known", "not known"]
     (loss,) = told["losses"]
     assert loss["cause"] == "rank 1 killed by SIGKILL"
-    assert loss["phases"] == {"detect": 20, "repair": 70, "restore": 2, "redo": 40, "transfer": 0}
+    assert loss["phases"] == {"detect": 20, "repair": 70, "restore": 2, "redo": 40}
+    assert loss["pause_ms"] == 132
     assert loss["committed"] == 16
     run_label = ("run", "run")
     for name in CURVES:
@@ -345,7 +341,7 @@ def test_joined_replica_is_in_the_grid_and_among_the_incidents(tmp_path: Path) -
     view.refresh()
     lost, joined = view.incidents()
     assert (lost["joined_replicas"], joined["joined_replicas"], joined["dead_ranks"]) == ([], [4], [])
-    assert joined["phases"]["transfer"] == 30.0
+    assert (joined["phases"], joined["transfer_ms"]) == ({}, 30.0), "a join has one figure: the pause"
     assert [entry["rank"] for entry in view.ranks()] == [0, 1, 2, 3, 4]
     assert view.state()["lost"] == 1
 
@@ -382,3 +378,80 @@ def test_damaged_records_are_tolerated(tmp_path: Path, text: str) -> None:
     view.refresh()
     assert status(view)["step"] == 0
     assert view.series()["count"] == 0
+
+
+def parsed(event: bytes) -> tuple[str, Any]:
+    fields = dict(line.split(": ", 1) for line in event.decode().strip().splitlines())
+    return fields.get("event", ""), json.loads(fields.get("data", "null"))
+
+
+@pytest.mark.guarantee("Monitoring", "The last frame of an open page is the state in which the run ended.")
+def test_closing_stream_sends_the_whole_end_of_the_run(tmp_path: Path) -> None:
+    """Also what was written a moment ago: then the event that nothing follows, and the stream is over."""
+    run, closing = make_run(tmp_path / "run"), threading.Event()
+    view = RunView(run)
+    source = events(view, closing=closing)
+    read_until(source, "ranks")
+    finish(run, [0, 2, 3])
+    closing.set()
+    last = [parsed(event) for event in source]
+    told = dict(last)
+    assert told["state"]["state"] == "finished"
+    assert {entry["rank"]: entry["doing"] for entry in told["ranks"]} == {0: "done", 2: "done", 3: "done"}
+    assert last[-1] == ("end", {})
+
+
+def test_stream_removes_ranks_that_a_new_launch_does_not_have(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    view = RunView(run)
+    source = events(view, tick=0.11)
+    read_until(source, "ranks")
+    with open(run / "job.jsonl", "a") as file:
+        file.write(json.dumps(start_line(2, at=START + 100)) + "\n")
+    found = {entry["rank"]: entry.get("removed", False) for entry in read_until(source, "ranks")[1]}
+    assert {rank for rank, removed in found.items() if removed} == {2, 3}
+
+
+def test_lost_rank_is_past_a_minute_later_by_the_clock_of_the_run(tmp_path: Path) -> None:
+    for steps, past in ((60, [False] * 4), (70, [False, True, False, False])):
+        view = RunView(make_run(tmp_path / str(steps), steps=steps))
+        view.refresh()
+        assert [entry["past"] for entry in view.ranks()] == past
+
+
+def test_rank_that_was_ending_is_not_shown_as_gone(tmp_path: Path) -> None:
+    """Between the end of its process and the launcher's record of it."""
+    now = Now("ending", 0.0, 0)
+    assert _shown(now, "", coming=False)["doing"] == "ending"
+    assert _shown(Now("computing", 0.0, 3), "", coming=False)["doing"] == "gone"
+
+
+def test_vendored_chart_library_is_unmodified_and_licensed() -> None:
+    place = Path(assets.__file__).parent / "vendor" / "uplot"
+    facts = tomllib.loads((place / "vendor.toml").read_text())
+    assert {path.name for path in place.iterdir()} == {*facts["sha256"], "vendor.toml"}
+    for name, checksum in facts["sha256"].items():
+        assert hashlib.sha256((place / name).read_bytes()).hexdigest() == checksum, name
+    assert facts["licence"] == "MIT"
+    licence = (place / "LICENSE").read_text()
+    assert licence.startswith("The MIT License (MIT)")
+    assert licence in assets.script(), "the licence is in every copy"
+    assert f"v{facts['version']}" in (place / "uPlot.iife.min.js").read_text()[:200]
+    assert "</script" not in assets.script()
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "recover"
+    ]
+    shipped = {path for pattern in packaged for path in (ROOT / "recover").glob(pattern)}
+    web = Path(assets.__file__).parent
+    assert {
+        path for path in web.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    } <= shipped
+
+
+def test_page_is_one_file_with_style_and_scripts_in_it(tmp_path: Path) -> None:
+    with serving(make_run(tmp_path / "run")) as port:
+        page = get(port)[1]
+    assert assets.script() in page
+    assert assets.style() in page
+    assert "SHARED" not in page
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from recorded import incident_line, make_eventful_run
 from typer.testing import CliRunner
 
 from recover.cli import app
+from recover.runs.live.view import RunView
 from recover.runs.report import build, compare
 from recover.runs.report.recorded_runs import read_runs
 
@@ -97,6 +99,13 @@ def edit(run: Path, step: int, **changes: Any) -> None:
     (run / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def charts_of(page: str) -> list[dict[str, Any]]:
+    """The data that the charts of a report draw."""
+    found = re.search(r'<script type="application/json" id="runs">(.*?)</script>', page)
+    assert found is not None
+    return json.loads(found[1])
+
+
 def test_report_is_self_contained_and_lists_each_death_with_its_cost(tmp_path: Path) -> None:
     run = make_run(tmp_path / "failing", deaths={5: [1], 12: [2, 3]})
     page = build([run], tmp_path / "out").read_text().replace("&nbsp;", " ")
@@ -107,10 +116,9 @@ def test_report_is_self_contained_and_lists_each_death_with_its_cost(tmp_path: P
         "The step was committed with 16 of 16 microbatches." in page
     )
     assert "Replicas 2 and 3 were lost in step 12" in page
-    for name in ("loss", "steps", "incidents"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count("data:image/png;base64,") == 3
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["index.html"]
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)
+    assert charts_of(page)[0]["series"]["replicas"] == [4] * 4 + [3] * 7 + [1] * 13
 
 
 def test_report_of_several_runs_compares_them_in_shared_pictures(tmp_path: Path) -> None:
@@ -120,7 +128,7 @@ def test_report_of_several_runs_compares_them_in_shared_pictures(tmp_path: Path)
     assert "calm: 24 steps, every one on exactly 16 microbatches, no replica lost" in page
     assert "failing: 24 steps, every one on exactly 16 microbatches, 1 of 4 replicas lost" in page
     assert "losses bitwise equal; parameters bitwise equal." in page
-    assert page.count("data:image/png;base64,") == 3
+    assert [run["name"] for run in charts_of(page)] == ["calm", "failing"]
 
 
 def test_report_distinguishes_runs_of_one_name_by_their_paths(tmp_path: Path) -> None:
@@ -131,7 +139,7 @@ def test_report_distinguishes_runs_of_one_name_by_their_paths(tmp_path: Path) ->
 def test_report_of_a_failure_free_run_says_so(tmp_path: Path) -> None:
     page = build([make_run(tmp_path / "calm")], tmp_path / "out").read_text()
     assert "Nobody died." in page
-    assert not (tmp_path / "out" / "incidents.png").exists()
+    assert 'class="incident' not in page
 
 
 def test_report_of_a_running_job_shows_its_progress(tmp_path: Path) -> None:
@@ -177,7 +185,47 @@ def test_report_escapes_names_from_a_run(tmp_path: Path) -> None:
 def test_report_draws_nonfinite_losses_and_many_incidents(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long", steps=200, replicas=64, deaths={3 * n: [n] for n in range(1, 60)})
     edit(run, 5, loss=None)
-    assert build([run], tmp_path / "out").exists()
+    page = build([run], tmp_path / "out").read_text()
+    assert charts_of(page)[0]["series"]["loss"][4] is None
+    assert "The bars are those of the 40 longest of 59 incidents." in page
+    assert page.count('class="took"') == 40
+
+
+def test_report_counts_the_losses_of_each_launch(tmp_path: Path) -> None:
+    """A run that began with 4 replicas, lost one and was resumed on 2 has not lost 1 of 2."""
+    run = make_eventful_run(tmp_path / "resumed")
+    page = build([run], tmp_path / "out").read_text()
+    assert "1 of 4 replicas lost, 1 joined, resumed on 2</h1>" in page
+    assert charts_of(page)[0]["resumed"] == [{"step": 41, "replicas": 2}]
+    with open(run / "incidents.jsonl", "a") as file:
+        file.write(json.dumps(incident_line(50, [0], epoch=4)) + "\n")
+    assert "lost, 1 joined, resumed on 2, 1 of 2 lost</h1>" in build([run], tmp_path / "out").read_text()
+    view = RunView(run)
+    view.refresh()
+    assert view.state()["history"] == "1 of 4 replicas lost, 1 joined, resumed on 2, 1 of 2 lost"
+    assert view.state()["lost"] == 2
+
+
+def test_report_of_a_join_has_one_figure_for_the_pause(tmp_path: Path) -> None:
+    """Also where an older version recorded the whole step of a join as redone."""
+    run = make_eventful_run(tmp_path / "run")
+    page = build([run], tmp_path / "out").read_text().replace("&nbsp;", " ")
+    joined = page.partition('class="incident joined"')[2].partition('class="incident')[0]
+    assert "The others waited for 146 ms." in joined
+    assert "pause 146 ms" in joined
+    assert "redo" not in joined.partition("<h2>")[0]
+    (record,) = read_runs([run])
+    assert record.goodput["parts_ms"]["redone"] == 3 * 42  # of the loss alone
+
+
+def test_report_has_the_heldout_loss_evaluated_after_the_last_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    edit(run, 9, heldout_loss=4.5, heldout_step=8)
+    edit(run, 12, heldout_loss=4.25)
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "heldout_loss": 4.0, "heldout_step": 24}))
+    found = charts_of(build([run], tmp_path / "out").read_text())[0]["heldout"]
+    assert found == {"step": [8, 12, 24], "loss": [4.5, 4.25, 4.0]}
 
 
 def test_report_calls_equal_runs_bitwise_equal(tmp_path: Path) -> None:

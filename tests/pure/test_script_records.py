@@ -133,6 +133,28 @@ def test_record_of_a_script_with_one_step_has_its_numbers_and_a_digest(sharded: 
     assert len(json.loads((tmp_path / "summary.json").read_text())["parameters_digest"]) == 64
 
 
+def test_record_of_a_script_has_the_heldout_loss_and_the_memory_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss evaluated after a step is in the next line, with the step that it belongs to, or in the summary."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
+    world = OfWorld(tmp_path)
+    step = OfStep(world)
+    step.commit()
+    step._records.heldout(3.5)
+    step._records.device = torch.device("cuda", 0)  # type: ignore[union-attr]
+    step.commit()
+    step.commit()
+    step._records.heldout(3.25)
+    world.end()
+    first, second, third = lines(tmp_path / "steps.jsonl")
+    assert not {"heldout_loss", "heldout_step", "gpu_peak_mib"} & set(first)
+    assert (second["heldout_loss"], second["heldout_step"], second["gpu_peak_mib"]) == (3.5, 1, 5)
+    assert "heldout_loss" not in third
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["heldout_loss"], summary["heldout_step"], summary["gpu_peak_mib"]) == (3.25, 3, 5)
+
+
 @pytest.mark.guarantee(
     "User code",
     "A reused directory holds earlier records and the new job, and a foreign file under a record name is "

@@ -29,6 +29,7 @@ ADDRESS = "page.url"  # file in the run directory with the address of the page, 
 _TOKEN = "RECOVER_PAGE_TOKEN"
 _IDLE = 300.0  # seconds without a reader
 _LOOK = 1.0  # seconds between checks of the process, and between two starts of one that keeps crashing
+_LAST_FRAME = 3.0  # seconds that the process has for the last frame of open pages; more than they have
 _PR_SET_PDEATHSIG = 1
 
 
@@ -126,7 +127,12 @@ class _ProcessKeeper:
                     if process.poll() is not None:
                         break
                 else:
-                    process.kill()
+                    # The records are whole now: open pages get their last frame.
+                    process.terminate()
+                    try:
+                        process.wait(_LAST_FRAME)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
                     return
 
 
@@ -136,6 +142,8 @@ def serve(run_dir: Path, listening: socket.socket, token: str = "", idle: float 
 
     with PageServer(run_dir, listening, token) as server:
         if idle is not None:
+            # Shutting down waits for the loop that this thread runs, so another thread does it.
+            signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.finish).start())
             threading.Thread(target=_leave_when_idle, args=(server, idle), daemon=True).start()
         server.serve_forever(poll_interval=0.5)
 

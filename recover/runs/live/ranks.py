@@ -16,6 +16,7 @@ from recover.world.liveness.board import COLUMNS, Board
 from recover.world.liveness.signs import Now
 
 GONE, UNKNOWN, STOPPED, DONE, JOINING = "gone", "not known", "stopped", "done", "joining"
+ENDING = "ending"  # of the board's activities
 
 
 def ranks_now(
@@ -80,7 +81,8 @@ def _exited(line: Line, death: Death | None) -> dict[str, Any]:
 
 def _shown(now: Now, state: str, coming: bool) -> dict[str, Any]:
     does = JOINING if coming else now.doing
-    doing = STOPPED if state in ("T", "t") else does if state else GONE
+    # A rank that was ending has ended as it should, until the launcher has recorded something else.
+    doing = STOPPED if state in ("T", "t") else does if state or does == ENDING else GONE
     since = round(time.time() - now.seconds, 1)
     return {"doing": doing, "since": since, "step": now.step, "slots": list(now.slots)}
 

@@ -21,13 +21,16 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from recover.job.optional_packages import MissingExtra, need
-from recover.runs.live.view import POINTS, RunView
+from recover.runs.live.view import RunView
+from recover.runs.records.curve_table import POINTS
+from recover.runs.web.assets import with_assets
 
 READERS = 64  # connections at once; more are rejected
 _TICK = 0.25  # seconds between two reads of the records for an open page
 _BEAT = 10.0  # seconds without an event after which a page counts as disconnected
 _PATIENCE = 5.0  # seconds that a reader may take to accept data; afterwards it reconnects and catches up
 _CATCH_UP = 300  # steps that are sent one by one; a page that has missed more gets the whole curve
+LAST_FRAME = 2.0  # seconds that open pages have to take the last state
 _COOKIE = "recover_token"
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -47,7 +50,8 @@ class PageServer(ThreadingHTTPServer):
         self.socket = listening
         self.view, self.token = RunView(run_dir), token
         self.loopback = ip_address(listening.getsockname()[0]).is_loopback
-        self.page = Path(__file__).with_name("page.html").read_bytes()
+        self.page = with_assets(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).encode()
+        self.closing = threading.Event()  # the job has ended: open pages get their last frame
         self.last_request = time.monotonic()
         self._places = threading.BoundedSemaphore(READERS)
         self._counting = threading.Lock()
@@ -69,6 +73,15 @@ class PageServer(ThreadingHTTPServer):
             with self._counting:
                 self.readers -= 1
             self._places.release()
+
+    def finish(self) -> None:
+        """Send every open page the last state of the run, then stop serving. Readers that are too slow for it are
+        left."""
+        self.closing.set()
+        deadline = time.monotonic() + LAST_FRAME
+        while self.readers and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.shutdown()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away, or sent what nobody can read: no reason to say anything."""
@@ -174,7 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         self.connection.settimeout(_PATIENCE)
-        for event in events(self.server.view, self.headers.get("Last-Event-ID", "")):
+        for event in events(
+            self.server.view, self.headers.get("Last-Event-ID", ""), closing=self.server.closing
+        ):
             try:
                 self.wfile.write(event)
             except OSError:  # gone, or too slow: it reconnects
@@ -186,15 +201,21 @@ def status(view: RunView) -> dict[str, Any]:
     return {**view.state(), "ranks": view.ranks(), "losses": view.incidents()}
 
 
-def events(view: RunView, last: str = "", tick: float = _TICK) -> Iterator[bytes]:
-    """Server-sent events, without end: first what a page that saw event `last` has missed, then new ones."""
+def events(
+    view: RunView, last: str = "", tick: float = _TICK, closing: threading.Event | None = None
+) -> Iterator[bytes]:
+    """Server-sent events: first what a page that saw event `last` has missed, then new ones, until `closing` is set.
+    The records are whole by then: they are read once more, and the event `end` says that nothing follows."""
     generation, count = _read_id(last)
-    state = incidents = ""
+    closing = closing or threading.Event()
+    state = incidents = heldout = ""
     ranks: dict[int, str] = {}
     whole, quiet = 0, time.monotonic()
     yield b"retry: 1000\n\n"  # milliseconds after which a page reconnects
-    while True:
-        view.refresh()
+    ended = False
+    while not ended:
+        ended = closing.is_set()  # before the records are read
+        view.refresh(at_once=ended)
         said: list[tuple[str, Any]] = []
         if generation != view.generation or not 0 <= view.count - count <= _CATCH_UP or whole > POINTS:
             generation, whole = view.generation, 0
@@ -205,17 +226,23 @@ def events(view: RunView, last: str = "", tick: float = _TICK) -> Iterator[bytes
             fresh = view.since(count)
             count, whole = count + len(fresh), whole + len(fresh)
             said.append(("steps", fresh))
+        if (evaluated := json.dumps(found := view.heldout())) != heldout:
+            heldout = evaluated
+            said.append(("heldout", found))
         if (now := json.dumps(view.state())) != state:
             state = now
             said.append(("state", json.loads(now)))
-        if (told := json.dumps(found := view.incidents())) != incidents:
+        if (told := json.dumps(losses := view.incidents())) != incidents:
             incidents = told
-            said.append(("incidents", found))
+            said.append(("incidents", losses))
         every = {entry["rank"]: json.dumps(entry) for entry in view.ranks()}
         changed = [json.loads(text) for rank, text in every.items() if ranks.get(rank) != text]
+        changed += [{"rank": rank, "removed": True} for rank in ranks.keys() - every.keys()]  # a new launch
         if changed:
             ranks = every
             said.append(("ranks", changed))
+        if ended:
+            said.append(("end", {}))
         for name, data in said:
             yield f"id: {generation}:{count}\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode()
         if said:
@@ -223,7 +250,7 @@ def events(view: RunView, last: str = "", tick: float = _TICK) -> Iterator[bytes
         elif time.monotonic() - quiet > _BEAT:
             quiet = time.monotonic()
             yield b": still here\n\n"
-        time.sleep(tick)
+        closing.wait(tick)
 
 
 def _read_id(last: str) -> tuple[int, int]:

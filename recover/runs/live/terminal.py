@@ -118,8 +118,8 @@ def _incident(incident: dict[str, Any]) -> str:
         happened.append(f"lost replica {lost}; {incident['cause'] or 'cause unknown'}")
     if joined := ", ".join(map(str, incident["joined_replicas"])):
         happened.append(f"replica {joined} joined")
-    took = sum(incident["phases"].values())
-    return f"{incident['number']}. {where}: {'; '.join(happened)}; {took:.0f} ms"
+    paused = "the others waited " if incident["joined_replicas"] else ""
+    return f"{incident['number']}. {where}: {'; '.join(happened)}; {paused}{incident['pause_ms']:.0f} ms"
 
 
 def _skipped(steps: int) -> str:

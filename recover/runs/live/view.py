@@ -5,30 +5,28 @@ from __future__ import annotations
 import json
 import threading
 import time
-from array import array
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from recover.runs.live.page_process import ADDRESS
-from recover.runs.live.ranks import ranks_now
+from recover.runs.live.ranks import GONE, ranks_now, session_of
+from recover.runs.records.curve_table import POINTS, CurveTable
 from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import TimeAccount
+from recover.runs.records.incident_times import PHASES, pause
 from recover.runs.records.job_log import PLACEMENT, job_files, job_lines, launches
 from recover.runs.records.job_state import RUNNING, JobState, job_state
 from recover.runs.records.kinds import Line
+from recover.runs.records.launch_history import LaunchHistory, losses_in_words
 from recover.runs.records.root_causes import Story, stories
 
-POINTS = 600  # points of a curve: more than a screen can show
-COLUMNS = ("step", "loss", "microbatches", "replicas", "tokens_per_second")
 _RECENT = 32  # last steps, from whose speed the remaining time is estimated
 _FRESH = 0.1  # seconds in which a second refresh reads nothing
-_SMOOTH = 0.2
-PHASES = ("detect", "repair", "restore", "redo", "transfer")
+_PAST = 60.0  # seconds, by the clock of the run, after which a lost rank is only counted
 
 
 class RunView:
@@ -47,7 +45,7 @@ class RunView:
     def _forget(self) -> None:
         self.generation += 1
         self._feed = RunFeed(self.run_dir)
-        self._columns = {name: array("d") for name in COLUMNS}
+        self._curves, self._history = CurveTable(), LaunchHistory()
         self._incidents: list[Line] = []
         self._job: list[Line] = []
         self._job_size = -1
@@ -64,7 +62,7 @@ class RunView:
     @property
     def count(self) -> int:
         """Number of committed steps that have been read."""
-        return len(self._columns["step"])
+        return self._curves.count
 
     def refresh(self, at_once: bool = False) -> None:
         """Read what is new. Calls in quick succession read once, unless `at_once`."""
@@ -84,7 +82,7 @@ class RunView:
             after = launches(self._job)
             if self.count and [one.started for one in before] != [one.started for one in after]:
                 return False
-            self._account.launches = after
+            self._account.launches = self._history.launches = after
         update = self._feed.read()
         if update.restarted:
             return False
@@ -96,11 +94,10 @@ class RunView:
         return True
 
     def _add(self, line: Line, incidents: list[Line]) -> None:
-        values = curves(line)
-        for name in COLUMNS:
-            self._columns[name].append(float(line["step"] if name == "step" else values.get(name, "nan")))
+        self._curves.add(line)
+        self._history.add(line)
         self._account.add(line, incidents)
-        self._values |= values
+        self._values |= curves(line)
         self._last = line
         self._tokens += line.get("tokens", 0)
         self._reruns += line.get("reruns", 0)
@@ -137,10 +134,11 @@ class RunView:
         with self._lock:
             config, start = self.config, self._start()
             size = int(start.get("replica_size", 1))
+            parts = self._history.parts(self._incidents, config.get("replicas") or 0)
             return {
                 "name": self.name,
                 **self._progress(),
-                "global_batch": config.get("global_batch") or self._first("microbatches"),
+                "global_batch": config.get("global_batch") or self._curves.first("microbatches"),
                 "microbatches": self._last.get("microbatches"),
                 "loss": self._last.get("loss"),
                 "values": self._values,
@@ -155,7 +153,9 @@ class RunView:
                 "epoch": self._last.get("epoch"),
                 "goodput": self._account.report((self.summary.get("goodput") or {}).get("until")),
                 "incidents": len(self.stories()),
-                "lost": sum(len(i.get("dead_replicas") or ()) for i in self._incidents),
+                "lost": sum(part.lost for part in parts),
+                "history": losses_in_words(parts),
+                "resumed": [{"step": part.first, "replicas": part.replicas} for part in parts[1:]],
                 "stragglers": self._stragglers,
                 "reruns": self._reruns,
                 "skipped": self._skipped,
@@ -194,42 +194,20 @@ class RunView:
         }
 
     def series(self, points: int = POINTS) -> dict[str, Any]:
-        """The curves, with at most `points` points: of each interval the mean, and of the loss also the extremes."""
+        """The curves, with at most `points` points."""
         with self._lock:
-            table = {
-                name: np.frombuffer(column, dtype=np.float64).copy() for name, column in self._columns.items()
-            }
-        count = len(table["step"])
-        if count == 0:
-            return {"count": 0, **{name: [] for name in (*COLUMNS, "low", "high")}}
-        cuts = np.unique(np.linspace(0, count, min(points, count), endpoint=False).astype(int))
-        sizes = np.diff(np.append(cuts, count))
-        ends = np.append(cuts[1:], count) - 1
-        finite = np.isfinite(table["loss"])
-        losses = np.add.reduceat(np.where(finite, table["loss"], 0.0), cuts)
-        known = np.add.reduceat(finite.astype(float), cuts)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            shown = {
-                "step": table["step"][ends],
-                "loss": losses / known,
-                "low": np.fmin.reduceat(table["loss"], cuts),
-                "high": np.fmax.reduceat(table["loss"], cuts),
-                "replicas": np.fmin.reduceat(table["replicas"], cuts),
-                "tokens_per_second": np.add.reduceat(table["tokens_per_second"], cuts) / sizes,
-            }
-            least = np.fmin.reduceat(table["microbatches"], cuts)
-            most = np.fmax.reduceat(table["microbatches"], cuts)
-            batch = table["microbatches"][0]
-            # A single step with another number of microbatches than B must not be averaged away.
-            shown["microbatches"] = np.where(np.abs(least - batch) > np.abs(most - batch), least, most)
-        return {"count": count, **{name: _numbers(values) for name, values in shown.items()}}
+            return self._curves.series(points)
 
     def since(self, count: int) -> list[list[float | None]]:
         """The steps after the first `count` ones, as rows of the columns."""
         with self._lock:
-            return [
-                [_number(self._columns[name][row]) for name in COLUMNS] for row in range(count, self.count)
-            ]
+            return self._curves.rows(count)
+
+    def heldout(self) -> dict[str, list[float | None]]:
+        """The held-out loss, by the step after which it was evaluated."""
+        with self._lock:
+            self._curves.add_heldout(self.summary)  # evaluated after the last step
+            return self._curves.heldout()
 
     def stories(self) -> list[Story]:
         with self._lock:
@@ -265,7 +243,9 @@ class RunView:
             "cause": story.short,
             "first": [death.facts() for death in story.first],
             "followed": [death.facts() for death in story.deaths if death.because_of is not None],
-            "phases": {phase: record.get(f"{phase}_ms") or 0.0 for phase in PHASES},
+            "phases": {} if joined else {phase: record.get(f"{phase}_ms") or 0.0 for phase in PHASES},
+            "pause_ms": pause(record),
+            "transfer_ms": record.get("transfer_ms") or 0.0,
             "redone": record.get("redone_microbatches", 0),
             "extra": record.get("extra_microbatches", 0),
             "committed": self._batches.get(record.get("step", 0)),
@@ -282,7 +262,12 @@ class RunView:
             }
             joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
             seats = self._placement().get("ranks") or {}
-            return ranks_now(self._start(), self._job, gone, joined, self._last, seats, self.job().is_over)
+            found = ranks_now(self._start(), self._job, gone, joined, self._last, seats, self.job().is_over)
+            now = self._last.get("at") or 0.0
+            for entry in found:
+                # Replicas that join have new numbers, so lost ranks would fill the grid in time.
+                entry["past"] = entry["doing"] == GONE and now - (entry["since"] or now) > _PAST
+            return found
 
     def log(self, rank: int, limit: int = 64 * 1024) -> str | None:
         """The end of a rank's log; None if there is none, or if it is outside the run directory."""
@@ -306,9 +291,6 @@ class RunView:
         """The placement of a job on several hosts. (The file may be left over from an earlier job.)"""
         return self._mapping(PLACEMENT) if "run" in self._start() else {}
 
-    def _first(self, name: str) -> int | None:
-        return int(self._columns[name][0]) if self.count else None
-
 
 def _mapping(path: Path) -> Line:
     """The content of a YAML or JSON file; empty if it cannot be read."""
@@ -318,11 +300,3 @@ def _mapping(path: Path) -> Line:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: float) -> float | None:
-    return None if value != value or abs(value) == float("inf") else round(value, 6)
-
-
-def _numbers(values: Any) -> list[float | None]:
-    return [_number(float(value)) for value in values]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recover.runs.records.feed import with_incidents
+from recover.runs.records.incident_times import redone
 from recover.runs.records.kinds import Line
 
 # Parts of the time with their descriptions; the first two are productive.
@@ -75,7 +76,7 @@ class TimeAccount:
             "evaluation": line.get("evaluation_ms", 0),
             "repair": sum(i.get("repair_ms") or 0 for i in incidents),
             "transfer": sum(i.get("transfer_ms") or 0 for i in incidents),
-            "redone": sum((i.get("restore_ms") or 0) + (i.get("redo_ms") or 0) for i in incidents),
+            "redone": sum(redone(i) for i in incidents),
         }.items():
             taken = min(left, _ms(spent))
             self._give(name, taken * replicas)

@@ -56,6 +56,8 @@ class StepRecord(TypedDict):
     evaluation_ms: NotRequired[float]
     # Loss on held-out data, after an evaluation.
     heldout_loss: NotRequired[float]
+    # The step after which `heldout_loss` was evaluated, if it is not this one (scripts of your own).
+    heldout_step: NotRequired[int]
     # Peak memory of the writer's tensors on its GPU so far.
     gpu_peak_mib: NotRequired[int]
     # Model FLOPs utilisation; `recover/train/models/flops.py` defines it.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from recover.runs.records.incident_times import pause
 from recover.runs.records.kinds import Line
 from recover.runs.records.root_causes import Death, Story, stories
 from recover.runs.report.recorded_runs import Run
@@ -68,7 +69,9 @@ def _of(story: Story) -> Iterator[str]:
                 else "after a mate of its replica"
             )
             yield f"  followed: rank {death.rank} at {moment(death.at)}, {whom}: {death.cause.text.splitlines()[0]}"
-    if record is not None:
+    if record is not None and record.get("joined_replicas"):
+        yield f"  replicas joined in the same repair: the others waited {milliseconds(pause(record))}"
+    elif record is not None:
         spans = [
             f"{name.removesuffix('_ms')} {milliseconds(record[name])}" for name in PHASES if record.get(name)
         ]

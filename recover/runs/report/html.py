@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from recover.runs.web.assets import chart_style, script, style
 
 
 def render(template: Path, **values: Any) -> str:
@@ -23,4 +26,9 @@ def render(template: Path, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["base64"] = lambda picture: base64.b64encode(picture.read_bytes()).decode()
+    environment.globals |= {
+        "style": Markup(style()),
+        "chart_style": Markup(chart_style()),
+        "script": Markup(script()),
+    }
     return environment.get_template(template.name).render(values)

@@ -10,11 +10,13 @@ from typing import Any
 
 import yaml
 
+from recover.runs.records.curve_table import CurveTable
 from recover.runs.records.feed import RunFeed
 from recover.runs.records.goodput import account
 from recover.runs.records.job_log import job_lines, launches
 from recover.runs.records.job_state import JobState, job_state
 from recover.runs.records.kinds import Line
+from recover.runs.records.launch_history import LaunchHistory, LaunchPart
 
 
 @dataclass
@@ -47,10 +49,23 @@ class Run:
         last = self.steps[-1] if self.steps else {}
         return job_state(self.path, self.job, self.summary, last, self.config.get("steps"))
 
-    def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Step numbers and values of this key, for the steps in which it was recorded."""
-        rows = [line for line in self.steps if isinstance(line.get(key), int | float)]
-        return [line["step"] for line in rows], [line[key] for line in rows]
+    @cached_property
+    def curves(self) -> CurveTable:
+        table = CurveTable()
+        for line in self.steps:
+            table.add(line)
+        table.add_heldout(self.summary)  # evaluated after the last step
+        return table
+
+    @cached_property
+    def launch_parts(self) -> list[LaunchPart]:
+        """The launches that this run consists of."""
+        history = LaunchHistory(launches(self.job))
+        for line in self.steps:
+            history.add(line)
+        return history.parts(
+            self.incidents, self.summary.get("replicas_start") or self.config.get("replicas") or 0
+        )
 
 
 def read_runs(paths: list[Path]) -> list[Run]:

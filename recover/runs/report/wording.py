@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from recover.runs.records.incident_times import pause
 from recover.runs.records.kinds import Line
+from recover.runs.records.launch_history import losses_in_words
 from recover.runs.records.root_causes import stories
 from recover.runs.report.recorded_runs import Run
 
@@ -14,7 +16,6 @@ PHASES = {
     "repair_ms": "to repair the world",
     "restore_ms": "to restore the gradients",
     "redo_ms": "to make up for what was lost",
-    "transfer_ms": "to pass the state on",
 }
 
 
@@ -32,16 +33,8 @@ def title(run: Run) -> str:
 
 
 def losses(run: Run) -> str:
-    lost, joined = (
-        sum(len(incident.get(key, ())) for incident in run.incidents)
-        for key in ("dead_replicas", "joined_replicas")
-    )
-    back = f", {joined} joined" if joined else ""
-    if not lost:
-        return f"no replica lost{back}"
-    start = run.summary.get("replicas_start") or run.config.get("replicas")
-    of = f" of {start}" if start else ""
-    return (f"{lost}{of} replicas lost" if of or lost > 1 else "1 replica lost") + back
+    """`1 of 4 replicas lost, resumed on 2`"""
+    return losses_in_words(run.launch_parts)
 
 
 def sentences(run: Run, incident: Line) -> str:
@@ -99,7 +92,7 @@ def _of_joined(incident: Line) -> str:
         (incident.get("transfer_ms") or 0, "to be given the state"),
     ]
     text.append(f"It took {enumeration([f'{milliseconds(span)} {what}' for span, what in spans])}.")
-    text.append(f"The others waited for {milliseconds(incident.get('stall_ms') or 0)}.")
+    text.append(f"The others waited for {milliseconds(pause(incident))}.")
     return " ".join(text)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from recover.faults import Fault
 from recover.job.record_files import FILES
 from recover.policy import Layout, RestoreMode
@@ -112,6 +114,13 @@ def step_line(
     if step.result.skipped:
         record["skipped"] = True
     return record
+
+
+def note_gpu_memory(line: StepRecord, device: torch.device) -> None:
+    """Add the peak memory of this rank's tensors, on a GPU. The allocator counts it on the host: the device is not
+    synchronised."""
+    if device.type == "cuda":
+        line["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
 
 
 def incident_line(incident: RecordedIncident, kills: Iterable[Fault], exact: bool) -> IncidentRecord:

@@ -19,7 +19,7 @@ import torch
 from recover.gradients.optimizers import groups_of
 from recover.gradients.parts import local_part
 from recover.gradients.state_hash import parameters_digest
-from recover.runs.writing.run_records import step_line
+from recover.runs.writing.run_records import note_gpu_memory, step_line
 from recover.runs.writing.run_writer import RecordedStep, RunWriter
 from recover.world import rank_exit
 from recover.world.world import World
@@ -38,6 +38,9 @@ def records_of(
 
 class NoRecords(nullcontext[None]):
     """For jobs without records: nothing is written and nothing is sent to a joining replica."""
+
+    def heldout(self, loss: float) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -61,6 +64,7 @@ class StepRecords:
         self.part = records.add(self)  # which Step of the script this is, from 1 on
         self.ahead = 0  # number of a step in the run, minus its number in this Step
         self.began, self.lr = 0.0, 0.0
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._records, self._optimizer = records, optimizer
 
     def __enter__(self) -> None:
@@ -70,6 +74,10 @@ class StepRecords:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._records.committed(self)
+
+    def heldout(self, loss: float) -> None:
+        """Record a loss on held-out data. The line of the last step is written already: the next line has it."""
+        self._records.heldout = {"heldout_loss": loss, "heldout_step": self.step.index + self.ahead}
 
     def state_dict(self) -> dict[str, Any]:
         """For a joining replica, which may be the next one that writes."""
@@ -87,6 +95,7 @@ class ScriptRecords:
         self._world = world
         self.writer = RunWriter(world, run_dir)
         self._steps: list[StepRecords] = []
+        self.heldout: dict[str, Any] = {}  # for the next line
         self._gave_up = False
         world.closing.append(lambda: self._try(self._finish))
 
@@ -106,6 +115,9 @@ class ScriptRecords:
         line["step"] = step.index + records.ahead
         if records.ahead or records.part > 1:
             line["own_step"], line["part"] = step.index, records.part
+        note_gpu_memory(line, records.device)
+        line |= self.heldout  # type: ignore[typeddict-item]
+        self.heldout = {}
         self.writer.commit(line, step, records.exact)
 
     def _finish(self) -> None:
@@ -114,7 +126,7 @@ class ScriptRecords:
             return  # no step was taken
         self.writer.finish_lines()
         if self.writer.writing:
-            self.writer.write_summary(self._digest())
+            self.writer.write_summary(self._digest(), self.heldout)
 
     def _digest(self) -> str | None:
         """Digest of the parameters, if there is one model and one rank holds all of it."""

@@ -9,6 +9,7 @@ import torch
 from recover.job.gpus import VISIBLE, peak_of
 from recover.job.process import ranks_on_host
 from recover.runs.records.kinds import StepRecord
+from recover.runs.writing.run_records import note_gpu_memory
 from recover.train.models.flops import flops_per_token
 from recover.train.models.llama_config import LlamaConfig
 
@@ -17,7 +18,7 @@ class GpuUse:
     """Adds the use of the GPU to the line of every step; on a CPU it adds nothing."""
 
     def __init__(self, device: torch.device, shape: LlamaConfig, seq_len: int) -> None:
-        self._flops = flops_per_token(shape, seq_len)
+        self._flops, self._device = flops_per_token(shape, seq_len), device
         self.card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._cards = torch.cuda.device_count() if self.card else 0
         self._peak = peak_of(self.card)
@@ -25,7 +26,7 @@ class GpuUse:
     def note(self, line: StepRecord, members: tuple[int, ...]) -> None:
         if not self.card:
             return
-        line["gpu_peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+        note_gpu_memory(line, self._device)
         if self._peak and line["seconds"]:
             used = cards_in_use(members, self._cards, ranks_on_host())
             line["mfu"] = round(mfu(line["tokens"], line["seconds"], self._flops, used * self._peak), 4)
