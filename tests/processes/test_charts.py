@@ -76,7 +76,7 @@ def test_charts_fit_at_every_width_in_light_and_dark(browser: Any, tmp_path: Pat
                 seen.until(f"!document.querySelector('#{chart}').hidden")
                 box = page.query_selector(f"#{chart} canvas").bounding_box()
                 assert 0 <= box["x"] < box["x"] + box["width"] <= width, chart
-                assert f"{page.evaluate(f'charts.all.{chart}.u.axes[1].font[0]')}" >= "10px"
+                assert page.evaluate(f"parseFloat(charts.all.{chart}.u.axes[1].font[0])") >= 10
             assert page.evaluate("document.querySelector('#pace').hidden"), "tokens are known"
             assert page.evaluate(
                 "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
@@ -119,7 +119,7 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
         )
         told = point_at(seen, "loss", 23).split()
         assert {"23", f"{losses[23]:.5g}", f"{heldout[20]:.5g}", "20)"} <= set(told), told
-        assert f"{lines[22]['lr']:.3e}".replace("e-0", "e-") in point_at(seen, "lr", 23)
+        assert f"{lines[22]['lr']:.5g}" in point_at(seen, "lr", 23)
         assert f"{lines[22]['grad_norm']:.5g}" in point_at(seen, "grad", 23)
         assert "3.125" in point_at(seen, "memory", 23)  # GiB
 

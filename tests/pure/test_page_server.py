@@ -21,7 +21,17 @@ import pytest
 from browsing import serving
 from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from recorded import START, exit_line, finish, incident_line, make_run, start_line, step_line, write_lines
+from recorded import (
+    START,
+    exit_line,
+    finish,
+    incident_line,
+    make_eventful_run,
+    make_run,
+    start_line,
+    step_line,
+    write_lines,
+)
 from rich.console import Console
 
 from recover.runs.live.page_process import token_for
@@ -410,6 +420,12 @@ def test_stream_removes_ranks_that_a_new_launch_does_not_have(tmp_path: Path) ->
         file.write(json.dumps(start_line(2, at=START + 100)) + "\n")
     found = {entry["rank"]: entry.get("removed", False) for entry in read_until(source, "ranks")[1]}
     assert {rank for rank, removed in found.items() if removed} == {2, 3}
+
+
+def test_ranks_of_an_earlier_launch_are_not_in_the_grid(tmp_path: Path) -> None:
+    view = RunView(make_eventful_run(tmp_path / "run"))
+    view.refresh()
+    assert [entry["rank"] for entry in view.ranks()] == [0, 1]
 
 
 def test_lost_rank_is_past_a_minute_later_by_the_clock_of_the_run(tmp_path: Path) -> None:

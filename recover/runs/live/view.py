@@ -254,13 +254,19 @@ class RunView:
     def ranks(self) -> list[dict[str, Any]]:
         """What each rank does: from the board of a job on this host, or from the records."""
         with self._lock:
+            since = self._start().get("at", 0.0)
             gone = {
                 death.rank: death
                 for story in self.stories()
                 for death in story.deaths
-                if story.incident is None or story.incident.get("at", 0.0) >= self._start().get("at", 0.0)
+                if story.incident is None or story.incident.get("at", 0.0) >= since
             }
-            joined = {rank for incident in self._incidents for rank in incident.get("joined_ranks") or ()}
+            joined = {
+                rank
+                for incident in self._incidents
+                if incident.get("at", since) >= since
+                for rank in incident.get("joined_ranks") or ()
+            }
             seats = self._placement().get("ranks") or {}
             found = ranks_now(self._start(), self._job, gone, joined, self._last, seats, self.job().is_over)
             now = self._last.get("at") or 0.0

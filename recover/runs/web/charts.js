@@ -10,7 +10,7 @@ const LIST = [
   {id: "pace", title: "Microbatches per second", column: "pace", zero: true, smooth: true},
   {id: "grad", title: "Gradient norm", column: "grad_norm", extremes: ["grad_low", "grad_high"], log: true, smooth: true},
   {id: "lr", title: "Learning rate", column: "lr", zero: true},
-  {id: "memory", title: "GPU memory of the writing rank, peak, GiB", column: "memory", zero: true},
+  {id: "memory", title: "GPU memory, peak GiB", column: "memory", zero: true},
 ];
 const MARKS = {lost: ["--red", [3, 4], "replica lost"], joined: ["--violet", [7, 4], "replica joined"], resumed: ["--sky", [], "run resumed"]};
 const FONT = "12px system-ui, sans-serif";
@@ -21,7 +21,7 @@ function shown(value) {  // five significant digits
   if (value == null) return "\u2013";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size < 1e-3) return value.toExponential(3);
+  if (size < 1e-4) return (+value.toPrecision(5)).toExponential();
   return size >= 1e5 ? Math.round(value).toLocaleString("en") : value.toLocaleString("en", {maximumSignificantDigits: size >= 1e4 ? 6 : 5});
 }
 function derive(series) {  // columns that are made of others
@@ -161,7 +161,7 @@ class Chart {
           label: entry.label, stroke: entry.colour, width: entry.wide, dash: entry.dash,
           class: entry.of === "extreme" ? "extremes" : entry.of,
           spanGaps: entry.of === "heldout",
-          paths: what.stepped ? uPlot.paths.stepped({align: -1}) : undefined,
+          paths: what.stepped ? uPlot.paths.stepped({align: 1}) : undefined,
           points: entry.points ? {show: true, size: 6, fill: entry.colour} : {show: u => u.data[i + 1].filter(v => v != null).length === 1 && entry.of !== "extreme", size: 6, fill: entry.colour},
           value: (u, v, index, at) => this.value(entry, u, index, at),
         })),
