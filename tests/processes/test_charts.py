@@ -50,11 +50,15 @@ def column(seen: Seen, chart: str, label: str) -> dict[int, float]:
     return {step: value for step, value in zip(steps, values, strict=False) if value is not None}
 
 
-def point_at(seen: Seen, chart: str, step: int) -> str:
-    """The values of a chart when the pointer is over this step."""
+def point_at(seen: Seen, chart: str, step: int) -> dict[str, str]:
+    """The values of a chart, by their labels, when the pointer is over this step."""
     left = seen.page.evaluate(f"charts.all.{chart}.u.valToPos({step}, 'x')")
     seen.page.hover(f"#{chart} .u-over", position={"x": left, "y": 20})
-    return seen.text(f"#{chart} .u-legend")
+    told = seen.page.evaluate(
+        f"[...document.querySelectorAll('#{chart} .u-legend .u-series')].map(row => "
+        "[row.querySelector('.u-label').textContent, row.querySelector('.u-value').textContent])"
+    )
+    return dict(told)
 
 
 def distance(one: list[int], two: list[int]) -> float:
@@ -69,15 +73,18 @@ def distance(one: list[int], two: list[int]) -> float:
 @pytest.mark.parametrize("kind", ["page", "report"])
 def test_charts_fit_at_every_width_in_light_and_dark(browser: Any, tmp_path: Path, kind: str) -> None:
     run = make_eventful_run(tmp_path / "run")
-    for width, scheme in SIZES:
-        with opened(kind, browser, run, width, scheme) as seen:
-            page = seen.page
+    with opened(kind, browser, run) as seen:
+        page = seen.page
+        for width, scheme in SIZES:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)
+            seen.until(f"{AXES} === {INK}")  # drawn again, in the colours of the scheme
             for chart in ("loss", "batch", "replicas", "speed", "grad", "lr", "memory"):
-                seen.until(f"!document.querySelector('#{chart}').hidden")
-                box = page.query_selector(f"#{chart} canvas").bounding_box()
-                assert 0 <= box["x"] < box["x"] + box["width"] <= width, chart
+                assert page.is_visible(f"#{chart}"), chart
+                fits = f"document.querySelector('#{chart} canvas').getBoundingClientRect().right <= {width}"
+                seen.until(fits)  # drawn again, in the new width
                 assert page.evaluate(f"parseFloat(charts.all.{chart}.u.axes[1].font[0])") >= 10
-            assert page.evaluate("document.querySelector('#pace').hidden"), "tokens are known"
+            assert page.is_hidden("#pace"), "tokens are known"
             assert page.evaluate(
                 "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
             )
@@ -87,16 +94,22 @@ def test_charts_fit_at_every_width_in_light_and_dark(browser: Any, tmp_path: Pat
                 ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
             )
             assert smallest >= 10
-            dark = sum(page.evaluate(COLOUR_OF, "--page")) < 200
-            assert dark == (scheme == "dark")
+            ground = page.evaluate(COLOUR_OF, "--page")
+            assert (sum(ground) < 200) == (scheme == "dark")
             background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert background == f"rgb({', '.join(map(str, page.evaluate(COLOUR_OF, '--page')))})"
+            assert background == f"rgb({', '.join(map(str, ground))})"
             parts = {name: page.evaluate(COLOUR_OF, f"--{name}") for name in PARTS}
             for name, colour in parts.items():
                 others = {other: distance(colour, parts[other]) for other in parts if other != name}
                 assert min(others.values()) > NEAREST, (name, others)
+                assert distance(colour, ground) > NEAREST, name
+            kinds = {name: page.evaluate(COLOUR_OF, name) for name in ("--red", "--violet", "--sky")}
+            assert distance(kinds["--red"], kinds["--violet"]) > NEAREST
+            assert distance(kinds["--sky"], kinds["--violet"]) > NEAREST
 
 
+AXES = "charts.all.loss.u.axes[1].stroke()"
+INK = "getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()"
 COLOUR_OF = (
     "name => { const e = document.createElement('i'); e.style.color = `var(${name})`; document.body.append(e);"
     "const found = getComputedStyle(e).color.match(/\\d+/g).map(Number); e.remove(); return found.slice(0, 3); }"
@@ -117,11 +130,12 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
         assert column(seen, "grad", "gradient norm") == pytest.approx(
             {n["step"]: n["grad_norm"] for n in lines}
         )
-        told = point_at(seen, "loss", 23).split()
-        assert {"23", f"{losses[23]:.5g}", f"{heldout[20]:.5g}", "20)"} <= set(told), told
-        assert f"{lines[22]['lr']:.5g}" in point_at(seen, "lr", 23)
-        assert f"{lines[22]['grad_norm']:.5g}" in point_at(seen, "grad", 23)
-        assert "3.125" in point_at(seen, "memory", 23)  # GiB
+        told = point_at(seen, "loss", 23)
+        assert (told["step"], told["loss"]) == ("23", f"{losses[23]:.5g}")
+        assert told["held-out"] == f"{heldout[20]:.5g} (step 20)"
+        assert point_at(seen, "lr", 23)["learning rate"] == f"{lines[22]['lr']:.5g}"
+        assert point_at(seen, "grad", 23)["gradient norm"] == f"{lines[22]['grad_norm']:.5g}"
+        assert point_at(seen, "memory", 23)["gpu memory"] == "3.125"  # GiB
 
         where = seen.page.evaluate("charts.all.loss.u.valToPos(2, 'y')")
         seen.page.check("#log")
@@ -138,7 +152,7 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
         mean = sum(losses[step] for step in range(28, 33)) / 5
         assert column(seen, "loss", "smoothed")[30] == pytest.approx(mean)
         assert column(seen, "loss", "loss") == pytest.approx(losses)
-        assert f"{mean:.5g}" in point_at(seen, "loss", 30)
+        assert point_at(seen, "loss", 30)["smoothed"] == f"{mean:.5g}"
 
 
 @pytest.mark.parametrize("kind", ["page", "report"])
@@ -182,7 +196,7 @@ def test_long_run_is_drawn_quickly_from_few_points(browser: Any, tmp_path: Path)
         with opened(kind, browser, run) as seen:
             assert int(seen.page.get_attribute("#loss", "data-points")) == POINTS
             assert len(column(seen, "loss", "held-out")) == POINTS
-            told = point_at(seen, "loss", 5000)
+            told = point_at(seen, "loss", 5000)["loss"]
             assert " to " in told, "the extremes of the steps behind a point"
 
 

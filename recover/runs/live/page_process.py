@@ -29,7 +29,7 @@ ADDRESS = "page.url"  # file in the run directory with the address of the page, 
 _TOKEN = "RECOVER_PAGE_TOKEN"
 _IDLE = 300.0  # seconds without a reader
 _LOOK = 1.0  # seconds between checks of the process, and between two starts of one that keeps crashing
-_LAST_FRAME = 3.0  # seconds that the process has for the last frame of open pages; more than they have
+_LAST_FRAME = 12.0  # seconds that the process has for the last frame of open pages; more than they have
 _PR_SET_PDEATHSIG = 1
 
 

@@ -30,7 +30,7 @@ _TICK = 0.25  # seconds between two reads of the records for an open page
 _BEAT = 10.0  # seconds without an event after which a page counts as disconnected
 _PATIENCE = 5.0  # seconds that a reader may take to accept data; afterwards it reconnects and catches up
 _CATCH_UP = 300  # steps that are sent one by one; a page that has missed more gets the whole curve
-LAST_FRAME = 2.0  # seconds that open pages have to take the last state
+LAST_FRAME = 10.0  # seconds that open pages have to take the last state
 _COOKIE = "recover_token"
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "

@@ -133,6 +133,7 @@ class Chart {
       while (at >= 0 && values[at] == null) at--;
       return at < 0 ? "\u2013" : `${shown(values[at])} (step ${u.data[0][at]})`;
     }
+    while (at > 0 && values[at] === undefined) at--;  // a step of another curve alone
     const value = values[at];
     if (!entry.band || value == null) return shown(value);
     const low = u.data[this.entries.findIndex(e => e.of === "extreme") + 2][at], high = u.data[this.entries.findIndex(e => e.of === "extreme") + 1][at];
@@ -147,7 +148,7 @@ class Chart {
     if (what.whole) y.incrs = [1, 2, 5].flatMap(n => [...Array(10).keys()].map(p => n * 10 ** p)).sort((a, b) => a - b);
     if (log) { y.splits = (u, i, low, high) => logSplits(low, high); y.filter = (u, splits) => splits; }
     return {
-      width: this.plot.clientWidth || 300, height: this.height, padding: [what.labels ? 16 : 8, 10, 0, 0],
+      width: this.plot.clientWidth || 300, height: this.height, padding: [what.labels ? 16 : 8, 22, 0, 0],
       cursor: {sync: {key: "run"}, drag: {x: true, y: false}, points: {size: 7}, y: false},
       legend: {live: true},
       scales: {
@@ -162,7 +163,7 @@ class Chart {
           class: entry.of === "extreme" ? "extremes" : entry.of,
           spanGaps: entry.of === "heldout",
           paths: what.stepped ? uPlot.paths.stepped({align: 1}) : undefined,
-          points: entry.points ? {show: true, size: 6, fill: entry.colour} : {show: u => u.data[i + 1].filter(v => v != null).length === 1 && entry.of !== "extreme", size: 6, fill: entry.colour},
+          points: entry.points ? {show: u => u.data[i + 1].filter(v => v != null).length <= 60, size: 6, fill: entry.colour} : {show: u => u.data[i + 1].filter(v => v != null).length === 1 && entry.of !== "extreme", size: 6, fill: entry.colour},
           value: (u, v, index, at) => this.value(entry, u, index, at),
         })),
       ],
