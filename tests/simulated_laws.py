@@ -201,6 +201,7 @@ def calm_exponents(schedule: Schedule, number: int) -> tuple[int, ...]:
 def _check_incidents(schedule: Schedule, diary: Diary) -> None:
     """What is not lost is not run again. (Who left a step may bring nothing to it, and is dealt to.)"""
     for layout, incidents in diary.incidents if not schedule.leaves else ():
+        assert not any(i.redo_ms for i in incidents if i.joined_ranks), "a join repeats nothing"
         # Who was lost before the layout was made is not in it, and later incidents follow another plan.
         inside = [i for i in incidents if not i.joined_ranks and set(i.dead_replicas) <= set(layout.replicas)]
         for incident in inside[:1]:

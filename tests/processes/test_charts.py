@@ -138,16 +138,16 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
         assert point_at(seen, "memory", 23)["gpu memory"] == "3.125"  # GiB
 
         where = seen.page.evaluate("charts.all.loss.u.valToPos(2, 'y')")
-        seen.page.check("#log")
+        seen.page.check("#chart-log")
         seen.until("charts.all.loss.u.scales.y.distr === 3")
         assert seen.page.evaluate("charts.all.grad.u.scales.y.distr") == 3
         assert seen.page.evaluate("charts.all.loss.u.valToPos(2, 'y')") != where
         assert column(seen, "loss", "loss") == pytest.approx(losses)
-        seen.page.uncheck("#log")
+        seen.page.uncheck("#chart-log")
         seen.until("charts.all.loss.u.scales.y.distr === 1")
 
         assert column(seen, "loss", "smoothed") == {}
-        seen.page.select_option("#smooth", "5")
+        seen.page.select_option("#chart-smooth", "5")
         seen.until("charts.all.loss.u.series.some(s => s.label === 'smoothed')")
         mean = sum(losses[step] for step in range(28, 33)) / 5
         assert column(seen, "loss", "smoothed")[30] == pytest.approx(mean)

@@ -235,17 +235,17 @@ function logSplits(low, high) {
 function make(place) {  // the toolbar and the charts
   const options = {log: false, smooth: 0}, bar = document.createElement("div"), charts = document.createElement("div");
   bar.className = "toolbar";
-  bar.innerHTML = `<label>Smoothing <select id="smooth"><option value="0">none</option><option value="5">5 points</option>
+  bar.innerHTML = `<label>Smoothing <select id="chart-smooth"><option value="0">none</option><option value="5">5 points</option>
     <option value="15">15 points</option><option value="51">51 points</option></select></label>
-    <label><input type="checkbox" id="log"> Logarithmic loss and gradient norm</label><span class="marks"></span>`;
+    <label><input type="checkbox" id="chart-log"> Logarithmic loss and gradient norm</label><span class="marks"></span>`;
   charts.className = "charts";
   place.append(bar, charts);
   const all = LIST.map((what, i) => new Chart(what, charts, i === 0));
   let runs = [], due = false;
   const draw = () => { due = false; for (const chart of all) chart.update(runs, options); };
   const soon = () => { if (!due) { due = true; requestAnimationFrame(draw); } };
-  bar.querySelector("#smooth").addEventListener("change", event => { options.smooth = +event.target.value; soon(); });
-  bar.querySelector("#log").addEventListener("change", event => { options.log = event.target.checked; soon(); });
+  bar.querySelector("#chart-smooth").addEventListener("change", event => { options.smooth = +event.target.value; soon(); });
+  bar.querySelector("#chart-log").addEventListener("change", event => { options.log = event.target.checked; soon(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
   function update(found) {
     runs = found.map(run => ({...run, columns: derive(run.series)}));
