@@ -253,7 +253,7 @@ function make(place) {  // the toolbar and the charts
     bar.querySelector(".marks").replaceChildren(...Object.entries(MARKS).filter(([kind]) => kinds.has(kind)).map(([kind, [colour, dash, name]]) => {
       const entry = document.createElement("span"), sign = document.createElement("i");
       entry.dataset.kind = kind;
-      sign.style.borderColor = `var(${colour})`;
+      sign.style.borderColor = `var(${runs.length > 1 ? "--soft" : colour})`;  // several runs: marks have their colours
       sign.style.borderLeftStyle = dash.length ? "dashed" : "solid";
       entry.append(sign, name);
       return entry;
