@@ -189,7 +189,7 @@ LAYOUT = """\
 | `steps.jsonl` | one line per committed step |
 | `incidents.jsonl` | one line per repair: losses and joins |
 | `job.jsonl`, `job-HOST.jsonl` | what the launcher, or the agent of a host, saw |
-| `summary.json` | at the end: totals, throughput, `final_loss`, `parameters_digest`, `goodput`; `skipped` if any; `heldout_loss` and `heldout_step` of an evaluation after the last step |
+| `summary.json` | at the end: totals, `final_loss`, `parameters_digest`, `goodput`, `skipped`, a last `heldout_loss` |
 | `checkpoint.json` | where a script saves its checkpoints, and whether it resumes from there |
 | `hosts.json` | which rank runs on which host (several hosts, `--return`) |
 | `page.url` | address of the live page while the job runs |
