@@ -127,6 +127,19 @@ def test_collective_calls_are_refused_inside_the_microbatch_loop(tmp_path: Path)
     step.refuse_inside_step("anything")
 
 
+def test_heldout_loss_is_recorded_after_a_step_and_only_if_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorded = Model().eval(), list[float]()
+    step = begin(World(), model)
+    monkeypatch.setattr(step._engine.records, "heldout", recorded.append)
+    for microbatch in step.microbatches(Stream()):
+        with pytest.raises(RuntimeError, match=r"step\.record_heldout_loss was called inside the loop"):
+            step.record_heldout_loss(3.0)
+        step.backward(loss_of(model, microbatch))
+    step.record_heldout_loss(torch.tensor(2.5))  # type: ignore[arg-type]
+    step.record_heldout_loss(float("nan"))
+    assert recorded == [2.5]
+
+
 def test_gradients_belong_to_the_user_after_a_break() -> None:
     model, world = Model().eval(), World()
     step = begin(world, model)
