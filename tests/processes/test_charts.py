@@ -139,8 +139,8 @@ def test_charts_show_the_records_and_keep_them_when_switched(browser: Any, tmp_p
 
         where = seen.page.evaluate("charts.all.loss.u.valToPos(2, 'y')")
         seen.page.check("#chart-log")
-        seen.until("charts.all.loss.u.scales.y.distr === 3")
-        assert seen.page.evaluate("charts.all.grad.u.scales.y.distr") == 3
+        seen.until("document.querySelector('#grad figcaption').textContent.endsWith('logarithmic')")
+        assert seen.page.evaluate("[charts.all.loss, charts.all.grad].map(c => c.u.scales.y.distr)") == [3, 3]
         assert seen.page.evaluate("charts.all.loss.u.valToPos(2, 'y')") != where
         assert column(seen, "loss", "loss") == pytest.approx(losses)
         seen.page.uncheck("#chart-log")
