@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from recover.runs.live.page_process import ADDRESS
-from recover.runs.live.ranks import GONE, ranks_now, session_of
+from recover.runs.live.ranks import GONE, ranks_now
 from recover.runs.records.curve_table import POINTS, CurveTable
 from recover.runs.records.curves import curves
 from recover.runs.records.feed import RunFeed
