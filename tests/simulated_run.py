@@ -89,10 +89,10 @@ class Sums:
         for bucket in self.buckets:
             bucket.rewind()
 
-    def squared_norm(self) -> float:
+    def squared_norms(self) -> list[float]:
         if not all(bucket.is_coming() for bucket in self.buckets):
-            return 0.0
-        return float(sum((bucket.result**2).sum() for bucket in self.buckets)) * self.unit**2
+            return [0.0]
+        return [float(sum((bucket.result**2).sum() for bucket in self.buckets)) * self.unit**2]
 
     def loss(self, value: float) -> float:
         return value
