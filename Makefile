@@ -71,8 +71,9 @@ docs: reference
 bench: setup
 	$(BIN)/recover bench all
 
-soak: setup
+soak: setup $(INTEGRATIONS)/.installed
 	$(BIN)/python -m pytest -m soak tests/pure tests/simulated tests/processes tests/lab
+	$(INTEGRATIONS)/bin/python -m pytest -m soak tests/integrations
 
 mutants: setup
 	$(BIN)/python tests/mutate.py $(if $(SHARD),--shard $(SHARD))

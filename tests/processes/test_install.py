@@ -118,8 +118,10 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
     status = run(*command, "status", "run")
     assert status.returncode == 0, status.stderr
     assert re.search(r"step +4\b", status.stdout), status.stdout
+    report = run(*command, "report", "run")
+    assert report.returncode == 0, report.stderr
+    assert "uPlot" in (place / "run" / "report" / "index.html").read_text()
     for words, missing in (
-        (("report", "run"), "matplotlib"),
         (("train", "steps=1"), "tensorboard"),
         (("train", "steps=1", "log.tensorboard=false", "tokenizer=x.json"), "tokenizers"),
     ):
@@ -137,7 +139,7 @@ def test_wheel_holds_the_package_and_requires_the_core_only(dist: Path) -> None:
     tree = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "recover").rglob("*")
-        if path.suffix in (".py", ".html")
+        if path.suffix in (".py", ".html", ".css", ".js")
     }
     assert held >= tree | {"recover/py.typed"}
     needed = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
