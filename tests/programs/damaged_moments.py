@@ -21,7 +21,7 @@ def damage_and_save(
     self: saver.Saver, step: int, what: tensors.Tensors, facts: dict[str, Any], **options: Any
 ) -> None:
     if step == 3:
-        state = next(iter(what._optimizer.state.values()))
+        state = next(iter(what._optimizers[0].state.values()))
         state["exp_avg"].view(-1).view(torch.int32)[0] ^= 1
     save(self, step, what, facts, **options)
 
