@@ -74,6 +74,7 @@ def _save(step: Step, path: str | Path, extra: Mapping[str, Any] | None, keep: i
     # checkpoint of another run after as many steps, which had another loss.
     fingerprint = f"{zlib.crc32(repr((sorted(digests.items()), step.loss)).encode()):08x}"
     saver = kept.saver(kept.path, keep)
+    saver.expect_vote(step.index)
 
     def write() -> None:
         facts = {"step": step.index, "position": step.state_dict(), "state": packed}

@@ -25,10 +25,11 @@ from recover.checkpoint import directory
 from recover.checkpoint.directory import FACTS, FORMAT, UNCONFIRMED, CheckpointError, Found
 from recover.checkpoint.tensors import Snapshot, Stored, Tensors, Written
 from recover.gradients.state_hash import parameters_digest
-from recover.job.record_files import FILES, is_transient
+from recover.job.record_files import AGAIN, FILES, PATIENCE, is_transient, lacks_room
 from recover.world import rank_exit
 
 T = TypeVar("T")
+ATTEMPTS = int(PATIENCE / AGAIN)  # to write the last checkpoint, unless the disk is full
 
 
 class Saver:
@@ -146,6 +147,11 @@ class Saver:
         """Wait until all saves are on disk, or have failed."""
         self._thread.submit(lambda: None).result()
 
+    def expect_vote(self, step: int) -> None:
+        """A draft of this step that is written from now on needs a vote of its own: earlier votes on
+        the step were about an earlier draft. All ranks call it."""
+        self._equal = {replica: seen for replica, seen in self._equal.items() if seen <= step}
+
     def _is_good(self, step: int, writer: int) -> bool:
         return self._equal.get(writer, 0) > step
 
@@ -179,13 +185,18 @@ class Saver:
             repeated(partial(self._write_facts, draft, written, facts))
 
     def _repeated(self, draft: Path, size: int, write: Callable[[], T]) -> T:
-        """Write until it succeeds, or fails for good. `size`: bytes of this rank's tensors."""
-        is_reported = not self._first
+        """Write until it succeeds, or fails for good. `size`: bytes of this rank's tensors.
+
+        A full disk is waited for without limit: an operator makes room. Other errors, such as a file
+        system that has become read-only, may never pass, and a waiting job holds its GPUs.
+        """
+        is_reported, attempts = not self._first, 0
         while True:
             try:
                 return write()
             except Exception as error:
-                if not is_transient(error):
+                attempts += 1
+                if not is_transient(error) or (attempts >= ATTEMPTS and not lacks_room(error)):
                     raise
                 if not is_reported:
                     is_reported = True
@@ -193,7 +204,7 @@ class Saver:
                         f"the last checkpoint cannot be written ({error}): it takes {size / 1e6:,.1f} MB"
                         f"{'' if self._alone else ' for each rank of the replica'}, and {self._directory} has "
                         f"{_free(self._directory) / 1e6:,.1f} MB left; the run waits with all of its steps until there "
-                        "is room: make room there, or give up by Ctrl-C twice"
+                        "is room, and for other causes up to 300 s: make room there, or give up by Ctrl-C twice"
                     )
             FILES.pause()
 
@@ -221,10 +232,12 @@ class Saver:
             if path.exists() and _are_copies(draft, path):
                 shutil.rmtree(draft, ignore_errors=True)
             else:
-                if path.exists():
-                    _remove(path)
+                # The new checkpoint gets its name before the old one is deleted, which takes long.
+                gone = _set_aside(path) if path.exists() else None
                 draft.rename(path)
                 _flush(self._directory)
+                if gone:
+                    shutil.rmtree(gone, ignore_errors=True)
             old = directory.all_good(self._run_dir)[: -self._keep]
             old += [found for found in directory.unconfirmed(self._run_dir) if found.step <= step]
             old += [found for found in directory.undecided(self._run_dir) if found.step <= step]
@@ -267,9 +280,14 @@ def _are_copies(draft: Path, path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
+    # Renamed first: half a checkpoint must not have the name of a checkpoint.
+    shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
     gone = path.with_name(f".gone-{path.name}-{time.time_ns()}")
-    path.rename(gone)  # first: half a checkpoint must not have the name of a checkpoint
-    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    return gone
 
 
 def _once(write: Callable[[], T]) -> T:

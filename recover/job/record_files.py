@@ -37,10 +37,19 @@ _NUMBER = re.compile(
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same operation may succeed later."""
+    return _number_of(error) in PASSING
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether the disk, or the user's part of it, is full."""
+    return _number_of(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _number_of(error: BaseException) -> int | None:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (named := _NUMBER.search(str(error))):
         number = int(named[1] or named[2])
-    return number in PASSING
+    return number
 
 
 class TornError(OSError):

@@ -22,7 +22,7 @@ def main(session: str, scratch: str, address: str = "") -> None:
 
     `address`: the file with the address of the page, which a launcher that is killed cannot remove.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     made = []
     told = _content(address)

@@ -95,6 +95,9 @@ def _launch(ranks: int, request: LaunchRequest, mpirun: str | None, hostfile: Pa
                 except SupervisorError as error:
                     failure = str(error)
                 supervisor.end(failure)
+            except Exception as error:
+                failure = failure or f"{type(error).__name__}: {error}"
+                raise
             finally:
                 witness.outcome = signals.outcome() or ({"reason": failure} if failure else {})
         if caught:

@@ -3,6 +3,7 @@ on etcd."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -55,7 +56,11 @@ class LaunchRequest:
         stop.ask()
         if self.stop_file is None:
             return "the script is asked to stop after its step (step.stop_agreed)"
-        FILES.replace(self.stop_file, b"")  # for ranks on hosts that share it
+        # For ranks on hosts that share it. On a thread: the file system may hang, and a signal
+        # handler must not.
+        threading.Thread(
+            target=FILES.replace, args=[self.stop_file, b""], name="recover-stop", daemon=True
+        ).start()
         return "finishing the step and saving a checkpoint"
 
     def describe_end(self, run_dir: Path) -> str:

@@ -36,6 +36,7 @@ class JobSignals:
         self.ask: Callable[[], str] = _nothing
         """Asks the ranks to stop after their step. Returns what they do now, or "" if they heed no request."""
         self._end: Callable[[], object] = _nothing
+        self._is_over = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -62,16 +63,22 @@ class JobSignals:
                 raise  # otherwise the handler has ended the job that is being worked on
         finally:
             self._end = self.ask = _nothing
+            self._is_over = True
 
     def handle(self, number: int, _: object = None) -> None:
         if number in self.ignored:
             return
-        if number in REQUESTS and not self.asked and not self.caught and (doing := self.ask()):
-            self.asked = number
-            text = f"{signal.Signals(number).name}: {doing}; once more ends the job at once"
-            # Not here: the signal may have come while this thread was writing its output.
-            threading.Thread(target=say, args=[text], name="recover-say", daemon=True).start()
+        if self._is_over:  # the job has ended, so the signal changes nothing of its outcome
+            OUTLET.patience, FILES.patience = _LAST_WORDS, 0.0
             return
+        if number in REQUESTS and not self.asked and not self.caught:
+            self.asked = number  # before `ask`, which may block: the next signal must end the job
+            if doing := self.ask():
+                text = f"{signal.Signals(number).name}: {doing}; once more ends the job at once"
+                # Not here: the signal may have come while this thread was writing its output.
+                threading.Thread(target=say, args=[text], name="recover-say", daemon=True).start()
+                return
+            self.asked = 0
         self.caught.append(number)
         OUTLET.patience, FILES.patience = _LAST_WORDS, 0.0
         self._end()  # in the handler: the main loop may be blocked by a reader of our output

@@ -83,6 +83,11 @@ class StepEngine:
         self._optimizers, self._clipping = optimizers_of(optimizer), Clipping(clip, optimizer)
         self.result = StepResult()  # of the last committed step
         self._save_states = save_states
+        if self._clipping.by_group and not replica.mates_hold_all_buffers:
+            raise ValueError(
+                "clip has one entry for each parameter group, and the ranks of a replica of recover.threed hold "
+                "different parameters, so their groups cannot be matched; give clip one number"
+            )
         self._checks = ModelAndOptimizer(model, optimizer, gradients, self._clipping.by_group)
         refuse_other_size(world, model)
         world.steps_made += 1

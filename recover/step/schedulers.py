@@ -44,4 +44,6 @@ def as_one_scheduler(scheduler: Any) -> Any:
     """A list of schedulers as one; anything else unchanged."""
     if not isinstance(scheduler, list | tuple):
         return scheduler
+    if len(scheduler) == 1:
+        return scheduler[0]  # its state is that of `scheduler=` without a list
     return Schedulers(scheduler) if scheduler else None

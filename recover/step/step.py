@@ -299,7 +299,8 @@ class Step:
 
         Call it on all replicas or in a function for `on_first`, outside of the loop over
         microbatches. The next line of `steps.jsonl` has the value, or `summary.json` after the
-        last step. A loss that is not finite is not recorded.
+        last step. A loss that is not finite is not recorded. In `on_first` it must not run with
+        `background=True`, and the value is lost if that rank dies in the next step.
         """
         self.refuse_inside_step("step.record_heldout_loss")
         if math.isfinite(value := float(loss)):

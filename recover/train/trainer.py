@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,7 +174,9 @@ class Trainer:
         self.spent.clear()
         if config.eval.every and step.index % config.eval.every == 0:
             with self._spending("evaluation_ms"):
-                line["heldout_loss"] = heldout_loss(self.engine, self.heldout, config.eval.batches)
+                heldout = heldout_loss(self.engine, self.heldout, config.eval.batches)
+            if math.isfinite(heldout):  # a line of JSON has no other numbers
+                line["heldout_loss"] = heldout
         self.records.commit(line, step, config.samples == "exact")
 
     # The end of a run, and checkpoints.

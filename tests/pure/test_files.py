@@ -438,3 +438,27 @@ def test_forked_process_inherits_no_held_lock(files: RecordFiles, tmp_path: Path
     assert files.append(tmp_path / "log", b"x\n")
     through.set()
     thread.join(30)
+
+
+def test_last_checkpoint_gives_up_on_errors_other_than_a_full_disk(
+    files: RecordFiles, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that has become read-only may stay so, and the job would hold its GPUs."""
+    monkeypatch.setattr(saving, "FILES", files)
+    saver, tries = Saver(tmp_path, 1, 1, 0), []
+
+    class ReadOnly(Tensors):
+        def __init__(self) -> None:
+            pass
+
+        def snapshot(self, *_: Any) -> Any:
+            return SimpleNamespace(nbytes=1)
+
+        def write(self, *_: Any) -> Written:
+            tries.append(1)
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    saver.save(7, ReadOnly(), {}, waits=True)
+    saver.finish()
+    assert len(tries) == saving.ATTEMPTS
+    assert "the checkpoint of step 7 could not be written" in told[-1]

@@ -151,6 +151,13 @@ def test_job_on_several_hosts_runs_while_one_agent_does(tmp_path: Path) -> None:
     assert state() == "running"
     host("h2", LIVING, end(signal="SIGINT", by="h3") | {"at": START + 50})
     assert state() == "ended by SIGINT on h3 after step 20"
+    host("h1", KILLED, end(signal="SIGTERM", asked=True))
+    host("h2", LIVING, end() | {"at": START + 101})  # it knows nothing of the signal
+    assert state() == "stopped by SIGTERM after step 20"
+    host("h1", KILLED, end(reason="no etcd has answered") | {"at": START + 300})
+    with open(run / "job-h2.jsonl", "a") as file:
+        file.write(json.dumps(start_line(4, owner=LIVING, run="/j/2/", host="h2", at=START + 200)) + "\n")
+    assert state() == "running", "the end of an agent of the run before is not that of this one"
 
 
 def test_status_lists_the_runs_of_a_directory_newest_last(tmp_path: Path) -> None:
@@ -299,10 +306,37 @@ def test_signal_before_there_is_a_job_ends_it_when_it_comes(
             assert job.ended == 1
 
 
+def test_signal_after_the_end_of_the_job_changes_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monitors of a job that has finished may need some seconds to end."""
+    job = Signalled(LaunchRequest(Path("x")), tmp_path, monkeypatch)
+    with job.signals as signals:
+        with signals.ending(job.end):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (job.ended, signals.code(0), signals.outcome()) == (0, 0, {})
+
+
+def test_second_signal_ends_a_job_whose_request_to_stop_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Signalled(LaunchRequest(Path("x")), tmp_path, monkeypatch)
+
+    def ask() -> str:
+        os.kill(os.getpid(), signal.SIGINT)  # while the first handler waits for the disk
+        return "stopping"
+
+    with job.signals as signals, signals.ending(job.end):
+        signals.ask = ask
+        os.kill(os.getpid(), signal.SIGINT)
+        assert job.ended == 1
+
+
 def test_train_heeds_requests_from_its_start_also_on_hosts_that_share_the_directory(tmp_path: Path) -> None:
     request = LaunchRequest(Path("x"), stop_file=tmp_path / "stop")
     assert request.ask_to_stop(tmp_path / "gone") == "finishing the step and saving a checkpoint"
-    assert (tmp_path / "stop").exists()
+    assert wait_until((tmp_path / "stop").exists)
 
 
 @pytest.mark.parametrize("saved", [None, 15])

@@ -411,6 +411,15 @@ def test_closing_stream_sends_the_whole_end_of_the_run(tmp_path: Path) -> None:
     assert last[-1] == ("end", {})
 
 
+def test_closing_stream_of_a_running_job_does_not_say_that_it_ended(tmp_path: Path) -> None:
+    """SIGTERM to all processes of a host also reaches the server: the page connects again."""
+    run, closing = make_run(tmp_path / "run"), threading.Event()
+    source = events(RunView(run), closing=closing)
+    read_until(source, "ranks")
+    closing.set()
+    assert "end" not in dict(parsed(event) for event in source)
+
+
 def test_stream_removes_ranks_that_a_new_launch_does_not_have(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     view = RunView(run)

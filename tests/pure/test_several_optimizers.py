@@ -15,8 +15,10 @@ from torch.optim import lr_scheduler
 import recover
 from recover.checkpoint.tensors import Tensors
 from recover.gradients.optimizers import groups_of, optimizers_of
+from recover.gradients.replica_interface import PlainReplica, mark
 from recover.step.joining.joinable import undeclared_schedulers
 from recover.step.joining.parcel import OtherStateError, Parcel
+from recover.step.schedulers import as_one_scheduler
 
 BATCH, STEPS = 4, 6
 INPUTS = [
@@ -369,3 +371,20 @@ def test_schedulers_of_another_number_are_not_loaded() -> None:
     scheduler = run.step.state().scheduler
     with pytest.raises(ValueError, match=r"the state is of 1 scheduler\(s\), and Step was given 2; give the"):
         scheduler.load_state_dict(other.step.state().scheduler.state_dict())
+
+
+def test_clip_by_group_is_refused_where_ranks_hold_different_parameters() -> None:
+    class Stages(PlainReplica):
+        mates_hold_all_buffers = False
+
+    model = net()
+    mark(model, Stages())
+    with pytest.raises(ValueError, match=r"recover.threed hold different parameters.*give clip one number"):
+        recover.Step(World(), model, muon_adamw(model), BATCH, clip=[0.1, None])  # type: ignore[arg-type]
+
+
+def test_list_of_one_scheduler_has_the_state_of_that_scheduler() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    assert as_one_scheduler([scheduler]) is scheduler

@@ -13,6 +13,7 @@ from lone_world import BATCH, World, begin
 from toy import Model, Stream, loss_of, make_optimizer
 
 import recover
+from recover.step.loop.early_leaves import INSIDE, EarlyLeaves
 
 
 @pytest.mark.guarantee(
@@ -209,3 +210,24 @@ def test_step_left_again_further_on_or_after_a_commit_may_be_taken() -> None:
     for microbatches in (1, 2, 3, BATCH + 1, 1, BATCH + 1, 1, BATCH + 1):
         take(microbatches)
     assert step.index == 3
+
+
+def test_caught_exceptions_do_not_count_as_breaks() -> None:
+    leaves = EarlyLeaves()
+    leaves.left(5, 2, True)
+    leaves.left(5, 2, False)
+    leaves.refuse_another(5)
+    leaves.left(5, 2, False)
+    with pytest.raises(RuntimeError, match="3 times in a row"):
+        leaves.refuse_another(5)
+
+
+def test_second_refusal_ends_a_loop_that_catches_exceptions() -> None:
+    """Otherwise it would call step.microbatches for ever, while the others wait for its vote."""
+    leaves = EarlyLeaves()
+    for _ in range(INSIDE):
+        leaves.left(5, 2, True)
+    with pytest.raises(RuntimeError):
+        leaves.refuse_another(5)
+    with pytest.raises(SystemExit, match="8 times in a row"):
+        leaves.refuse_another(5)

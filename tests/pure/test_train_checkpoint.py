@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from training import small_world
 
 from recover.checkpoint import directory
+from recover.checkpoint import saver as saving
 from recover.checkpoint.directory import FACTS, CheckpointError, Found
 from recover.checkpoint.saver import Saver
 from recover.checkpoint.tensors import Part, Stored, Tensors
@@ -384,3 +385,37 @@ def test_unwritable_checkpoint_costs_nothing_else(tmp_path: Path, capsys: pytest
     assert not one.due(5)
     assert one.comes(6, lost=False)
     assert one.due(6)
+
+
+def test_second_draft_of_a_step_needs_a_vote_of_its_own(tmp_path: Path) -> None:
+    """The vote on the first draft says nothing of the second one, whose writer was evicted."""
+    one, successor = saver(tmp_path), saver(tmp_path, replica=1)
+    save(one, 1)
+    for each in (one, successor):
+        each.found_equal(2, [0, 1])
+        each.finish()
+    before = (tmp_path / "checkpoints" / "step-1" / FACTS).read_text()
+    for each in (one, successor):
+        each.expect_vote(1)
+    save(one, 1, seed=1)
+    assert names(tmp_path) == ["draft-1", "step-1"]
+    assert successor.newest() == 1
+    assert names(tmp_path) == ["step-1"]
+    assert (tmp_path / "checkpoints" / "step-1" / FACTS).read_text() == before
+
+
+def test_replaced_checkpoint_is_deleted_after_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = saver(tmp_path)
+    save(one, 1)
+    one.found_equal(2, [0])
+    one.finish()
+    seen: list[list[str]] = []
+    monkeypatch.setattr(saving.shutil, "rmtree", lambda *_, **__: seen.append(names(tmp_path)))
+    one.expect_vote(1)
+    save(one, 1, seed=1)
+    one.found_equal(2, [0])
+    one.finish()
+    ((_, new),) = seen
+    assert new == "step-1"

@@ -357,7 +357,9 @@ class HostAgent:
     def _outcome(self, order: Order | None, failure: str, broken: str) -> dict[str, Any]:
         """How the job has ended, for its records. `left`: for this host alone."""
         if outcome := self._signals.outcome():
-            return outcome
+            # The others know nothing of a signal here if no order to end the job was stored.
+            is_alone = self._given_up.is_set() or (bool(self._signals.caught) and order is None)
+            return outcome | ({"left": True} if is_alone else {})
         if self._given_up.is_set():
             broken = f"host {self._part.host} was declared lost, and the other hosts went on without it"
         if broken:

@@ -241,7 +241,8 @@ def events(
         if changed:
             ranks = every
             said.append(("ranks", changed))
-        if ended:
+        # SIGTERM may reach the server of a job that goes on: the page then connects again.
+        if ended and view.job().is_over:
             said.append(("end", {}))
         for name, data in said:
             yield f"id: {generation}:{count}\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ _GRID = 256  # ranks that are shown; more are only counted
 
 def is_run(path: Path) -> bool:
     """Whether it is a run directory."""
-    return (path / "steps.jsonl").exists() or any(one.exists() for one in job_files(path))
+    # Path.exists raises for a directory of another user.
+    return os.path.exists(path / "steps.jsonl") or any(map(os.path.exists, job_files(path)))
 
 
 def runs_in(place: Path) -> list[Path]:

@@ -45,8 +45,12 @@ def _one_launch_each(lines: list[Line]) -> list[Line]:
     last."""
     last: dict[str, Line] = {}
     for line in lines:
-        # A host that left while the others went on may be the last one that writes.
-        gives_way = line.get("left") and not last.get(line.get("run", ""), line).get("left")
+        # A host that left while the others went on may be the last one that writes; and only the host
+        # that was asked to stop the job knows of the signal.
+        known = last.get(line.get("run", ""), line)
+        gives_way = (line.get("left") and not known.get("left")) or (
+            known.get("asked") and not line.get("signal") and not line.get("reason")
+        )
         if "run" in line and line["what"] == "end" and not gives_way:
             last[line["run"]] = line
     told: dict[tuple[str, str], Line] = {}

@@ -39,7 +39,9 @@ def job_state(
     if start is None:
         return JobState(FINISHED if summary else ENDED, FINISHED if summary else ENDED, bool(summary))
     since = [line for line in job if line["at"] >= start["at"]]
-    end = next((line for line in reversed(since) if line["what"] == "end"), None)
+    # An agent of an earlier run in this directory may end after this run has started.
+    own = [line for line in since if line.get("run") == start.get("run")]
+    end = next((line for line in reversed(own) if line["what"] == "end"), None)
     step = int(last.get("step", 0))
     after = f" after step {step}" if step else " before its first step"
     owners = _owners(start)

@@ -12,23 +12,27 @@ class EarlyLeaves:
     microbatch would never end."""
 
     def __init__(self) -> None:
-        self._step = self._times = self._furthest = 0
-        self._limit = INSIDE
+        self._step = self._furthest = self._refused = 0
+        self._times = {BETWEEN: 0, INSIDE: 0}
 
     def left(self, step: int, computed: int, is_inside: bool) -> None:
         """Step `step` was left after `computed` microbatches; `is_inside`: one more was handed out,
         and its backward had not run."""
-        goes_on = step == self._step and computed <= self._furthest
-        self._times = self._times + 1 if goes_on else 1
-        self._furthest = max(computed, self._furthest) if step == self._step else computed
-        self._step, self._limit = step, INSIDE if is_inside else BETWEEN
+        if step != self._step or computed > self._furthest:
+            self._step, self._furthest = step, computed
+            self._times = {BETWEEN: 0, INSIDE: 0}
+        self._times[INSIDE if is_inside else BETWEEN] += 1
 
     def refuse_another(self, step: int) -> None:
-        """Raise if the step that begins was left too often."""
-        if step != self._step or self._times < self._limit:
+        """Raise if the step that begins was left too often. The second time for the same step it raises
+        SystemExit, which a loop that catches exceptions to try again does not catch."""
+        if step != self._step or all(times < limit for limit, times in self._times.items()):
             return
-        raise RuntimeError(
-            f"step {step} was left before it was complete, {self._times} times in a row and each time after at most "
+        kind = SystemExit if self._refused == step else RuntimeError
+        self._refused = step
+        times = sum(self._times.values())
+        raise kind(
+            f"step {step} was left before it was complete, {times} times in a row and each time after at most "
             f"{self._furthest} microbatch(es), so it would never be committed; let the loop over step.microbatches "
             "run to its end (leave the `break` out: it ends when the step is committed), and end training between "
             "two steps, by `while step.index < N` or step.request_stop()"
