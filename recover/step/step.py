@@ -58,7 +58,7 @@ class Step:
     samples:       `exact` (default) or `partitioned`
     clip:          limit of the global gradient norm; or a list with one entry for each parameter group of the
                    optimizers, in their order: each group is clipped by the norm of its own gradients, and None leaves
-                   it unclipped
+                   it unclipped. With recover.threed only a number
     scheduler:     a learning-rate scheduler, advanced once per committed step; or a list of them
     seed:          random draws in a microbatch follow from (seed, step, slot), not from the replica that computes it;
                    draws outside of the loop over microbatches are unaffected
