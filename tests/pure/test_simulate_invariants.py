@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from recover_lab.simulate.account import PARTS
 from recover_lab.simulate.race import SystemRunner, race
@@ -64,6 +64,35 @@ clusters = st.fixed_dictionaries(
     "Simulated clusters",
     "The simulation uses the production policy, and every simulated step of recover has exactly B "
     "microbatches.",
+)
+@example(  # a loss near the end of a segment of slow steps
+    values={
+        "failures__per_switch_day": 0.3,
+        "failures__burst": 0.4,
+        "failures__transient": 0.5,
+        "joining__standby": 0,
+        "cluster__nodes_per_rack": 8,
+        "cluster__nodes_per_switch": 64,
+        "failures__burst_nodes": 6,
+        "run__days": 2,
+        "joining__stall_s": 3.0,
+        "failures__process": "poisson",
+        "stragglers__per_node_day": 0.1,
+        "recovery__restart_at": 0.6,
+        "job__accum": 4,
+        "restart__struck": "again",
+        "failures__shape": 3.0,
+        "job__policy": "static",
+        "failures__silent": 0.5,
+        "job__replica_gpus": 16,
+        "failures__per_node_day": 0.003,
+        "failures__per_rack_day": 0.05,
+        "run__first_seed": 8787,
+        "failures__repair_hours": 0.2,
+        "cluster__spares": 0,
+        "job__overhead_s": 0.0,
+        "recovery__repair_s": 40.0,
+    }
 )
 @given(values=clusters)
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])

@@ -102,14 +102,20 @@ class RestartRun:
         before, self.step = self.step, self.step_seconds()
         done = min(self.at, self.steps * before)
         place = done * self.step / before + self.at - done
-        self.shifted[part] = self.shifted.get(part, 0.0) + self.at - place
+        # Of a slow step only the seconds of an undelayed one belong to `part`: `spend` books the others to stragglers.
+        own = (self.at - place) / (1.0 if part == "stragglers" else self.slow)
+        for cause, seconds in ((part, own), ("stragglers", self.at - place - own)):
+            self.shifted[cause] = self.shifted.get(cause, 0.0) + seconds
         self.at = place
 
-    def _settle(self) -> None:
-        """The segment is complete: book the differences to the present speed to the parts that caused them."""
+    def _settle(self, share: float = 1.0) -> float:
+        """This share of the segment is complete: book its differences to the present speed to the parts that caused
+        them. Returns the differences of the rest."""
         for part, seconds in self.shifted.items():
-            self.account.parts[part] += seconds
+            self.account.parts[part] += seconds * share
+        rest = sum(self.shifted.values()) * (1 - share)
         self.shifted.clear()
+        return rest
 
     def _work(self, until: float) -> None:
         began, self.now = max(self.now, self.resume), until
@@ -198,10 +204,10 @@ class RestartRun:
         parts = self.account.parts
         done = min(self.at, self.steps * self.step)
         steps = int(done / self.step)
-        self._settle()
+        unfinished = done - steps * self.step  # the step under way, at the present speed
+        parts["rework"] += unfinished + self._settle(1 - unfinished / done if done else 1.0)
         self.account.commit(self.shares.global_batch, steps)
         self.spend(steps)
-        parts["rework"] += done - steps * self.step  # the step under way
         parts["checkpoint"] += self.at - done + self.save
         parts["restart"] += seconds
         self.account.restarts += 1
