@@ -100,7 +100,7 @@ class Job:
 
 
 def state_of(run_dir: Path) -> str:
-    """What `recover status` says first about a run."""
+    """State of the job of a run, in the words of `recover status`."""
     view = RunView(run_dir)
     view.refresh()
     return view.job().text

@@ -206,7 +206,7 @@ class _Kept:
         self._noted: tuple[Path | None, bool] = None, False
 
     def note_place(self) -> None:
-        """Note it in the run directory, for whoever asks how an ended run goes on."""
+        """Record it in the run directory, for `recover status` of a run that has ended."""
         world, job, place = self._world, self._world.job, (self.path, self.resumes)
         if self.path is None or not job.records or not job.run_dir or place == self._noted:
             return

@@ -42,8 +42,8 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def fate(owner: Mapping[str, Any], run_dir: Path) -> Fate:
-    """What became of a process, as seen from this machine. `run_dir`: the directory that it has
-    locked while it runs, if the file system has locks."""
+    """State of the process that owns a run, as seen from this machine. `run_dir`: the directory that
+    the process locks while it runs, if the file system has locks."""
     if owner.get("boot") != _read(_BOOT):
         return Fate.RESTARTED if owner.get("machine") == _machine() else Fate.UNKNOWN
     if owner.get("namespace") != _namespace():  # in another container of this machine

@@ -137,7 +137,7 @@ class Totals:
 
     @property
     def samples_not_finite(self) -> list[int]:
-        """Those of them whose loss is not finite. In a sharded replica, on the rows of this shard."""
+        """Samples whose loss is not finite. In a sharded replica: on the rows of this shard."""
         numbers = self.agreed[SAMPLES : self._paces]
         return sorted(int(-number) - 1 for number in numbers[numbers < 0])
 

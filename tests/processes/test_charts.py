@@ -42,7 +42,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def column(seen: Seen, chart: str, label: str) -> dict[int, float]:
-    """What a chart draws under this label, by step."""
+    """Values of the series with this label, by step."""
     steps, values = seen.page.evaluate(
         f"(() => {{ const u = charts.all.{chart}.u, at = u.series.findIndex(s => s.label === '{label}');"
         "return [u.data[0], at < 0 ? [] : u.data[at]]; })()"

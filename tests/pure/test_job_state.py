@@ -53,7 +53,7 @@ def end(**outcome: Any) -> dict[str, Any]:
 
 
 def asked(*words: str) -> str:
-    """What a command says to a user."""
+    """Output of a command, with single spaces."""
     answer = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
     assert answer.exit_code == 0, answer.output
     return " ".join(answer.output.split())

@@ -199,8 +199,8 @@ def test_several_optimizers_resume_with_the_bits_of_an_unbroken_run(kind: str, t
 
 
 def test_checkpoint_of_one_optimizer_resumes_under_a_list_of_it(tmp_path: Path) -> None:
-    """The names in the files are those of parameters: older checkpoints stay good, and so does one that is resumed
-    after the parameters of one optimizer were divided between two."""
+    """Checkpoint files store optimizer state by parameter name. Checkpoints of older versions still load, and a
+    checkpoint of one optimizer loads into two that share its parameters."""
 
     def train(model: nn.Module, optimizers: Any, numbers: range) -> None:
         for number in numbers:

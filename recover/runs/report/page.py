@@ -82,7 +82,7 @@ def _page(runs: list[Run]) -> str:
 
 
 def _charts(run: Run, colour: str) -> dict[str, Any]:
-    """What `charts.js` draws of a run."""
+    """Data of a run for `charts.js`."""
     return {
         "name": run.name,
         "colour": colour,
