@@ -21,7 +21,7 @@ from recover.job.output import say
 from recover.job.spec import CARRIERS, read_hang_limit, read_link_timeout
 from recover.job.torch_version import untested
 
-_GLANCE = 0.2  # seconds, far more than a reader holds the lock of a run directory
+_GLANCE = 2.0  # seconds; a reader holds the lock of a run directory for microseconds, unless the machine is busy
 _OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
 
