@@ -21,7 +21,8 @@ from recover.job.output import say
 from recover.job.spec import CARRIERS, read_hang_limit, read_link_timeout
 from recover.job.torch_version import untested
 
-_GLANCE = 2.0  # seconds; a reader holds the lock of a run directory for microseconds, unless the machine is busy
+# Seconds. A reader holds the lock of a run directory for microseconds, longer only on a busy machine.
+_GLANCE = 2.0
 _OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PRTE_", "RECOVER_RANK", "RECOVER_LOCAL_")
 
 
