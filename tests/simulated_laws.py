@@ -114,10 +114,12 @@ def _check_ends(played: Played) -> None:
             if why in ("excluded", "seen off") and rank >= grid.ranks
         }
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
-    if outcome and set(grid.replicas_of(outcome)) <= set(grid.replicas_of(schedule.drifts)):
-        # The only one left has given its state away and changed since. Nobody can tell that from a parcel that was
-        # spoiled on its way, so it is the newcomers who go: they never bring state in.
-        struck |= {r for r, why in simulation.dead.items() if why == "excluded" and r >= grid.ranks}
+    # Where every replica that was there from the start has changed by itself, nobody can tell that from state that was
+    # damaged on its way to a joining replica. Joined replicas never outvote the sender of their state, so they go.
+    drifted = set(grid.replicas_of(schedule.drifts))
+    for members, lost, _ in played.censuses().values():
+        if drifted and set(grid.replicas_of(rank for rank in members if rank < grid.ranks)) <= drifted:
+            struck |= {r for r in lost if r >= grid.ranks and simulation.dead.get(r) == "excluded"}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
     spoiled = {grid.replica(rank) for rank in struck}
