@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rank_pids import ranks_of_run
-from test_rejoin import LR, check_against_calm, replicas, wait
+from test_rejoin import check_against_calm, replicas, wait
 from training import finish, small_world, start
 
 from recover.job.spec import VARIABLE, JobSpec
@@ -19,6 +19,9 @@ from recover.world.fabrics.etcd.access import client_of
 
 SECONDS = float(os.environ.get("TEST_CHAOS_SECONDS", "60"))  # half an hour, before a release
 SEED = 7
+# A warm-up longer than any run: after it the learning rate depends on the number of steps, which the run without
+# failures is given only afterwards.
+LR = ["lr=0.5", "warmup_steps=100000"]
 
 
 def living(run_dir: Path) -> dict[int, tuple[int, Path]]:
