@@ -2,8 +2,9 @@
 
 Argument: a JSON list of sections, one after the other in the same world. Each has `tp`, `pp`, `ep`, `batch`, `steps`,
 and optionally `from` (the number of steps to count from), `schedule`, `tied`, `experts`, `reduction`, `dtype`,
-`recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do) and
-`inside`: a death inside a round, [step, replica, local rank, `forward`, `backward` or `bubble`].
+`recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do), `tight`
+(exponents without headroom: steps overflow often) and `inside`: a death inside a round, [step, replica, local rank,
+`forward`, `backward` or `bubble`].
 Gradients, as the optimizer gets them, go to `gradients-<step>-<rank>.pt`. A section with `counts` has no steps: rounds
 of these lengths are run one after the other, and what they leave in `p.grad` goes to `rounds-<from>-<rank>.pt`.
 """
@@ -23,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import recover
+from recover.gradients import exponents
 from recover.gradients.parts import local_part
 from recover.parallel import plain_name
 from recover.train.models import Llama
@@ -98,6 +100,8 @@ def run(section: dict) -> None:
         save(f"rounds-{start}", pipeline)
         return
     optimizer = make_optimizer(pipeline)
+    if section.get("tight"):
+        exponents.HEADROOM, exponents.START = 0, dict.fromkeys(exponents.START, -30)
     step = recover.Step(
         world,
         pipeline,
@@ -126,6 +130,7 @@ def run(section: dict) -> None:
             loss=step.loss,
             norm=step.grad_norm,
             samples=step.samples,
+            reruns=step.reruns,
             rounds=rounds,
             digest=hashlib.sha256(mine).hexdigest(),
             replicas=world.replicas,
