@@ -19,6 +19,8 @@ from recover.step.joining.admission import TRIES
 from recover.world.membership import FAILURES
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+# How ranks end whom the others removed: by themselves, or because another rank ended them.
+REMOVED = ("excluded", "seen off")
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,14 @@ def _check_ends(played: Played) -> None:
     if any(count >= TRIES for count in schedule.torn.values()) or _half_are_sick(played, sick):
         # Where a connection fails, both ends do: who came together with it may go with it. And where half of all fail,
         # those who were to join go, before any member.
-        struck |= {
-            rank
-            for rank, why in simulation.dead.items()
-            if why in ("excluded", "seen off") and rank >= grid.ranks
-        }
+        struck |= {rank for rank, why in simulation.dead.items() if why in REMOVED and rank >= grid.ranks}
     struck |= set(schedule.drifts) | {r for r, diary in enumerate(diaries) if diary.raised}
     # Where every replica that was there from the start has changed by itself, nobody can tell that from state that was
     # damaged on its way to a joining replica. Joined replicas never outvote the sender of their state, so they go.
     drifted = set(grid.replicas_of(schedule.drifts))
     for members, lost, _ in played.censuses().values():
         if drifted and set(grid.replicas_of(rank for rank in members if rank < grid.ranks)) <= drifted:
-            struck |= {r for r in lost if r >= grid.ranks and simulation.dead.get(r) == "excluded"}
+            struck |= {r for r in lost if r >= grid.ranks and simulation.dead.get(r) in REMOVED}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
     spoiled = {grid.replica(rank) for rank in struck}
