@@ -145,9 +145,17 @@ def _check_ends(played: Played) -> None:
 
 
 def _half_are_sick(played: Played, sick: set[int]) -> bool:
-    """Whether of the members at some time, and one more that was to join, half of the replicas or more were."""
-    replicas_of = played.simulation.grid.replicas_of
+    """Whether of the members at some time, and one more that was to join, half of the replicas or more were.
+
+    A repair that nobody lived to complete has no census: its members are those who were there from the start and lived
+    when the first rank was removed.
+    """
+    simulation = played.simulation
+    replicas_of = simulation.grid.replicas_of
     worlds = [*(members for members, _, _ in played.censuses().values()), played.survivors]
+    in_order = list(simulation.dead)
+    first = next((i for i, rank in enumerate(in_order) if simulation.dead[rank] in REMOVED), len(in_order))
+    worlds.append([rank for rank in range(simulation.grid.ranks) if rank not in in_order[:first]])
     return any(2 * len(replicas_of(sick.intersection(world))) > len(replicas_of(world)) for world in worlds)
 
 
