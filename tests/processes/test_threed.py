@@ -162,6 +162,29 @@ def test_grid_bits_do_not_depend_on_failures(tmp_path: Path) -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.guarantee(
+    "Grids (3D parallelism)",
+    "Several optimizers on a grid have the same bits through a death and a resume on another number of replicas.",
+)
+@pytest.mark.soak
+@pytest.mark.parametrize(("shape", "first"), [({"pp": 2}, "Muon"), ({"tp": 2}, "SGD")])
+def test_several_optimizers_of_a_grid_resume_on_other_replicas(
+    tmp_path: Path, shape: dict[str, int], first: str
+) -> None:
+    exact = section(**shape, batch=6, steps=4, several=first, reduction="reproducible")
+    calm = train(tmp_path / "calm", 1, 2, [exact], [])
+    saved = {**exact, "place": str(tmp_path / "saved")}
+    begun = train(tmp_path / "begun", 3, 2, [{**saved, "steps": 2}], ["2:1.1:in-reduce"])
+    resumed = train(tmp_path / "resumed", 2, 2, [saved], ["4:0.0:vote"])
+    assert [run.survivors for run in (calm, begun, resumed)] == [[0, 1], [0, 1, 4, 5], [2, 3]]
+    told = [
+        [(c["step"], c["loss"], c["norm"], c["digest"]) for c in run.notes(rank, "commit")]
+        for run, rank in ((calm, 0), (begun, 0), (resumed, 2))
+    ]
+    assert told[1] + told[2] == told[0]
+    assert resumed.notes(2, "end")[0]["digest"] == calm.notes(0, "end")[0]["digest"]
+
+
 PLACES = ["forward", "backward", "bucket:1", "in-reduce:0", "vote", "update", "after-update", "advance"]
 
 

@@ -3,8 +3,9 @@
 Argument: a JSON list of sections, one after the other in the same world. Each has `tp`, `pp`, `ep`, `batch`, `steps`,
 and optionally `from` (the number of steps to count from), `schedule`, `tied`, `experts`, `reduction`, `dtype`,
 `recompute`, `dropout`, `clip`, `padded` (some targets do not count, and a microbatch weighs as many as do), `tight`
-(exponents without headroom: steps overflow often) and `inside`: a death inside a round, [step, replica, local rank,
-`forward`, `backward` or `bubble`].
+(exponents without headroom: steps overflow often), `several` (two optimizers, the first one of this name), `place`
+(a folder to resume from and to save to after the last step) and `inside`: a death inside a round, [step, replica,
+local rank, `forward`, `backward` or `bubble`].
 Gradients, as the optimizer gets them, go to `gradients-<step>-<rank>.pt`. A section with `counts` has no steps: rounds
 of these lengths are run one after the other, and what they leave in `p.grad` goes to `rounds-<from>-<rank>.pt`.
 """
@@ -30,7 +31,7 @@ from recover.parallel import plain_name
 from recover.train.models import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from toy_llama import Tokens
+from toy_llama import Tokens, several_optimizers
 from toy_threed import config_of, make_optimizer, weight_of
 
 torch.set_num_threads(1)
@@ -99,21 +100,24 @@ def run(section: dict) -> None:
             pipeline([stream[next(samples)] for _ in range(count)])
         save(f"rounds-{start}", pipeline)
         return
-    optimizer = make_optimizer(pipeline)
+    several = section.get("several")
+    optimizers = several_optimizers(pipeline, several) if several else [make_optimizer(pipeline)]
     if section.get("tight"):
         exponents.HEADROOM, exponents.START = 0, dict.fromkeys(exponents.START, -30)
     step = recover.Step(
         world,
         pipeline,
-        optimizer,
+        optimizers if several else optimizers[0],
         global_batch=section["batch"],
         reduction=section.get("reduction", "fast"),
         clip=section.get("clip", 1.0),
         bucket_mb=0.02,
     )
-    samples = {"mode": "exact", "next": start * section["batch"]}
-    step.load_state_dict({**step.state_dict(), "index": start, "samples": samples})
-    optimizer.register_step_pre_hook(lambda *_: save(f"gradients-{step.index + 1}", pipeline))
+    place = section.get("place")
+    if place is None or recover.resume(step, place) is None:
+        samples = {"mode": "exact", "next": start * section["batch"]}
+        step.load_state_dict({**step.state_dict(), "index": start, "samples": samples})
+    optimizers[0].register_step_pre_hook(lambda *_: save(f"gradients-{step.index + 1}", pipeline))
     if "inside" in section:
         arrange_death(pipeline, step, *section["inside"])
     while step.index < start + section["steps"]:
@@ -135,6 +139,8 @@ def run(section: dict) -> None:
             digest=hashlib.sha256(mine).hexdigest(),
             replicas=world.replicas,
         )
+    if place is not None:
+        recover.save(step, place)
     heldout = pipeline.evaluate(stream[10**6])
     full = dict(pipeline.full_parameters())
     digest = hashlib.sha256(b"".join(full[name].numpy().tobytes() for name in full)).hexdigest()
