@@ -38,9 +38,7 @@ def save_states(
         path = saver.save_unconfirmed(step, tensors, values, names[world.replica], beside)
         outcome = f"saved as {path}" if path else "could not be saved (is the disk full?)"
         text = f"the state of replica {world.replica} after step {step} is {outcome}"
-        rank_exit.log(text)
-        if world.shard == 0:
-            print(f"recover: {text}", flush=True)
+        rank_exit.report(text, world.shard == 0)
     where = ", ".join(f"{names[replicas[0]]} ({_named(replicas)})" for replicas in error.states)
     error.say(
         f"the states are saved as {where} in checkpoints/ of the run; find out which one is right, rename it to "

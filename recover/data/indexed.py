@@ -73,7 +73,9 @@ def stream(
 class ReadAhead:
     """A stream over a user's dataset: microbatches are read here or ahead, with random generators of their own."""
 
-    def __init__(self, seed: int, workers: int) -> None:
+    def __init__(self, seed: int, workers: int, **settings: Any) -> None:
+        """`settings`: what decides, with the seed, about the items of a microbatch."""
+        self.settings = {"seed": seed, **settings}
         self._randomness = Randomness(seed, shard=0)
         self._readers = Readers(self._read, self._read_here, workers)
 
@@ -111,7 +113,7 @@ class MapStream(ReadAhead):
         workers: int,
         epochs: int | None,
     ) -> None:
-        super().__init__(seed, workers)
+        super().__init__(seed, workers, batch_size=batch_size, shuffle=shuffle, items=len(dataset))
         self._dataset, self._batch_size, self._collate = dataset, batch_size, collate_fn
         self._shuffle, self._seed, self.epochs = shuffle, seed, epochs
         self._pass, self._order = -1, Shuffle(0, "")
@@ -163,7 +165,7 @@ class IterableStream(ReadAhead):
         workers: int,
         window: int,
     ) -> None:
-        super().__init__(seed, workers)
+        super().__init__(seed, workers, batch_size=batch_size)
         self._iterable, self._batch_size, self._collate, self._window = (
             iterable,
             batch_size,

@@ -143,6 +143,12 @@ class StepEngine:
         self._compares_all = False  # the next vote compares all state, not only parameters and settings
         self._joinable_checks = 2
         if not world.outside:
+            if (idle := world.grid.replicas - global_batch) > 0:
+                rank_exit.report(
+                    f"global_batch={global_batch} is less than the {world.grid.replicas} replicas, so {idle} of them "
+                    "compute nothing; raise global_batch, or start fewer replicas",
+                    world.rank == min(world.members),
+                )
             copy_state_from_first_replica(world, model)
         world.hooks.watch(model, self.gradients)
         rank_exit.on_raise(self._in_flight.blame)
@@ -187,8 +193,10 @@ class StepEngine:
                 ):
                     yield self._hand_out(stream, slots, place, post)
                     if self._in_flight.pending:
+                        other = self.gradients.have_arrived and not by_rounds
                         raise RuntimeError(
                             "the microbatch was not followed by step.backward(loss); call it for each one"
+                            + (", instead of loss.backward(), which was called" if other else "")
                         )
                     self.buffers.refuse_later_changes()
                     if self.stop_request.is_asked:
@@ -205,7 +213,9 @@ class StepEngine:
                 # Level 4: `MicrobatchLoop.close` and `__del__` are between this frame and the
                 # user's.
                 warnings.warn(
-                    f"step {number} was left before it was complete: nothing was committed", stacklevel=4
+                    f"step {number} was left before it was complete: nothing was committed; let the loop over "
+                    "step.microbatches run to its end (leave a `break` out)",
+                    stacklevel=4,
                 )
                 raise
             except StateDivergedError as error:

@@ -78,6 +78,8 @@ class Position:
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
         self._torn = False
+        self._stream: dict[str, Any] = {}  # settings of the stream that is read
+        self._saved_stream: dict[str, Any] = {}  # of the one that was read before the run was resumed
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -94,6 +96,26 @@ class Position:
                 "parameters may be half updated; let that exception end the rank, and the others go on without it"
             )
 
+    def read_from(self, stream: Any) -> str | None:
+        """Steps read from this stream from now on. Returns a warning for the first one after a
+        resume if its sample numbers stand for other samples than before."""
+        saved, self._saved_stream = self._saved_stream, {}
+        self._stream = getattr(stream, "settings", {})
+        other = {
+            name: (value, self._stream[name])
+            for name, value in saved.items()
+            if self._stream.get(name, value) != value
+        }
+        if not other:
+            return None
+        said = ", ".join(
+            f"{name}={here} instead of {name}={before}" for name, (before, here) in other.items()
+        )
+        return (
+            f"the run is resumed after step {self.index} with another stream ({said}): microbatch i has other samples "
+            "than before, so some are read twice and some never; give recover.stream the same arguments"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "index": self.index,
@@ -101,6 +123,7 @@ class Position:
             "global_batch": self._global_batch,
             "samples": {"mode": self.samples.mode, **self.samples.state_dict()},
             **({"exponents": self._exponents.state_dict()} if self._exponents else {}),
+            **({"stream": self._stream} if self._stream else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rebatch: bool = False) -> None:
@@ -109,6 +132,7 @@ class Position:
         self.samples.load_state_dict(state["samples"])
         if self._exponents is not None and "exponents" in state:  # a run with fast sums has saved none
             self._exponents.load_state_dict(state["exponents"])
+        self._saved_stream = dict(state.get("stream", {}))  # a stream of the user's own has no settings
 
     def give(self) -> dict[str, Any]:
         """For a replica that joins: it takes part in this very run, so it must know whose
@@ -122,6 +146,7 @@ class Position:
     def take(self, given: Mapping[str, Any]) -> None:
         self.samples.take_over(given["owners"])
         self.load_state_dict(given["step"])
+        self._saved_stream = {}  # the members have compared it
         self.stragglers.load_state_dict(given["paces"])
 
 

@@ -49,9 +49,7 @@ class SkippedSteps:
                 f"{self._first}; parameters and optimizer are as before it. Later skipped steps are counted "
                 f"(step.skipped, `recover status`){end}"
             )
-            rank_exit.log(text)
-            if self._world.rank == min(self._world.members):
-                print(f"recover: {text}", flush=True)
+            rank_exit.report(text, self._world.rank == min(self._world.members))
 
     def refuse_too_many(self, number: int) -> None:
         """Raise SkippedStepsError on all replicas after the last of too many skipped steps."""

@@ -196,7 +196,7 @@ class Step:
 
         Call `backward` after each of them. The step is committed when the iterator is exhausted.
         """
-        check_stream(stream)
+        self._read_from(stream)
         return MicrobatchLoop(self._engine, stream, by_rounds=False)
 
     def rounds(self, stream: Stream[T]) -> Iterator[list[T]]:
@@ -207,9 +207,14 @@ class Step:
                 "forward changes buffers of this model (those of BatchNorm, or named by buffers=), and inside a round "
                 "the change of one microbatch cannot be told from that of the next; use step.microbatches"
             )
-        check_stream(stream)
+        self._read_from(stream)
         # A round has several backward passes: its buckets are full only after the last of them.
         return MicrobatchLoop(self._engine, stream, by_rounds=True)
+
+    def _read_from(self, stream: Any) -> None:
+        check_stream(stream)
+        if (warning := self._engine.position.read_from(stream)) is not None:
+            rank_exit.report(warning, self.world.rank == min(self.world.members))
 
     def backward(self, loss: torch.Tensor, weight: Weight = None) -> None:
         """Run backward of the microbatch (or round) in flight. `loss` counts `weight` times in the

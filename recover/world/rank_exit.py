@@ -89,10 +89,11 @@ class RankExit:
         if path is not None:
             FILES.append(path, f"{_now()} {text.rstrip()}\n".encode(errors="replace"))
 
-    def report(self, text: str) -> None:
-        """Write a line to the log and to standard output."""
+    def report(self, text: str, is_shown: bool = True) -> None:
+        """Write a line to the log and, if `is_shown`, to standard output."""
         self.log(text)
-        print(f"recover: {text}", flush=True)
+        if is_shown:
+            print(f"recover: {text}", flush=True)
 
     def record(
         self,

@@ -20,6 +20,11 @@ from recover.step.joining.parcel import Parcel
 from recover.world import rank_exit
 from recover.world.world import World
 
+GIVE_SCHEDULER = (
+    'write recover.Step(..., extra={"scheduler": scheduler}) if your loop calls scheduler.step(), or '
+    "scheduler=scheduler if Step shall call it"
+)
+
 
 class Joinable:
     """Whether replicas can join, and if not, why. The answer is the same on all members."""
@@ -34,6 +39,7 @@ class Joinable:
         self._world, self._state, self._extra = world, state, extra
         self._saved_alone: set[str] = set()  # extras that recover.save was given and Step was not
         self._reported = ""
+        self._has_looked_for_schedulers = False
 
     def obstacle(self) -> str | None:
         """State that a joining replica would not receive, with the remedy; None if there is
@@ -48,11 +54,7 @@ class Joinable:
             )
         if unknown := undeclared_schedulers(optimizer, [scheduler, *self._extra.values()]):
             kinds = ", ".join(sorted({type(each).__name__ for each in unknown}))
-            return (
-                f"the learning rate is set by a {kinds} that Step was not given; write recover.Step(..., "
-                'extra={"scheduler": scheduler}) if your loop calls scheduler.step(), or scheduler=scheduler if Step '
-                "shall call it"
-            )
+            return f"the learning rate is set by a {kinds} that Step was not given; {GIVE_SCHEDULER}"
         return Parcel(*self._state).obstacle()
 
     def saved(self, extra: Mapping[str, Any]) -> None:
@@ -62,16 +64,34 @@ class Joinable:
         self._saved_alone = self._saved_alone - self._extra.keys() | alone
         if alone:
             self.report()
+        self._report_unsaved_schedulers(extra)
 
     def report(self) -> None:
         """Report once why no replica can join, in a job whose lost replicas may be restarted."""
         if not self._world.job.room or (why := self.obstacle()) is None or why == self._reported:
             return
         self._reported = why
-        text = f"no replica can join this job: {why}"
-        rank_exit.log(text)
-        if self._world.rank == min(self._world.members):
-            print(f"recover: {text}", flush=True)
+        self._tell(f"no replica can join this job: {why}")
+
+    def _report_unsaved_schedulers(self, extra: Mapping[str, Any]) -> None:
+        """Report at the first checkpoint which schedulers it lacks: a resumed run would begin their
+        schedules again."""
+        if self._has_looked_for_schedulers:
+            return
+        self._has_looked_for_schedulers = True
+        _, optimizer, scheduler, _ = self._state
+        unknown = undeclared_schedulers(optimizer, [scheduler, *self._extra.values(), *extra.values()])
+        # Saved by hand: extra={"scheduler": scheduler.state_dict()}
+        by_hand = [value.keys() for value in extra.values() if isinstance(value, Mapping)]
+        if unsaved := [each for each in unknown if each.state_dict().keys() not in by_hand]:
+            kinds = ", ".join(sorted({type(each).__name__ for each in unsaved}))
+            self._tell(
+                f"checkpoints of this run lack the {kinds} that sets the learning rate, and a resumed run would begin "
+                f"its schedule again: {GIVE_SCHEDULER}"
+            )
+
+    def _tell(self, text: str) -> None:
+        rank_exit.report(text, self._world.rank == min(self._world.members))
 
 
 def undeclared_schedulers(optimizer: Any, declared: Iterable[Any]) -> list[Any]:
