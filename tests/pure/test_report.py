@@ -231,7 +231,7 @@ def test_report_has_the_heldout_loss_evaluated_after_the_last_step(tmp_path: Pat
 def test_report_calls_equal_runs_bitwise_equal(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", deaths={4: [2]})]
     (line,) = compare(runs)
-    same = "a and b, 24 steps: samples the same in every step; losses bitwise equal; parameters bitwise equal"
+    same = "a and b, 24 steps: sample numbers the same in every step; losses bitwise equal; parameters bitwise equal"
     goodput = "; goodput 100.0% against 75.2%, most of it by capacity of lost replicas (0.0% against 22.6%)"
     assert line == same + goodput
 
@@ -243,9 +243,13 @@ def test_report_names_where_runs_diverge_and_what_differs(tmp_path: Path) -> Non
     edit(b, 17, data_digest="other")
     (line,) = compare([a, b])
     assert line.startswith(
-        "a and b, the 20 steps in common (of 24 and 20): samples part at step 17; losses part at step 9 ("
+        "a and b, the 20 steps in common (of 24 and 20): sample numbers first differ at step 17; "
     )
-    assert "; parameters bitwise equal; recorded differences: " in line
+    assert "; losses first differ at step 9 (" in line
+    assert "), never by more than " in line
+    assert (
+        "e-16; parameters bitwise equal; recorded differences: " in line or "e-15; parameters bitwise" in line
+    )
     assert "threads (1 against 2)" in line
     assert "replicas (4 against 2)" not in line  # more telling ones come first
     assert " and 1 more; goodput " in line
@@ -257,9 +261,9 @@ def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
     assert "losses bitwise equal; parameters not known (b not finished); goodput" in compare([a, b])[0]
     edit(b, 3, data_digest=None)
     (b / "steps.jsonl").write_text((b / "steps.jsonl").read_text().replace('"data_digest": null', '"x": 0'))
-    assert "samples not recorded in step 3" in compare([a, b])[0]
+    assert "sample numbers not recorded in step 3" in compare([a, b])[0]
     c = make_run(tmp_path / "c", seed=1)
-    assert "samples part at step 1; losses part at step 1" in compare([a, c])[0]
+    assert "sample numbers first differ at step 1; losses first differ at step 1" in compare([a, c])[0]
     assert "parameters differ; recorded differences: seed (0 against 1)" in compare([a, c])[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,15 +33,15 @@ def compare(one: Run, two: Run) -> str:
     pairs = _common(one, two)
     if not pairs:
         return f"{one.name} and {two.name}: no step that both have committed, nothing to compare"
-    losses = _parting(pairs, "loss", "losses", "bitwise equal")
+    losses = _first_difference(pairs, "loss", "losses", "bitwise equal")
     parts = [
-        _parting(pairs, "data_digest", "samples", "the same in every step"),
+        _first_difference(pairs, "data_digest", "sample numbers", "the same in every step"),
         losses,
         _parameters(one, two),
     ]
     line = f"{one.name} and {two.name}, {_extent(one, two, pairs)}: {'; '.join(parts)}"
     different = sorted(_differences(one, two), key=lambda difference: difference[0] in _SHARING)
-    if different and any("part at" in part or "differ" in part for part in parts):
+    if different and any("differ" in part for part in parts):
         named = ", ".join(f"{key} ({mine} against {theirs})" for key, mine, theirs in different[:3])
         line += f"; recorded differences: {named}"
         line += f" and {many(len(different) - 3, 'more', 'more')}" if len(different) > 3 else ""
@@ -69,15 +70,21 @@ def _extent(one: Run, two: Run, pairs: list[tuple[Line, Line]]) -> str:
     return f"the {many(len(pairs), 'step')} in common (of {len(one.steps)} and {len(two.steps)})"
 
 
-def _parting(pairs: list[tuple[Line, Line]], key: str, noun: str, equal: str) -> str:
+def _first_difference(pairs: list[tuple[Line, Line]], key: str, noun: str, equal: str) -> str:
     for mine, theirs in pairs:
         if key not in mine or key not in theirs:
             return f"{noun} not recorded in step {mine['step']}"
         # The shortest decimal form identifies a float exactly, and unlike the float itself, NaN equals NaN in it.
         if repr(mine[key]) != repr(theirs[key]):
-            values = f" ({mine[key]!r} against {theirs[key]!r})" if key == "loss" else ""
-            return f"{noun} part at step {mine['step']}{values}"
+            values = f" ({mine[key]!r} against {theirs[key]!r}){_largest(pairs)}" if key == "loss" else ""
+            return f"{noun} first differ at step {mine['step']}{values}"
     return f"{noun} {equal}"
+
+
+def _largest(pairs: list[tuple[Line, Line]]) -> str:
+    """The largest difference of two losses, by which rounding is told from another trajectory."""
+    differences = [abs(mine["loss"] - theirs["loss"]) for mine, theirs in pairs]
+    return f", never by more than {max(differences):.1e}" if all(map(math.isfinite, differences)) else ""
 
 
 def _parameters(one: Run, two: Run) -> str:
