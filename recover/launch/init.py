@@ -49,7 +49,7 @@ def init(replica_size: int | None = None, carrier: str | None = None) -> World:
     MPI. Without a launcher, as in `python train.py`, the world is this process alone.
 
     `replica_size`: ranks per replica; by default what `recover run --replica-size` says, else 1.
-    `carrier`: what moves the data between replicas: `mpi`, `gloo`, or `auto`; by default what
+    `carrier`: what moves the data between replicas: `mpi`, `gloo`, `nccl` or `auto`; by default what
     `--carrier` says.
     """
     global _current

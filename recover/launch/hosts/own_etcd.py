@@ -129,7 +129,7 @@ class OwnEtcd:
         except NoEtcdError as error:
             raise Refusal(f"no etcd answers at {endpoint}, and {error}") from None
         where = "in memory" if _in_memory(self._directory) else f"with its data in {self._directory}"
-        say(f"no etcd answered at {endpoint}: started one there, {where}")
+        say(f"started etcd at {endpoint}, {where}")
 
     def _leave_to_others(self) -> None:
         """Stop the member: the others did not answer for a moment, as when their leader is lost,
