@@ -14,12 +14,12 @@ EPOCHS = [1, 2, 3, 4, 5, 6, 7, 9, 9]
 
 
 def check_memory(outcome: Outcome) -> None:
-    """After 20 repairs as after 3: what failed in between is several times as much."""
+    """After 20 repairs as after 3. How many operations fail in between depends on how busy the machine is."""
     for rank in (0, 1):
         notes = outcome.notes(rank, "memory")
         early, late = notes[:3], notes[-3:]
         assert [entry["held"] for entry in notes] == [0] * len(notes)
-        assert late[-1]["given_up"] - early[-1]["given_up"] > 20
+        assert late[-1]["given_up"] > early[-1]["given_up"]
         least, most = (
             pick(entry["resident"] for entry in some) for pick, some in ((max, early), (min, late))
         )
