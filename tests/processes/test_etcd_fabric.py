@@ -79,21 +79,29 @@ def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
 
 @pytest.mark.guarantee("On etcd", "A rank counted in a decision was alive when the decision was written.")
 def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
-    struck: list[Any] = []
+    first, answered = threading.Lock(), threading.Event()
 
     class Struck(EtcdClient):
-        """Just before a decision is written, one of the voters is declared dead."""
+        """Just before the first decision is written, one of the voters is declared dead. All other decisions come
+        later: a rank that knows of the death must not decide before it."""
 
         def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            decides = any("request_delete_range" in one for one in body.get("success", ()))
-            if decides and not struck:  # the mail that a decision cleans away
-                struck.append(body)
-                declare(fabrics.etcd, 2, "just now")
-            return super().call(path, body)
+            decides = any("request_delete_range" in one for one in body.get("success", ()))  # the votes
+            # The attempt of the last voter to decide without reading the votes fails, as they differ.
+            if not decides or any(guard["target"] == "VALUE" for guard in body["compare"]):
+                return super().call(path, body)
+            if not first.acquire(blocking=False):
+                assert answered.wait(PATIENCE)
+                return super().call(path, body)
+            declare(fabrics.etcd, 2, "just now")
+            try:
+                return super().call(path, body)
+            finally:
+                answered.set()
 
     ranks, _ = fabrics.make(3, Struck)
     results = agree(ranks, 7, 7, 3)
-    assert struck
+    assert answered.is_set()
     assert results[:2] == [None] * 2, "a vote of the dead was counted"
     assert isinstance(results[2], DeclaredDeadError)
     assert json.loads(fabrics.store()["seen/decision"].value)["dead"] == [2]
