@@ -15,6 +15,7 @@ from simulated_schedules import (
     BATCH,
     PLACES,
     RECOVERIES,
+    STEPS,
     Schedule,
     aimed_schedule,
     large_schedule,
@@ -80,6 +81,16 @@ def test_deaths_at_every_location_and_in_recoveries_keep_every_invariant() -> No
     seen = explore(range(AIMED), aimed_schedule)
     assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
     assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
+
+
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
+@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (0, 2)])
+def test_deaths_while_the_run_is_closed_are_in_its_journal(victims: tuple[int, ...]) -> None:
+    """After the last step all write what is missing. The survivors write again after a death: the law of the journal
+    tells whether its line is there."""
+    for seed in range(5):
+        played = play(Schedule(seed, Grid(3), aims=dict.fromkeys(victims, (STEPS, "close"))))
+        assert set(played.simulation.dead) == set(victims)
 
 
 @pytest.mark.guarantee("Work kept after a death", "A dead spare costs a repair and no second reduction.")
