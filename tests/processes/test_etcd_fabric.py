@@ -38,7 +38,7 @@ def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fa
     ranks, _ = fabrics.make(5)
     assert agree(ranks, 0b111, 0b101, 0b1111, 0b101, 0b111) == [0b101] * 5
     # One that others already wait for.
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)), daemon=True)
     results: list[Any] = []
     voters.start()
     assert wait_until(lambda: {key_of("vote/", rank) for rank in range(3)} <= fabrics.store().keys())
@@ -297,11 +297,11 @@ def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     limit = 3.0
     ranks, clients = fabrics.make(3, hang_limit=limit)
     results: list[Any] = []
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:2], 1)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:2], 1)), daemon=True)
     voters.start()
     assert wait_until(lambda: {key_of("vote/", rank) for rank in range(2)} <= fabrics.store().keys())
     os.kill(fabrics.server.pid, signal.SIGSTOP)
-    last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)))
+    last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)), daemon=True)
     last.start()
     time.sleep(1.1 * limit)  # a silence that would be too long, if it counted
     os.kill(fabrics.server.pid, signal.SIGCONT)
@@ -416,7 +416,7 @@ def test_rank_votes_only_under_the_lease_of_its_host(
     lease._client = EtcdClient("127.0.0.1:1", patience=0.0)  # its holder hears nothing for a while
     fabrics.etcd.revoke(lease._lease)
     results: list[Any] = []
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)), daemon=True)
     voters.start()
     assert not wait_until(lambda: [key for key in fabrics.store() if key.startswith("vote/")], 0.5)
     lease._client = fabrics.etcd
