@@ -14,17 +14,21 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds for the tests of one mutant: a broken protocol may hang, which is also a way to notice
+GRACE = 60  # seconds for pytest to end the jobs of a test that hangs
+CAUGHT, HUNG = "caught", "caught (hung)"
 TESTS_FAILED = 1  # pytest's exit code; others tell that it could not run the tests
 
 
@@ -74,8 +78,8 @@ class Shard:
         return list(all_mutants[self.number - 1 :: self.count])
 
 
-def noticed(mutant: Mutant) -> dict[str, str]:
-    """By test: "" if it failed as it should, otherwise what it did instead."""
+def outcomes(mutant: Mutant) -> dict[str, str]:
+    """By test: what `run` says of it while the mutant is applied."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         tree = Path(place)
         for name in ("recover", "tools", "tests", "docs", "examples"):
@@ -85,22 +89,52 @@ def noticed(mutant: Mutant) -> dict[str, str]:
                 shutil.copy(path, tree)
         target = tree / mutant.file
         target.write_text(mutant.applied_to(target.read_text()))
-        return {test: _run(test, tree) for test in mutant.caught_by}
+        return {test: run(test, tree) for test in mutant.caught_by}
 
 
-def _run(test: str, tree: Path) -> str:
+def run(test: str, tree: Path, limit: float = LIMIT) -> str:
+    """CAUGHT if the test fails in this tree, HUNG if it does not end; otherwise what it did instead.
+
+    No process that it started remains.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
     environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tools'}"}
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT
+    # A file, not a pipe: a rank that outlives pytest would hold the pipe open, and its reader would wait for it.
+    output = tree / "pytest.log"
+    with output.open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=log, stderr=log, start_new_session=True
         )
+    try:
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        return ""  # it hangs, and a person would see it
-    if done.returncode == TESTS_FAILED:
-        return ""
-    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
-    return f"exit code {done.returncode}: {last}"
+        process.send_signal(signal.SIGINT)  # pytest ends the jobs of the test
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        return HUNG
+    finally:
+        kill_all_of(tree)
+        process.wait()
+    if code == TESTS_FAILED:
+        return CAUGHT
+    last = (output.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+    return f"SURVIVES (exit code {code}: {last})"
+
+
+def kill_all_of(tree: Path) -> None:
+    """Kills pytest and everything below it, by the tree in their environment: launchers, ranks and etcd have
+    sessions of their own, and a process group would not hold them."""
+    while found := [int(path.name) for path in Path("/proc").glob("[0-9]*") if _belongs(path, tree)]:
+        for pid in found:  # and look again: it may have forked meanwhile
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _belongs(process: Path, tree: Path) -> bool:
+    try:
+        return os.fsencode(tree) in (process / "environ").read_bytes()
+    except OSError:  # ended meanwhile, or of another user
+        return False
 
 
 def main() -> int:
@@ -115,11 +149,10 @@ def main() -> int:
     chosen = options.shard.of(named)
     survivors = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, outcome in zip(chosen, pool.map(noticed, chosen), strict=True):
-            survivors += any(outcome.values())
-            for test, trouble in outcome.items():
-                word = f"SURVIVES ({trouble})" if trouble else "caught"
-                print(f"{mutant.name:<48} {word:<8} {test}", flush=True)
+        for mutant, by_test in zip(chosen, pool.map(outcomes, chosen), strict=True):
+            survivors += any(outcome not in (CAUGHT, HUNG) for outcome in by_test.values())
+            for test, outcome in by_test.items():
+                print(f"{mutant.name:<48} {outcome:<8} {test}", flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
     return 1 if survivors else 0
 

@@ -225,7 +225,7 @@ class Rank:
                 self.join()
             while self.number < self.schedule.steps and not self.transaction.stop_agreed:
                 self.step(self.number + 1)
-            retry_after_repair(self.world, Call.TRAIN_END, self.journal.finish, self.lost)
+            retry_after_repair(self.world, Call.TRAIN_END, self.close, self.lost)
             self.diary.members = self.world.members
             parts.own.succeed()  # type: ignore[attr-defined]
         except tuple(ENDS) as error:
@@ -366,6 +366,10 @@ class Rank:
         ]
         self.journal.commit(line, lost)  # type: ignore[arg-type]
         self.come_to("advance")
+
+    def close(self) -> None:
+        self.world.hooks("close")
+        self.journal.finish()
 
     def come_to(self, place: str) -> None:
         self.world.hooks(place)

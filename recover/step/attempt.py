@@ -23,7 +23,7 @@ class Attempt:
         # What the vote of this attempt has shown on this rank.
         self.complete = False  # all buckets hold the sum of exactly the planned samples
         self.finite = True  # if complete
-        self.in_range = False  # if complete: summed with the exponents that its largest values require
+        self.in_range = True  # if complete: summed with the exponents that its largest values require
         self.overflowed = False  # all replicas agree that it was not: they run the step again
         self.tainted = False  # summed together with a replica whose state differs: must not be committed
         self._done = share.kept

@@ -468,7 +468,7 @@ class Transaction:
             step=self.index,
             complete=attempt.complete and not attempt.tainted,
             finite=attempt.finite,
-            in_range=attempt.complete and attempt.in_range,
+            in_range=attempt.in_range,
             stop=self._stop_requested,
             asked=asking_bits(self.world.asking),
             fingerprint=now(self.fingerprint),

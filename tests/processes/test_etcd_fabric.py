@@ -38,7 +38,7 @@ def test_death_fails_agreements_until_all_ranks_have_acknowledged_it(fabrics: Fa
     ranks, _ = fabrics.make(5)
     assert agree(ranks, 0b111, 0b101, 0b1111, 0b101, 0b111) == [0b101] * 5
     # One that others already wait for.
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:3], 7)), daemon=True)
     results: list[Any] = []
     voters.start()
     assert wait_until(lambda: {key_of("vote/", rank) for rank in range(3)} <= fabrics.store().keys())
@@ -79,21 +79,29 @@ def test_rank_declared_dead_never_votes_again(fabrics: Fabrics) -> None:
 
 @pytest.mark.guarantee("On etcd", "A rank counted in a decision was alive when the decision was written.")
 def test_death_between_read_and_decision_is_counted(fabrics: Fabrics) -> None:
-    struck: list[Any] = []
+    first, answered = threading.Lock(), threading.Event()
 
     class Struck(EtcdClient):
-        """Just before a decision is written, one of the voters is declared dead."""
+        """Just before the first decision is written, one of the voters is declared dead. All other decisions come
+        later: a rank that knows of the death must not decide before it."""
 
         def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            decides = any("request_delete_range" in one for one in body.get("success", ()))
-            if decides and not struck:  # the mail that a decision cleans away
-                struck.append(body)
-                declare(fabrics.etcd, 2, "just now")
-            return super().call(path, body)
+            decides = any("request_delete_range" in one for one in body.get("success", ()))  # the votes
+            # The attempt of the last voter to decide without reading the votes fails, as they differ.
+            if not decides or any(guard["target"] == "VALUE" for guard in body["compare"]):
+                return super().call(path, body)
+            if not first.acquire(blocking=False):
+                assert answered.wait(PATIENCE)
+                return super().call(path, body)
+            declare(fabrics.etcd, 2, "just now")
+            try:
+                return super().call(path, body)
+            finally:
+                answered.set()
 
     ranks, _ = fabrics.make(3, Struck)
     results = agree(ranks, 7, 7, 3)
-    assert struck
+    assert answered.is_set()
     assert results[:2] == [None] * 2, "a vote of the dead was counted"
     assert isinstance(results[2], DeclaredDeadError)
     assert json.loads(fabrics.store()["seen/decision"].value)["dead"] == [2]
@@ -289,11 +297,11 @@ def test_rank_awaited_too_long_is_declared_dead_unless_etcd_is_silent(
     limit = 3.0
     ranks, clients = fabrics.make(3, hang_limit=limit)
     results: list[Any] = []
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:2], 1)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks[:2], 1)), daemon=True)
     voters.start()
     assert wait_until(lambda: {key_of("vote/", rank) for rank in range(2)} <= fabrics.store().keys())
     os.kill(fabrics.server.pid, signal.SIGSTOP)
-    last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)))
+    last = threading.Thread(target=lambda: results.extend(agree(ranks[2:], 1)), daemon=True)
     last.start()
     time.sleep(1.1 * limit)  # a silence that would be too long, if it counted
     os.kill(fabrics.server.pid, signal.SIGCONT)
@@ -408,7 +416,7 @@ def test_rank_votes_only_under_the_lease_of_its_host(
     lease._client = EtcdClient("127.0.0.1:1", patience=0.0)  # its holder hears nothing for a while
     fabrics.etcd.revoke(lease._lease)
     results: list[Any] = []
-    voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)))
+    voters = threading.Thread(target=lambda: results.extend(agree(ranks, 1)), daemon=True)
     voters.start()
     assert not wait_until(lambda: [key for key in fabrics.store() if key.startswith("vote/")], 0.5)
     lease._client = fabrics.etcd

@@ -134,7 +134,9 @@ def test_ranks_continue_when_a_full_etcd_has_room_again(tmp_path: Path) -> None:
             with pytest.raises(UnansweredError, match="has raised the alarm NOSPACE"):
                 EtcdClient(endpoint, "/recover/", patience=0.1).put("key", b"value")
             # (Votes pass even so: etcd does not count what is written by a transaction inside of one.)
-            waiting = threading.Thread(target=lambda: ranks[0].send(b"a row of the census", 1, 4))
+            waiting = threading.Thread(
+                target=lambda: ranks[0].send(b"a row of the census", 1, 4), daemon=True
+            )
             waiting.start()
             assert wait_until(lambda: ranks[0]._client.unanswered)
             admin.delete_all("somebody-else/")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is etcd 3:UserWarning")
 def test_replica_casts_one_vote_that_no_rank_of_it_contradicts(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(6, replica_size=3)
     early = threading.Thread(
-        target=agree, args=[[*ranks[:2], *ranks[3:]], 0b0111, 0b1011, 0b1111, 0b1111, 0b1111]
+        target=agree, args=[[*ranks[:2], *ranks[3:]], 0b0111, 0b1011, 0b1111, 0b1111, 0b1111], daemon=True
     )
     early.start()
     assert wait_until(lambda: key_of("vote/", 3) in fabrics.store())
@@ -49,7 +49,7 @@ def test_replica_casts_one_vote_that_no_rank_of_it_contradicts(fabrics: Fabrics)
 def test_peer_that_dies_after_its_word_was_counted_ends_its_replica(fabrics: Fabrics) -> None:
     ranks, _ = fabrics.make(6, replica_size=2)
     assert agree(ranks, 1) == [1] * 6
-    voting = threading.Thread(target=lambda: ends.extend(agree(ranks[2:4], 1)))
+    voting = threading.Thread(target=lambda: ends.extend(agree(ranks[2:4], 1)), daemon=True)
     ends: list[object] = []
     voting.start()
     assert wait_until(lambda: key_of("vote/", 2) in fabrics.store())

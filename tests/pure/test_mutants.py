@@ -18,7 +18,11 @@ MUTANTS = list(mutants())
 )
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_fits_the_code_and_names_its_tests(mutant: Mutant) -> None:
-    broken = mutant.applied_to((ROOT / mutant.file).read_text())
+    text = (ROOT / mutant.file).read_text()
+    broken = mutant.applied_to(text)
+    before_it = text.partition(mutant.before)[0].rpartition("\n")[2]
+    # Its second line would stand in another block than it seems to.
+    assert "\n" not in mutant.after or not before_it.isspace(), "several lines need their whole indentation"
     if mutant.file.endswith(".py"):
         compile(broken, mutant.file, "exec")  # it must fail a test, not the import
     assert mutant.why

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from recover_lab.simulated_world.carriers import SimulatedCarrier, SimulatedCarriers
-from recover_lab.simulated_world.parts import InlineWorker
+from recover_lab.simulated_world.parts import InlineWorker, simulated_parts
 from recover_lab.simulated_world.scheduler import HangError, SimulatedFabric, Simulation
 from simulated_laws import play, shrink, violation
 from simulated_schedules import (
     BATCH,
     PLACES,
     RECOVERIES,
+    STEPS,
     Schedule,
     aimed_schedule,
     large_schedule,
@@ -22,7 +23,9 @@ from simulated_schedules import (
 )
 
 from recover.job.grid import Grid
+from recover.job.spec import JobSpec
 from recover.policy import get_policy
+from recover.world.liveness.board import ACCOMPLISHED
 from recover.world.membership import (
     FAILURES,
     FRUITLESS,
@@ -31,6 +34,7 @@ from recover.world.membership import (
     Membership,
     NoCarrierError,
 )
+from recover.world.world import World
 
 SCHEDULES = 600
 AIMED = 260
@@ -80,6 +84,16 @@ def test_deaths_at_every_location_and_in_recoveries_keep_every_invariant() -> No
     seen = explore(range(AIMED), aimed_schedule)
     assert min(seen[f"at {place}"] for place in (*PLACES, *RECOVERIES)) > 5, seen
     assert min(seen[how] for how in ("two at once", "one in the recovery from another")) > 5, seen
+
+
+@pytest.mark.guarantee("The trainer", "No record line is lost, doubled or torn when the writer dies.")
+@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1), (0, 2)])
+def test_deaths_while_the_run_is_closed_are_in_its_journal(victims: tuple[int, ...]) -> None:
+    """After the last step all write what is missing. The survivors write again after a death: the law of the journal
+    tells whether its line is there."""
+    for seed in range(5):
+        played = play(Schedule(seed, Grid(3), aims=dict.fromkeys(victims, (STEPS, "close"))))
+        assert set(played.simulation.dead) == set(victims)
 
 
 @pytest.mark.guarantee("Work kept after a death", "A dead spare costs a repair and no second reduction.")
@@ -276,6 +290,34 @@ def test_failed_repair_rounds_are_bounded() -> None:
 
     assert simulation.run(run) == dict.fromkeys(range(5), "ended")
     assert rounds == dict.fromkeys(range(5), FRUITLESS)
+
+
+@pytest.mark.guarantee(
+    "The launcher",
+    "A job without progress is ended and shows every stack, and endless repairs are no progress.",
+)
+def test_only_unanimous_agreements_outside_of_steps_are_progress() -> None:
+    """Votes of a step are none: the step may be repaired and vote again, for ever. Nor are words that differ."""
+    simulation, seen = Simulation(Grid(2), 1), dict[int, list[tuple[int | None, int]]]()
+
+    def run(fabric: SimulatedFabric) -> str:
+        world = World(JobSpec(2, 1, token="simulated"), simulation.grid, simulated_parts(simulation, fabric))
+
+        def agreed(word: int) -> tuple[int | None, int]:
+            before = world.board.row(fabric.rank)[ACCOMPLISHED]
+            return world.agree(word), world.board.row(fabric.rank)[ACCOMPLISHED] - before
+
+        seen[fabric.rank] = [agreed(word) for word in (3, 0, 2 + fabric.rank, 1 + fabric.rank)]
+        with world.step(1):
+            seen[fabric.rank].append(agreed(3))
+        fabric.linger(5.0)
+        return "done"
+
+    simulation.run(run)
+    assert seen == {
+        0: [(3, 1), (0, 0), (2, 1), (0, 0), (3, 0)],
+        1: [(3, 1), (0, 0), (2, 0), (0, 0), (3, 0)],
+    }
 
 
 @pytest.mark.guarantee("Membership", "An eviction removes the named replica and no other.")
