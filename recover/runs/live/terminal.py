@@ -16,7 +16,7 @@ from rich.text import Text
 
 from recover.job.record_files import FILES
 from recover.runs.live.view import RunView
-from recover.runs.records.goodput import PARTS
+from recover.runs.records.goodput import PARTS, PRODUCTIVE
 from recover.runs.records.job_log import job_files
 
 _LOOK = 0.5  # seconds
@@ -135,9 +135,7 @@ def _known(number: int | None) -> str:
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     loss, eta = state["loss"], state["eta_seconds"]
     goodput = state["goodput"]
-    lost = {
-        name: spent for name, spent in goodput["parts_ms"].items() if name not in ("computing", "exchange")
-    }
+    lost = {name: spent for name, spent in goodput["parts_ms"].items() if name not in PRODUCTIVE}
     most = max(lost, key=lambda name: lost[name])
     of = f" of {state['steps']}" if state["steps"] else ""
     rows = [
