@@ -132,6 +132,14 @@ def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
+def _speed(state: dict[str, Any]) -> tuple[str, str]:
+    """Tokens per second, or what scripts record that count no tokens."""
+    tokens, microbatches = state["tokens_per_second"], state["microbatches_per_second"]
+    if tokens is None and microbatches is not None:
+        return "microbatches/s", f"{microbatches:,.{0 if microbatches >= 100 else 2}f}"
+    return "tokens/s", "-" if tokens is None else f"{tokens:,.0f}"
+
+
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     loss, eta = state["loss"], state["eta_seconds"]
     goodput = state["goodput"]
@@ -147,7 +155,7 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
             "replicas",
             f"{_known(state['replicas'] or state['replicas_start'])} of {_known(state['replicas_start'])}",
         ),
-        ("tokens/s", f"{state['tokens_per_second']:,.0f}"),
+        _speed(state),
         ("goodput", f"{goodput['goodput']:.2%}"),
     ]
     if goodput["total_ms"] and lost[most]:
