@@ -52,7 +52,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     step.refuse_inside_step("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
-    with step.world.call(Call.SAVE):
+    with step.world.call(Call.SAVE), step.saving():
         _save(step, path, extra, keep)
 
 

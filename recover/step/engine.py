@@ -192,6 +192,8 @@ class StepEngine:
                     cut, not by_rounds, self._samples.put_back
                 ):
                     yield self._hand_out(stream, slots, place, post)
+                    if place != "extra":  # all time of those is recorded with the incident
+                        self.records.next_microbatch()
                     if self._in_flight.pending:
                         other = self.gradients.have_arrived and not by_rounds
                         raise RuntimeError(
@@ -251,7 +253,10 @@ class StepEngine:
         for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
             transaction.attempt.finish_slot(slot, sample, value, each)
         self.world.hooks.computed(self._in_flight.seconds)
-        transaction.attempt.computed(self._in_flight.computed(), len(pending))
+        took = self._in_flight.computed()
+        transaction.attempt.computed(took, len(pending))
+        if not isinstance(took, DeviceValue):  # a device may compute while the script goes on
+            self.records.backward_done()
 
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
         """Seed the generators for microbatch `number` of the round in flight; see

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -248,11 +248,16 @@ class Step:
         a checkpoint was just made of it. All replicas must call it after the same step."""
         self._engine.compare_all_state()
 
+    def saving(self) -> AbstractContextManager[None]:
+        """A context around `recover.save`, whose time is recorded as that of a checkpoint."""
+        spent: AbstractContextManager[None] = self._engine.records.spending("checkpoint_ms")
+        return spent
+
     @contextmanager
     def saving_extra(
         self, given: Mapping[str, Any], digests: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
-        """A context around `recover.save`.
+        """A context inside `saving`.
 
         given:    entries that it was given in addition to `self.extra`
         digests:  of all entries
@@ -296,7 +301,8 @@ class Step:
         """
         self.refuse_inside_step("step.on_first")
         name = getattr(act, "__qualname__", repr(act))
-        self._engine.on_first.call(self.index, partial(act, *arguments, **named), name, background)
+        with self._engine.records.spending("evaluation_ms"):
+            self._engine.on_first.call(self.index, partial(act, *arguments, **named), name, background)
 
     def record_heldout_loss(self, loss: float) -> None:
         """Record a loss on held-out data, evaluated after the last committed step, for the live

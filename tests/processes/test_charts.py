@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from browsing import Seen, serving, serving_page
-from recorded import finish, make_eventful_run, make_run, step_line, write_lines
+from recorded import finish, incident_line, make_eventful_run, make_run, step_line, write_lines
 
 from recover.runs.records.curve_table import POINTS
 from recover.runs.records.goodput import PARTS
@@ -18,6 +18,28 @@ from recover.runs.report import build
 
 SIZES = [(width, scheme) for width in (1600, 400) for scheme in ("light", "dark")]
 NEAREST = 45  # least distance of two colours, of 441
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_numbers_of_the_report_fit_a_phone_or_show_that_they_go_on(
+    browser: Any, tmp_path: Path, count: int
+) -> None:
+    """Two runs with long names fit at 400 pixels; six scroll, with a shadow at the edge."""
+    runs = [make_run(tmp_path / f"a-run-with-a-long-name-{number}") for number in range(count)]
+    facts = {"steps": 20, "tokens": 123_456_789, "final_loss": 2.718281828, "parameters_digest": "0f" * 32}
+    for run in runs:
+        finish(run, [0, 2, 3])
+        (run / "summary.json").write_text(json.dumps(facts))
+    seen = Seen(browser, build(runs, tmp_path / "out").as_uri(), 400, ready="#loss canvas")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") == 400
+    width, shown, shadows = seen.page.evaluate(
+        "(e => [e.scrollWidth, e.clientWidth, getComputedStyle(e).backgroundAttachment])"
+        "(document.getElementById('numbers'))"
+    )
+    assert (width <= shown) == (count == 2)
+    assert shadows == "local, local, scroll, scroll"
+    assert seen.errors == []
+    seen.close()
 
 
 @contextmanager
@@ -160,10 +182,12 @@ def test_joins_and_resumptions_have_labels_marks_and_counts(browser: Any, tmp_pa
     """A join has one figure, the pause; a run that was resumed on fewer replicas has lost no more than it lost."""
     run = make_eventful_run(tmp_path / "run")
     with opened(kind, browser, run) as seen:
-        marks = [[10, "lost", "\u22121"], [20, "joined", "+4"], [41, "resumed", "resumed on 2"]]
+        marks = [[10, "lost", "lost 1"], [20, "joined", "joined 4"], [41, "resumed", "resumed on 2"]]
         seen.until(
             f"document.querySelector('#replicas').dataset.marks === JSON.stringify({json.dumps(marks)})"
         )
+        labels = json.dumps(["joined 4", "resumed on 2", "lost 1"])
+        seen.until(f"document.querySelector('#replicas').dataset.labels === JSON.stringify({labels})")
         kinds = seen.page.evaluate("[...document.querySelectorAll('.marks span')].map(e => e.dataset.kind)")
         assert kinds == ["lost", "joined", "resumed"]
         for step, _, _ in marks:
@@ -179,6 +203,34 @@ def test_joins_and_resumptions_have_labels_marks_and_counts(browser: Any, tmp_pa
         assert "479" not in told
         if kind == "page":
             assert "replica 4 joined; the others waited 146 ms" in told
+
+
+@pytest.mark.parametrize("kind", ["page", "report"])
+def test_marks_close_to_each_other_keep_the_labels_of_joins(browser: Any, tmp_path: Path, kind: str) -> None:
+    """A loss and its join a step later, twice, on a narrow chart: labels stand above each other."""
+    run = make_run(tmp_path / "run", lost_at=None)
+    write_lines(
+        run / "incidents.jsonl",
+        [
+            incident_line(5, [0]),
+            incident_line(6, [], epoch=3, joined_ranks=[4], joined_replicas=[4]),
+            incident_line(7, [1], epoch=4),
+            incident_line(8, [], epoch=5, joined_ranks=[5], joined_replicas=[5]),
+        ],
+    )
+    with opened(kind, browser, run, width=400) as seen:
+        for chart in ("loss", "replicas"):
+            seen.until(f"(document.querySelector('#{chart}').dataset.labels || '').includes('joined 5')")
+            labels = json.loads(seen.page.get_attribute(f"#{chart}", "data-labels"))
+            assert sorted(labels) == ["joined 4", "joined 5", "lost 0", "lost 1"], chart
+            # All rows are inside the canvas.
+            room = seen.page.evaluate(f"charts.all.{chart}.u.bbox.top / uPlot.pxRatio")
+            rows = seen.page.evaluate(
+                f"charts.all.{chart}.place(charts.all.{chart}.u).map(label => label.row)"
+            )
+            assert set(rows) == set(range(max(rows) + 1))
+            assert max(rows) > 0
+            assert room >= 16 + 14 * max(rows)
 
 
 # Whether the chart of replicas has a vertical line at this step: other pixels than a little to the left of it.
@@ -208,10 +260,29 @@ def test_script_without_tokens_has_its_pace_and_only_what_it_measured(browser: A
     write_lines(run / "steps.jsonl", lines)
     with opened("page", browser, run) as seen:
         assert column(seen, "pace", "microbatches per second") == dict.fromkeys(range(1, 21), 16.0)
+        speed = "document.getElementById('now-speed')"
+        assert seen.page.evaluate(f"{speed}.previousElementSibling.textContent") == "Microbatches/s"
+        assert seen.text("#now-speed") == "16"
         hidden = seen.page.evaluate("['speed', 'memory'].map(id => document.getElementById(id).hidden)")
         assert hidden == [True, True]
         assert seen.page.query_selector("#now-memory") is None
         assert "held-out" not in seen.text("#loss")
+
+
+def test_tiles_have_one_order_whenever_the_page_was_opened(browser: Any, tmp_path: Path) -> None:
+    """The first held-out loss is recorded while one page is open; another page is opened afterwards."""
+    run = make_run(tmp_path / "run")
+    order = "[...document.querySelectorAll('#tiles dd')].map(value => value.id)"
+    with opened("page", browser, run) as early:
+        assert "now-heldout" not in early.page.evaluate(order)
+        with open(run / "steps.jsonl", "a") as file:
+            file.write(json.dumps(step_line(21, 3, heldout_loss=2.5)) + "\n")
+        early.until("document.getElementById('now-heldout') != null")
+        found = early.page.evaluate(order)
+        assert found[:3] == ["now-step", "now-loss", "now-heldout"]
+        with opened("page", browser, run) as late:
+            late.until("document.getElementById('now-heldout') != null")
+            assert late.page.evaluate(order) == found
 
 
 @pytest.mark.guarantee("Monitoring", "The last frame of an open page is the state in which the run ended.")

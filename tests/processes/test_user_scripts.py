@@ -255,3 +255,61 @@ def test_stdin_reaches_a_single_rank_whose_output_is_unprefixed(tmp_path: Path) 
         timeout=PATIENCE,
     )
     assert (done.returncode, done.stdout) == (0, "WORDS\n"), done.stderr
+
+
+SPENDING = """
+import sys, time
+import torch
+import recover
+world = recover.init()
+model = torch.nn.Linear(2, 1)
+step = recover.Step(world, model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=4)
+for _ in range(4):
+    for batch in step.microbatches([torch.ones(1, 2) * i for i in range(16)]):
+        step.backward(model(batch).sum())
+        time.sleep(0.05)
+    time.sleep(0.2)
+    if step.index == 2:
+        recover.save(step, sys.argv[1])
+        step.on_first(time.sleep, 0.3)
+        time.sleep(0.1)
+        step.record_heldout_loss(1.0)
+"""
+
+
+@pytest.mark.guarantee(
+    "Monitoring",
+    "Goodput of a script does not count what the script does between two steps, nor its checkpoints and evaluations.",
+)
+def test_goodput_of_a_script_leaves_out_sleep_checkpoint_and_evaluation(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SPENDING)
+    command = [
+        sys.executable,
+        "-m",
+        "recover.cli",
+        "run",
+        "-n",
+        "2",
+        "--page",
+        "off",
+        "--run-dir",
+        str(run_dir),
+    ]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "saved")], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    spent = [
+        tuple(line.get(f"{part}_ms", 0.0) for part in ("checkpoint", "evaluation", "outside"))
+        for line in lines(run_dir / "steps.jsonl")
+    ]
+    # Each replica runs two microbatches a step.
+    assert all(outside >= 100 + 200 * (number > 0) for number, (_, _, outside) in enumerate(spent)), spent
+    assert [checkpoint > 0 for checkpoint, _, _ in spent] == [False, False, True, False], spent
+    assert [evaluation >= 400 for _, evaluation, _ in spent] == [False, False, True, False], spent
+    told = json.loads((run_dir / "summary.json").read_text())["goodput"]
+    assert sum(told["parts_ms"].values()) == told["total_ms"]
+    assert told["parts_ms"]["outside"] >= 2 * (4 * 100 + 3 * 200)
+    assert told["parts_ms"]["evaluation"] >= 2 * 400
+    assert told["parts_ms"]["checkpoint"] > 0

@@ -30,7 +30,12 @@ def histories(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[LaunchTime], 
         line = {"step": number, "replicas": draw(st.integers(1, 6)), "seconds": draw(st.floats(0, 200))}
         line |= {name: draw(span) for name in ("compute_ms", "wait_ms")}
         if draw(st.booleans()):
-            line |= {"at": at, "checkpoint_ms": draw(span), "evaluation_ms": draw(span)}
+            line |= {
+                "at": at,
+                "checkpoint_ms": draw(span),
+                "evaluation_ms": draw(span),
+                "outside_ms": draw(span),
+            }
         steps.append(line)
         for epoch in range(draw(st.integers(0, 2))):
             times = ("detect_ms", "repair_ms", "restore_ms", "redo_ms", "transfer_ms")
@@ -100,12 +105,30 @@ def test_goodput_parts_are_what_they_say() -> None:
         "transfer": 0,
         "checkpoint": 4 * 250,
         "evaluation": 0,
+        "outside": 0,
         "rolled_back": 3 * 750,
         "lost_capacity": 1000 + 10_900 + 3 * 1000 + 750,
     }
     assert told["goodput"] == pytest.approx(
         sum(told["parts_ms"][n] for n in PRODUCTIVE) / told["total_ms"], abs=1e-6
     )
+
+
+@pytest.mark.guarantee(
+    "Monitoring",
+    "Goodput of a script does not count what the script does between two steps, nor its checkpoints and evaluations.",
+)
+def test_goodput_does_not_count_what_a_script_does_outside_of_steps() -> None:
+    """Half a second of something between the steps, once with a checkpoint and an evaluation of a second."""
+    calm, steps = account(steady(), [], [LaunchTime(1000.0, 4)]), steady()
+    for number, line in enumerate(steps[1:], 1):
+        line |= {"at": line["at"] + 0.5 * number + (number >= 5), "outside_ms": 500.0}
+    steps[5] |= {"checkpoint_ms": 250.0, "evaluation_ms": 750.0}
+    told = account(steps, [], [LaunchTime(1000.0, 4)])
+    assert told["total_ms"] == calm["total_ms"] + 4 * (9 * 500 + 1000)
+    found = {"outside": 4 * 9 * 500, "checkpoint": 4 * 250, "evaluation": 4 * 750}
+    assert told["parts_ms"] == calm["parts_ms"] | found
+    assert told["goodput"] < 0.9 * calm["goodput"]
 
 
 def test_goodput_counts_a_join_as_transfer_and_regained_capacity() -> None:

@@ -37,7 +37,7 @@ from rich.console import Console
 from recover.runs.live.page_process import token_for
 from recover.runs.live.ranks import _shown
 from recover.runs.live.server import READERS, events, status
-from recover.runs.live.terminal import shown
+from recover.runs.live.terminal import once, shown
 from recover.runs.live.view import RunView
 from recover.runs.records.curve_table import POINTS
 from recover.runs.records.curves import CURVES
@@ -480,3 +480,39 @@ def test_page_is_one_file_with_style_and_scripts_in_it(tmp_path: Path) -> None:
     assert assets.style() in page
     assert "SHARED" not in page
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page)
+
+
+def test_status_of_a_script_without_tokens_has_microbatches_per_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And B is a whole number, where no configuration tells it."""
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").unlink()
+    lines = [step_line(n, 4, batch=6, seconds=0.5) for n in range(1, 21)]
+    for line in lines:
+        del line["tokens"]
+    write_lines(run / "steps.jsonl", lines)
+    view = RunView(run)
+    view.refresh()
+    told = status(view)
+    assert (told["tokens"], told["tokens_per_second"], told["microbatches_per_second"]) == (None, None, 12.0)
+    assert json.dumps(told["global_batch"]) == "6"
+    once(view)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "microbatches/s 12.00 " in text
+    assert "tokens/s" not in text
+    assert "6 of B = 6 " in text
+    with serving(run) as port:
+        assert "recover_tokens_total" not in get(port, "/metrics")[1]
+
+
+def test_status_of_a_run_with_tokens_has_both_speeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = RunView(make_run(tmp_path / "run"))
+    assert view.state()["tokens_per_second"] is None, "nothing is known before the first step"
+    view.refresh()
+    told = status(view)
+    assert (told["tokens_per_second"], told["microbatches_per_second"]) == (16 * 128, 16.0)
+    once(view)
+    assert "tokens/s 2,048 " in " ".join(capsys.readouterr().out.split())

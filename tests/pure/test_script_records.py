@@ -155,6 +155,30 @@ def test_record_of_a_script_has_the_heldout_loss_and_the_memory_of_its_gpu(
     assert (summary["heldout_loss"], summary["heldout_step"], summary["gpu_peak_mib"]) == (3.25, 3, 5)
 
 
+def test_record_of_a_script_has_the_time_that_it_spent_between_two_steps(tmp_path: Path) -> None:
+    now = [1000.0]
+    world = OfWorld(tmp_path)
+    step = OfStep(world)
+    step._records._records.time._clock = lambda: now[0]  # type: ignore[union-attr]
+    now[0] += 9  # start-up
+    step.commit()
+    now[0] += 2
+    with step._records.spending("checkpoint_ms"):
+        now[0] += 3
+    now[0] += 4
+    step._records.heldout(3.5)
+    step.leave()
+    step.commit()
+    step.commit()
+    world.end()
+    first, second, third = (
+        {name: line[name] for name in ("checkpoint_ms", "evaluation_ms", "outside_ms") if name in line}
+        for line in lines(tmp_path / "steps.jsonl")
+    )
+    assert (first, third) == ({}, {})
+    assert second == {"checkpoint_ms": 3000.0, "evaluation_ms": 4000.0, "outside_ms": 2000.0}
+
+
 @pytest.mark.guarantee(
     "User code",
     "A reused directory holds earlier records and the new job, and a foreign file under a record name is "

@@ -63,7 +63,8 @@ class _Run(Collector):
         for part, milliseconds in state["goodput"]["parts_ms"].items():
             spent.add_metric([run, part], milliseconds / 1e3)
         yield spent
-        yield _counter("tokens", "tokens in committed steps", run, state["tokens"])
+        if state["tokens"] is not None:
+            yield _counter("tokens", "tokens in committed steps", run, state["tokens"])
         yield _counter("reruns", "steps run again because of an overflow", run, state["reruns"])
         yield _counter("steps_skipped", "steps whose update was skipped", run, state["skipped"])
         yield _counter("replicas_lost", "replicas that were lost", run, state["lost"])

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from recover.job.record_files import FILES
 from recover.runs.live.view import RunView
-from recover.runs.records.goodput import PARTS
+from recover.runs.records.goodput import PARTS, PRODUCTIVE
 from recover.runs.records.job_log import job_files
 
 _LOOK = 0.5  # seconds
@@ -132,12 +132,18 @@ def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
+def _speed(state: dict[str, Any]) -> tuple[str, str]:
+    """Tokens per second, or what scripts record that count no tokens."""
+    tokens, microbatches = state["tokens_per_second"], state["microbatches_per_second"]
+    if tokens is None and microbatches is not None:
+        return "microbatches/s", f"{microbatches:,.{0 if microbatches >= 100 else 2}f}"
+    return "tokens/s", "-" if tokens is None else f"{tokens:,.0f}"
+
+
 def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     loss, eta = state["loss"], state["eta_seconds"]
     goodput = state["goodput"]
-    lost = {
-        name: spent for name, spent in goodput["parts_ms"].items() if name not in ("computing", "exchange")
-    }
+    lost = {name: spent for name, spent in goodput["parts_ms"].items() if name not in PRODUCTIVE}
     most = max(lost, key=lambda name: lost[name])
     of = f" of {state['steps']}" if state["steps"] else ""
     rows = [
@@ -149,7 +155,7 @@ def _rows(state: dict[str, Any]) -> list[tuple[str, str]]:
             "replicas",
             f"{_known(state['replicas'] or state['replicas_start'])} of {_known(state['replicas_start'])}",
         ),
-        ("tokens/s", f"{state['tokens_per_second']:,.0f}"),
+        _speed(state),
         ("goodput", f"{goodput['goodput']:.2%}"),
     ]
     if goodput["total_ms"] and lost[most]:

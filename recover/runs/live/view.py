@@ -53,10 +53,12 @@ class RunView:
         self._values: dict[str, float] = {}
         self._stragglers: dict[str, dict[str, Any]] = {}
         self._reruns = self._skipped = 0
+        self._first_batch: int | None = None  # microbatches of the first step
         self._batches: dict[int, int] = {}  # microbatches of the steps with incidents
         self._tokens = 0
-        # Tokens and seconds of the last few steps.
-        self._spans: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._has_tokens = False  # scripts of the user's record none
+        # Tokens, microbatches and seconds of the last few steps.
+        self._spans: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)
         self._account = TimeAccount()
 
     @property
@@ -100,9 +102,12 @@ class RunView:
         self._values |= curves(line)
         self._last = line
         self._tokens += line.get("tokens", 0)
+        self._has_tokens = self._has_tokens or "tokens" in line
         self._reruns += line.get("reruns", 0)
         self._skipped += bool(line.get("skipped"))
-        self._spans.append((line.get("tokens", 0), line.get("seconds", 0.0)))
+        self._spans.append((line.get("tokens", 0), line.get("microbatches", 0), line.get("seconds", 0.0)))
+        if self._first_batch is None:
+            self._first_batch = line.get("microbatches")
         if incidents:
             self._batches[line["step"]] = line.get("microbatches", 0)
         for replica, factor in (line.get("stragglers") or {}).items():
@@ -138,11 +143,11 @@ class RunView:
             return {
                 "name": self.name,
                 **self._progress(),
-                "global_batch": config.get("global_batch") or self._curves.first("microbatches"),
+                "global_batch": config.get("global_batch") or self._first_batch,
                 "microbatches": self._last.get("microbatches"),
                 "loss": self._last.get("loss"),
                 "values": self._values,
-                "tokens": self._tokens,
+                "tokens": self._tokens if self._has_tokens else None,
                 "replicas": self._last.get("replicas"),
                 "replicas_start": start.get("ranks", 0) // size or config.get("replicas"),
                 "replica_size": size,
@@ -179,7 +184,7 @@ class RunView:
     def _progress(self) -> dict[str, Any]:
         """Whether it runs, its step, and its speed over the last steps."""
         job, planned = self.job(), self.config.get("steps")
-        tokens, seconds = sum(tokens for tokens, _ in self._spans), sum(seconds for _, seconds in self._spans)
+        tokens, microbatches, seconds = (sum(span[of] for span in self._spans) for of in range(3))
         step = int(self._last.get("step", 0))
         left = (
             (planned - step) * seconds / max(1, len(self._spans)) if planned and job.name == RUNNING else None
@@ -189,7 +194,8 @@ class RunView:
             "how": job.text,
             "step": step,
             "steps": planned,
-            "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+            "tokens_per_second": round(tokens / seconds, 1) if seconds and self._has_tokens else None,
+            "microbatches_per_second": round(microbatches / seconds, 3) if seconds else None,
             "eta_seconds": None if left is None else round(left, 1),
         }
 

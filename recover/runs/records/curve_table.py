@@ -51,9 +51,6 @@ class CurveTable:
             steps.append(step)
             losses.append(value)
 
-    def first(self, name: str) -> float | None:
-        return _number(self._columns[name][0]) if self.count else None
-
     def rows(self, first: int) -> list[list[float | None]]:
         """The rows from number `first` on."""
         return [[_number(self._columns[name][row]) for name in COLUMNS] for row in range(first, self.count)]

@@ -28,6 +28,7 @@ PARTS = {
     "transfer": "transfer to joiners",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
+    "outside": "outside of steps, in the script",
     "rolled_back": "end of a launch, and what was rolled back with it",
     "lost_capacity": "capacity of lost replicas",
 }
@@ -74,6 +75,7 @@ class TimeAccount:
             "start_up": start_up,
             "checkpoint": line.get("checkpoint_ms", 0),
             "evaluation": line.get("evaluation_ms", 0),
+            "outside": line.get("outside_ms", 0),
             "repair": sum(i.get("repair_ms") or 0 for i in incidents),
             "transfer": sum(i.get("transfer_ms") or 0 for i in incidents),
             "redone": sum(redone(i) for i in incidents),

@@ -52,8 +52,10 @@ class StepRecord(TypedDict):
     wait_ms: float
     # Time of a checkpoint since the step before.
     checkpoint_ms: NotRequired[float]
-    # Time of an evaluation since the step before.
+    # Time of an evaluation since the step before; in scripts of your own, of `step.on_first` as well.
     evaluation_ms: NotRequired[float]
+    # Scripts of your own: other time of the script since the step before, and after `step.backward` on a CPU.
+    outside_ms: NotRequired[float]
     # Loss on held-out data, after an evaluation.
     heldout_loss: NotRequired[float]
     # The step after which `heldout_loss` was evaluated, if it is not this one (scripts of your own).

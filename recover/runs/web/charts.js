@@ -14,7 +14,9 @@ const LIST = [
 ];
 const MARKS = {lost: ["--red", [3, 4], "replica lost"], joined: ["--violet", [7, 4], "replica joined"], resumed: ["--sky", [], "run resumed"]};
 const FONT = "12px system-ui, sans-serif";
+const LEFT = 62, RIGHT = 22, ROW = 14, ROWS = 3;  // pixels beside the plot; rows of labels above it
 
+const RULER = document.createElement("canvas").getContext("2d");
 const tint = name => name.startsWith("--") ? getComputedStyle(document.documentElement).getPropertyValue(name).trim() : name;
 const faded = (hex, alpha) => hex + Math.round(255 * alpha).toString(16).padStart(2, "0");
 function shown(value) {  // five significant digits
@@ -45,8 +47,8 @@ function marksOf(incidents, resumed) {
   const marks = [];
   for (const one of incidents) {
     if (one.step == null) continue;
-    if ((one.dead_replicas || []).length) marks.push({step: one.step, kind: "lost", label: `\u2212${one.dead_replicas.join(", ")}`});
-    if ((one.joined_replicas || []).length) marks.push({step: one.step, kind: "joined", label: `+${one.joined_replicas.join(", ")}`});
+    if ((one.dead_replicas || []).length) marks.push({step: one.step, kind: "lost", label: `lost ${one.dead_replicas.join(", ")}`});
+    if ((one.joined_replicas || []).length) marks.push({step: one.step, kind: "joined", label: `joined ${one.joined_replicas.join(", ")}`});
   }
   for (const one of resumed) marks.push({step: one.step, kind: "resumed", label: one.replicas ? `resumed on ${one.replicas}` : "resumed"});
   return marks.sort((a, b) => a.step - b.step);
@@ -113,6 +115,7 @@ class Chart {
       entries.forEach((entry, i) => this.entries[i].band = entry.band);
       this.u.setData(data, !this.zoomed);
       if (this.zoomed) this.u.setScale("x", {min: this.u.scales.x.min, max: this.u.scales.x.max});
+      else this.u.redraw(true, true);  // marks may need another number of rows
     }
     this.tell(entries, data);
   }
@@ -144,11 +147,11 @@ class Chart {
     const what = this.what, soft = tint("--soft"), line = tint("--line");
     const axis = {stroke: soft, font: FONT, grid: {stroke: line, width: 1}, ticks: {stroke: line, width: 1, size: 4}};
     const extreme = entries.findIndex(entry => entry.of === "extreme") + 1;
-    const y = {...axis, size: 62, gap: 4, values: (u, splits) => splits.map(v => v == null ? "" : shown(+v.toPrecision(6)))};
+    const y = {...axis, size: LEFT, gap: 4, values: (u, splits) => splits.map(v => v == null ? "" : shown(+v.toPrecision(6)))};
     if (what.whole) y.incrs = [1, 2, 5].flatMap(n => [...Array(10).keys()].map(p => n * 10 ** p)).sort((a, b) => a - b);
     if (log) { y.splits = (u, i, low, high) => logSplits(low, high); y.filter = (u, splits) => splits; }
     return {
-      width: this.plot.clientWidth || 300, height: this.height, padding: [what.labels ? 16 : 8, 22, 0, 0],
+      width: this.plot.clientWidth || 300, height: this.height, padding: [u => this.room(u), RIGHT, 0, 0],
       cursor: {sync: {key: "run"}, drag: {x: true, y: false}, points: {size: 7}, y: false},
       legend: {live: true},
       scales: {
@@ -185,7 +188,7 @@ class Chart {
   }
 
   draw(u) {
-    const {ctx, bbox} = u, ratio = uPlot.pxRatio, ends = [-Infinity, -Infinity];
+    const {ctx, bbox} = u, ratio = uPlot.pxRatio;
     ctx.save();
     ctx.font = `${12 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = "center";
@@ -203,12 +206,34 @@ class Chart {
       ctx.strokeStyle = ctx.fillStyle = tint(mark.colour || colour);
       ctx.setLineDash(dash.map(n => n * ratio));
       ctx.beginPath(); ctx.moveTo(at, bbox.top); ctx.lineTo(at, bbox.top + bbox.height); ctx.stroke();
-      if (!this.what.labels) continue;
-      const half = ctx.measureText(mark.label).width / 2 + 3 * ratio;
-      const middle = Math.max(half, Math.min(at, ctx.canvas.width - half));
-      if (middle - half > ends[0]) { ctx.fillText(mark.label, middle, bbox.top - 5 * ratio); ends[0] = middle + half; }
     }
+    const placed = this.place(u);
+    for (const {mark, middle, row} of placed) {
+      ctx.fillStyle = tint(mark.colour || MARKS[mark.kind][0]);
+      ctx.fillText(mark.label, middle * ratio, bbox.top - (5 + ROW * row) * ratio);
+    }
+    this.figure.dataset.labels = JSON.stringify(placed.map(({mark}) => mark.label));
     ctx.restore();
+  }
+
+  place(u) {  // where labels stand above the plot; joins and resumptions come first where there is no room for all
+    const {min, max} = u.scales.x, width = this.plot.clientWidth || 300, rows = Array.from({length: ROWS}, () => []), placed = [];
+    if (!this.what.labels || min == null) return placed;
+    const seen = this.marks.filter(mark => mark.step >= min && mark.step <= max);
+    RULER.font = FONT;
+    for (const mark of [...seen.filter(mark => mark.kind !== "lost"), ...seen.filter(mark => mark.kind === "lost")]) {
+      const half = RULER.measureText(mark.label).width / 2 + 3, at = LEFT + (width - LEFT - RIGHT) * (max > min ? (mark.step - min) / (max - min) : .5);
+      const middle = Math.max(half, Math.min(at, width - half));
+      const row = rows.findIndex(taken => taken.every(([from, to]) => middle + half <= from || middle - half >= to));
+      if (row < 0) continue;
+      rows[row].push([middle - half, middle + half]);
+      placed.push({mark, middle, row});
+    }
+    return placed;
+  }
+
+  room(u) {  // above the plot
+    return this.what.labels ? 16 + ROW * Math.max(0, ...this.place(u).map(label => label.row)) : 8;
   }
 
   move(event) {  // values by keyboard

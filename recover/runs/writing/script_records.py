@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from recover.gradients.parts import local_part
 from recover.gradients.state_hash import parameters_digest
 from recover.runs.writing.run_records import note_gpu_memory, step_line
 from recover.runs.writing.run_writer import RecordedStep, RunWriter
+from recover.runs.writing.script_time import ScriptTime, Spent
 from recover.world import rank_exit
 from recover.world.world import World
 
@@ -40,6 +41,15 @@ class NoRecords(nullcontext[None]):
     """For jobs without records: nothing is written and nothing is sent to a joining replica."""
 
     def heldout(self, loss: float) -> None:
+        pass
+
+    def spending(self, name: Spent) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward_done(self) -> None:
+        pass
+
+    def next_microbatch(self) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,17 +76,24 @@ class StepRecords:
         self.began, self.lr = 0.0, 0.0
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._records, self._optimizer = records, optimizer
+        self.spending = records.time.spending
+        self.backward_done = records.time.backward_done
+        self.next_microbatch = records.time.next_microbatch
 
     def __enter__(self) -> None:
+        self._records.time.begin_step()
         # Of the first group of the first optimizer. A custom optimizer may have no learning rate.
         self.began, self.lr = time.perf_counter(), float(groups_of(self._optimizer)[0].get("lr", 0.0))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._records.committed(self)
+        else:
+            self._records.time.leave_step()
 
     def heldout(self, loss: float) -> None:
         """Record a loss on held-out data. The line of the last step is written already: the next line has it."""
+        self._records.time.evaluated()
         self._records.heldout = {"heldout_loss": loss, "heldout_step": self.step.index + self.ahead}
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,6 +111,7 @@ class ScriptRecords:
     def __init__(self, world: World, run_dir: Path) -> None:
         self._world = world
         self.writer = RunWriter(world, run_dir)
+        self.time = ScriptTime(world)
         self._steps: list[StepRecords] = []
         self.heldout: dict[str, Any] = {}  # for the next line
         self._gave_up = False
@@ -105,9 +123,11 @@ class ScriptRecords:
 
     def committed(self, records: StepRecords) -> None:
         """Record the step that was just committed."""
-        self._try(lambda: self._write(records, time.perf_counter() - records.began))
+        seconds, spent = time.perf_counter() - records.began, self.time.commit_step()
+        self._try(lambda: self._write(records, seconds, spent))
+        self.time.recorded()
 
-    def _write(self, records: StepRecords, seconds: float) -> None:
+    def _write(self, records: StepRecords, seconds: float, spent: dict[Spent, float]) -> None:
         step = records.step
         # Numbers only grow, whichever Step has taken the step before: the same on all survivors.
         records.ahead = max(records.ahead, self.writer.last + 1 - step.index)
@@ -116,6 +136,7 @@ class ScriptRecords:
         if records.ahead or records.part > 1:
             line["own_step"], line["part"] = step.index, records.part
         note_gpu_memory(line, records.device)
+        line |= spent  # type: ignore[typeddict-item]
         line |= self.heldout  # type: ignore[typeddict-item]
         self.heldout = {}
         self.writer.commit(line, step, records.exact)
