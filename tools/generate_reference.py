@@ -1,7 +1,8 @@
-"""Writes docs/reference/cli.md, keys.md and files.md from the code: `make reference`.
+"""Writes docs/reference/cli.md, keys.md, simulate-keys.md and files.md from the code: `make reference`.
 
-The commands come from the Typer application, the keys from the fields of `Config`, the records from the annotations
-and comments of `recover/runs/records/kinds.py`. `tests/pure/test_docs.py` fails where a page is out of date.
+The commands come from the Typer application, the keys from the fields of `Config` and `Scenario`, the records
+from the annotations and comments of `recover/runs/records/kinds.py`. `tests/pure/test_docs.py` fails where a
+page is out of date.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def pages() -> dict[Path, str]:
     return {
         REFERENCE / "cli.md": command_line(),
         REFERENCE / "keys.md": keys(),
+        REFERENCE / "simulate-keys.md": simulate_keys(),
         REFERENCE / "files.md": files(),
     }
 
@@ -79,6 +81,12 @@ EXIT_CODES = """\
 """
 
 
+KEYS_OF = {
+    "recover train": "[Keys of recover train](keys.md)",
+    "recover simulate": "[Keys of recover simulate](simulate-keys.md)",
+}
+
+
 def command_line() -> str:
     import typer.main
 
@@ -116,7 +124,12 @@ def _command(path: list[str], command: Any) -> Iterator[str]:
     shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
     if not shown or hasattr(command, "commands"):
         return
-    yield "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_parameter, shown)])
+    rows = "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_parameter, shown)])
+    if listed := KEYS_OF.get(" ".join(path)):
+        rows = rows.replace(
+            "the keys are listed below", f"the keys are in {listed}"
+        )  # below in --help, not here
+    yield rows
 
 
 def _parameter(parameter: Any) -> str:
@@ -153,6 +166,30 @@ def keys() -> str:
         "or both: the command line wins. In a file they may be nested (`checkpoint: {every: 100}`) or dotted "
         "(`checkpoint.every: 100`). A wrong key or value is refused with the nearest right one.",
         "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *_rows(Config, "")]),
+    )
+
+
+def simulate_keys() -> str:
+    from recover_lab.simulate.presets import PRESETS
+    from recover_lab.simulate.question_words import WORDS
+    from recover_lab.simulate.scenario import Scenario
+
+    words = [f"| `{word}` | {cell(text)} |" for word, text in WORDS.items()]
+    presets = [f"| `{name}` | {cell(each.about)} | {cell(each.source)} |" for name, each in PRESETS.items()]
+    return page(
+        "# Keys of recover simulate",
+        "*Reference*, generated from `tools/recover_lab/simulate`.",
+        NOTICE,
+        "Keys are given on the command line (`recover simulate cluster.nodes=64`), in a YAML file, or both: the "
+        "command line wins. [Large clusters](../explanation/scale.md) explains the answer.",
+        "## Words",
+        "Words for the most asked question, instead of keys:",
+        "\n".join(["| word | meaning |", "|---|---|", *words]),
+        "## Presets",
+        "Clusters from publications, for `--preset`:",
+        "\n".join(["| preset | cluster | source |", "|---|---|---|", *presets]),
+        "## Keys",
+        "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *_rows(Scenario, "")]),
     )
 
 

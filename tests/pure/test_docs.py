@@ -97,6 +97,23 @@ def test_generated_reference_is_up_to_date() -> None:
     assert stale == [], "run `make reference`"
 
 
+def test_every_key_of_a_command_is_on_the_page_that_the_command_line_links_to() -> None:
+    from recover_lab.simulate.question_words import WORDS
+    from recover_lab.simulate.scenario import keys_of_scenario
+
+    from recover.job.config_keys import describe
+    from recover.train.config import Config
+
+    reference = ROOT / "docs" / "reference"
+    commands = (reference / "cli.md").read_text()
+    assert "listed below" not in commands
+    simulated = [*WORDS, *(key for key, *_ in keys_of_scenario())]
+    for page, keys in (("keys.md", [key for key, *_ in describe(Config)]), ("simulate-keys.md", simulated)):
+        assert f"({page})" in commands
+        text = (reference / page).read_text()
+        assert [key for key in keys if f"| `{key}` |" not in text] == []
+
+
 def test_readme_is_short_and_shows_the_commands_first() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.split()) <= 1000

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from recover_lab.simulate.answer import OURS, THEIRS, answer
 from recover_lab.simulate.memory import gpu_gigabytes
+from recover_lab.simulate.number_words import figure, many, quantity
 from recover_lab.simulate.race import race
 from recover_lab.simulate.scenario import Scenario, parse_scenario
-from recover_lab.simulate.study import ask
+from recover_lab.simulate.scenario_keys import SYSTEMS as SYSTEMS_BY_NAME
+from recover_lab.simulate.simulation_tables import crossing_rows
+from recover_lab.simulate.study import ask, study
 from typer.testing import CliRunner
 
 from recover.cli import app
@@ -72,7 +75,11 @@ def test_simulation_headline_has_the_numbers_of_the_table(asked: dict[str, Any])
     expected = [ours["goodput"]["mean"], base, mean / base, 0.95, low / base, high / base]
     assert percents(headline) == pytest.approx([100 * share for share in expected], abs=0.06)
     assert f"the work of {round(256 * mean)} GPUs." in headline
-    assert headline.startswith("On 256 H100 with a failure every 6 hours, ReCoVer yields ")
+    tokens = 32 * 16 * 8192
+    assert asked["tokens_per_step"] == tokens
+    assert headline.startswith(
+        f"On 256 H100 with a failure every 6 hours and {tokens / 1e6:.3g}M tokens per step, ReCoVer yields "
+    )
     assert len(ours["goodputs"]) == 4
 
 
@@ -166,6 +173,134 @@ def test_simulation_gain_changes_sign_at_the_stated_break_even(asked: dict[str, 
     assert asked["answer"]["break_even_hours"] == pytest.approx(between)
     assert f"less often than every {between:.3g} hours" in told
     assert between > 6  # rarer than in the question, where ReCoVer is ahead
+
+
+@pytest.mark.guarantee(
+    "Simulated clusters",
+    "The stated tokens per step separate steps with which ReCoVer yields more than checkpoint-restart from those "
+    "with which it yields less.",
+)
+def test_simulation_gain_changes_sign_at_the_stated_tokens_per_step() -> None:
+    """Both ends of the stated span are run here again, as questions of their own."""
+    words = ("gpus=256", "mtbf_hours=60", "mtbf_of=job", "job.parameters=8e9", "job.replica_gpus=8")
+    there = (*words, "run.seeds=4", f"run.systems={THEIRS},{OURS}")
+    found = ask(there, None, []).scenario
+    told = answer(found, race(found), more=True)
+    assert told is not None
+    assert told.even_steps is not None
+    behind, ahead = told.even_steps
+    assert ahead == behind + 1
+    (sentence,) = (text for text in told.sentences() if text.startswith("Tokens per step"))
+    stated = [float(number) for number in re.findall(r"([\d.]+)M \(job.accum=", sentence)]
+    assert stated == pytest.approx([accum * 32 * 8192 / 1e6 for accum in (behind, ahead)], rel=0.005)
+    assert told.to_json()["break_even_tokens_per_step"] == [accum * 32 * 8192 for accum in (behind, ahead)]
+    gaps = []
+    for accum in (behind, ahead, 2 * ahead):
+        at = ask([*there, f"job.tokens_per_step={accum * 32 * 8192}"], None, []).scenario
+        assert at.job.accum == accum
+        result = race(at)
+        gaps.append(result[OURS].goodput.mean - result[THEIRS].goodput.mean)
+    assert gaps[0] <= 0 < min(gaps[1:]), gaps
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("recovery.vote_s=0", "recovery.checkpoint_every_s=1e12"),
+            "is ahead of checkpoint-restart from 262k",
+        ),
+        (
+            ("recovery.vote_s=100", "job.accum=1"),
+            "is behind checkpoint-restart even with 16.8M (job.accum=64)",
+        ),
+    ],
+)
+def test_simulation_says_where_every_size_of_a_step_is_ahead_or_behind(
+    words: tuple[str, ...], told: str
+) -> None:
+    there = scenario(*words, "run.days=3")
+    found = answer(there, race(there, [OURS, THEIRS]), more=True)
+    assert found is not None
+    assert any(told in text for text in found.sentences()), found.sentences()
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        (("gpus=64", "job.parameters=4e8"), 2**19),  # 64 replicas of one GPU, 8,192 tokens each
+        (("gpus=64", "job.parameters=1.3e9"), 2**20),
+        (("gpus=1024", "job.parameters=8e9"), 2**22),
+        (("gpus=1024", "job.parameters=7e10", "job.replica_gpus=32"), 2**22),
+        (("gpus=16384",), 2**24),
+        (
+            ("gpus=16384", "job.parameters=8e9"),
+            2**26,
+        ),  # one microbatch on each of 8,192 replicas is more than usual
+        (("gpus=1024", "job.parameters=8e9", "job.accum=16"), 2**26),  # as given
+        (("gpus=1024", "job.parameters=8e9", "job.tokens_per_step=8,388,608"), 2**23),
+        (("gpus=64", "job.microbatch_s=1", "job.replica_gpus=8"), 8 * 16 * 8192),  # of an unknown model
+    ],
+)
+def test_simulation_step_has_the_usual_tokens_of_its_model(words: tuple[str, ...], tokens: int) -> None:
+    question = ask([*words, "mtbf_hours=1000", "mtbf_of=node"], None, [])
+    assert question.scenario.tokens_per_step == tokens
+    assert f"{tokens / 1e6:.3g}M tokens per step" in question.understood[1].replace("524k", "0.524M")
+    chosen = "job.accum" not in question.origins or question.origins["job.accum"].startswith("usual")
+    assert chosen == (not {"job.accum", "job.tokens_per_step"} & {word.split("=")[0] for word in words})
+
+
+def test_simulation_warns_of_a_step_far_above_the_usual() -> None:
+    words = ["gpus=1024", "mtbf_hours=50000", "mtbf_of=gpu", "job.parameters=8e9"]
+    *_, unusual = ask([*words, "job.accum=16"], None, []).understood
+    assert unusual.startswith(
+        "Unusual: 67.1M tokens per step are 16 times those of published models of this size"
+    )
+    for quiet in (words, [*words, "job.accum=4"]):
+        assert not any("Unusual" in text for text in ask(quiet, None, []).understood)
+
+
+def test_simulation_writes_one_round_and_fifty_thousand_hours() -> None:
+    words = (
+        "gpus=8",
+        "mtbf_hours=50000",
+        "mtbf_of=job",
+        "job.parameters=2e8",
+        "job.tokens=65536",
+        "run.seeds=2",
+    )
+    question = ask([*words, "failures.repair_hours=1"], None, [])
+    text = " ".join(question.understood)
+    assert "8 replicas of 1 GPU, 1 microbatch of 65,536 tokens each" in text
+    assert "back after 1 hour, 0 spare nodes" in text
+    assert question.title.endswith("a failure every 2,083 days")
+    assert (figure(50000.0), figure(999.7), figure(48.83)) == ("50,000", "1,000", "48.8")
+    assert (quantity(4194304), quantity(999_900_000), quantity(12)) == ("4.19M", "1B", "12")
+    assert (many(1, "round"), many(2, "round"), many(3, "microbatch"), many(1.0, "GPU")) == (
+        "1 round",
+        "2 rounds",
+        "3 microbatches",
+        "1 GPU",
+    )
+    small = simulate(
+        "gpus=1024", "mtbf_hours=9", "mtbf_of=job", "job.parameters=8e9", "run.seeds=2", "--brief"
+    )
+    assert "B = 512 microbatches take 1 round on 512 replicas and 2 on 508" in small.stdout
+
+
+def test_simulation_compares_recover_with_every_other_system_in_one_row_each() -> None:
+    """Every pair either crosses or has its row; the main one crosses at the break-even of the answer."""
+    words = ("gpus=256", "mtbf_hours=195", "mtbf_of=job", "job.parameters=8e9", "job.accum=32")
+    found = study(ask([*words, SYSTEMS, "run.seeds=6"], None, []))
+    rows = crossing_rows(found)[1:]
+    assert found.answer is not None
+    crossed = {other: rate for one, other, rate in found.crossed if one == OURS}
+    assert crossed[THEIRS] == found.answer.even
+    for one in (OURS, "recover"):
+        for other in (THEIRS, "restart-memory", "torchft"):
+            said = [row for row in rows if row[0].startswith(SYSTEMS_BY_NAME[one])]
+            said = [row for row in said if SYSTEMS_BY_NAME[other] in f"{row[0]} {row[1]}"]
+            assert said, (one, other, rows)
 
 
 def test_simulation_says_where_recover_is_not_worth_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recover_lab.bench.simulations import cluster
 from recover_lab.simulate.account import PARTS
-from recover_lab.simulate.break_even import Curve, crossings, leaders
+from recover_lab.simulate.break_even import Curve, crossings, leaders, signs
 from recover_lab.simulate.learned import learn
 from recover_lab.simulate.presets import PRESETS
 from recover_lab.simulate.scenario import parse_scenario
@@ -57,6 +57,29 @@ def simulate(*args: str) -> Any:
             ["mtbf_hours=7", "mtbf_of=job", "failures.per_node_day=1"],
             "failures.per_node_day=1",
             "give one of them",
+        ),
+        (
+            ["gpus=1024", "mtbf_hours=50000"],
+            "mtbf_hours=50000 does not say of what",
+            "with mtbf_of=job the job fails every 50,000 hours",
+        ),
+        (["job.tokens_per_step=4M"], "job.tokens_per_step='4M'", "such as job.tokens_per_step=4194304"),
+        (["job.tokens_per_step=1.5"], "job.tokens_per_step='1.5'", "a whole number above 0"),
+        (["tokens_per_step=4e6"], "'tokens_per_step'", "did you mean 'job.tokens_per_step'?"),
+        (
+            ["job.tokens_per_step=4e6", "job.accum=4"],
+            "job.tokens_per_step=4e6 and job.accum=4",
+            "give one of them",
+        ),
+        (  # 128 replicas: 1,048,576 tokens with one microbatch each
+            ["job.tokens_per_step=4e6"],
+            "job.tokens_per_step=4000000",
+            "use job.tokens_per_step=3145728 or 4194304",
+        ),
+        (
+            ["job.tokens_per_step=1e6"],
+            "makes 1,048,576 tokens",
+            "use at least job.tokens_per_step=1048576, or smaller microbatches (job.tokens)",
         ),
         (["job.replica_gpus=16384"], "job.replica_gpus=16384", "use smaller replicas, or more nodes"),
         (
@@ -192,6 +215,30 @@ def test_simulation_crossing_points_lie_where_the_curves_meet() -> None:
     assert 10 < place < 100
     assert leaders(found) == ["b", "b", "a"]
     assert crossings(found, "a", "a") == []
+
+
+def two_systems(ours: list[tuple[float, ...]], theirs: list[tuple[float, ...]]) -> Curve:
+    """Goodput of each seed at each of three rates."""
+    seeds = {"a": tuple(ours), "b": tuple(theirs)}
+    means = {name: tuple(sum(values) / len(values) for values in rows) for name, rows in seeds.items()}
+    return Curve("k", (1.0, 10.0, 100.0), means, (3.0, 2.0, 1.0), seeds)
+
+
+def test_simulation_crossing_of_a_small_but_certain_difference_is_found() -> None:
+    """A tenth of a percent counts if all seeds show it; ten percent do not if the seeds contradict each other."""
+    small = two_systems(
+        [(0.994, 0.995), (0.9889, 0.9891), (0.97, 0.98)], [(0.995, 0.996), (0.987, 0.9872), (0.96, 0.97)]
+    )
+    assert signs(small, "a", "b") == [-1, 1, 1]
+    (place,) = crossings(small, "a", "b")
+    assert place == pytest.approx(10 ** (0.001 / (0.001 + 0.0019)))
+    assert crossings(small, "b", "a") == pytest.approx([place])
+    noise = two_systems([(0.9, 0.9), (0.6, 0.95), (0.9, 0.9)], [(0.8, 0.8), (0.9, 0.8), (0.8, 0.8)])
+    assert signs(noise, "a", "b") == [1, 0, 1]
+    assert crossings(noise, "a", "b") == []
+    within = two_systems([(0.8, 0.8), (0.6, 0.95), (0.9, 0.9)], [(0.9, 0.9), (0.9, 0.8), (0.8, 0.8)])
+    assert signs(within, "a", "b") == [-1, 0, 1]
+    assert crossings(within, "a", "b") == pytest.approx([10 ** (1 + 0.075 / 0.175)])
 
 
 def test_simulation_runs_clusters_of_every_size() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 from recover_lab.confidence import mean_interval
 from recover_lab.simulate.account import PARTS
-from recover_lab.simulate.break_even import break_even
+from recover_lab.simulate.break_even import break_even, even_steps
+from recover_lab.simulate.number_words import figure, many, quantity
 from recover_lab.simulate.plan_cache import PlanCache
 from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY, HOUR
+from recover_lab.simulate.step_tokens import far_above_usual, usual_tokens
 
 OURS, THEIRS, MEMORY, SHRINKING = "recover-return", "restart", "restart-memory", "torchft"
 NO_ANSWER = (
@@ -33,6 +35,9 @@ class ClusterAnswer:
     spare: Mapping[str, SystemResult] | None = None  # both with one spare node more
     finer: SystemResult | None = None  # ours with twice as many microbatches of half the size
     even: float | None = None  # failures per node and day at which both are even; 0: ours is always ahead
+    even_steps: tuple[int, int | None] | None = (
+        None  # microbatches per replica: the most behind, the fewest ahead
+    )
     searched: bool = False  # for the break-even
 
     @property
@@ -60,6 +65,8 @@ class ClusterAnswer:
             "with_half_microbatches": self.finer and self.finer.to_json(),
             "break_even_per_node_day": self.even,
             "break_even_hours": between / self.even / HOUR if self.even else None,
+            "break_even_tokens_per_step": self.even_steps
+            and [accum and accum * self._one_round for accum in self.even_steps],
         }
 
     def sentences(self) -> list[str]:
@@ -67,6 +74,7 @@ class ClusterAnswer:
         found = [self._headline(), self._gap()]
         found += [self._spare()] if self.spare else []
         found += [self._finer()] if self.finer else []
+        found += [self._even_steps()] if self.even_steps else []
         found += [self._break_even()] if self.searched else []
         return [*found, *self._others()]
 
@@ -78,8 +86,9 @@ class ClusterAnswer:
             seeds = "one seed: give run.seeds=16 for an interval"
         ours, theirs = f"{self.ours.goodput.mean:.1%}", f"{self.theirs.goodput.mean:.1%}"
         told = (
-            f"On {_machines(scenario)} with a failure every {hours(scenario.between_failures)}, ReCoVer yields {ours} "
-            f"of the tokens of a cluster without failures, checkpoint-restart {theirs}: "
+            f"On {_machines(scenario)} with a failure every {hours(scenario.between_failures)} and "
+            f"{quantity(scenario.tokens_per_step)} tokens per step, ReCoVer yields {ours} of the tokens of a cluster "
+            f"without failures, checkpoint-restart {theirs}: "
         )
         if low <= 0 <= high:
             return f"{told}no difference that can be shown ({_signed(mean)}; {seeds}). ReCoVer is not worth it here."
@@ -104,7 +113,7 @@ class ClusterAnswer:
         left = scenario.replicas - scenario.unit_replicas
         plans = PlanCache(scenario.job.policy, scenario.replicas, scenario.global_batch)
         return (
-            f" Uneven shares: B = {scenario.global_batch:,} microbatches take {scenario.job.accum} rounds on "
+            f" Uneven shares: B = {scenario.global_batch:,} microbatches take {many(scenario.job.accum, 'round')} on "
             f"{scenario.replicas:,} replicas and {plans.plan(left).accum} on {left:,}, where "
             f"{scenario.job.accum * scenario.replicas / left:.2f} would be even."
         )
@@ -134,6 +143,30 @@ class ClusterAnswer:
             f"job.tokens={job.tokens // 2}) uneven shares cost {_points(self.finer.parts['uneven'])} points instead of "
             f"{_points(self.ours.parts['uneven'])}, and ReCoVer yields {self.finer.goodput.mean:.1%}, if the GPUs are "
             "as fast on them."
+        )
+
+    @property
+    def _one_round(self) -> int:
+        """Tokens of one microbatch on each replica."""
+        return self.scenario.tokens_per_step // self.scenario.job.accum
+
+    def _even_steps(self) -> str:
+        assert self.even_steps is not None
+        behind, ahead = (
+            accum and f"{quantity(accum * self._one_round)} (job.accum={accum})" for accum in self.even_steps
+        )
+        told = "Tokens per step, at this rate of failures:"
+        if ahead is None:
+            return (
+                f"{told} ReCoVer is behind checkpoint-restart even with {behind}, the most that were tried."
+            )
+        if not behind:
+            return (
+                f"{told} ReCoVer is ahead of checkpoint-restart from {ahead}, the fewest possible here, on."
+            )
+        return (
+            f"{told} ReCoVer and checkpoint-restart are even between {behind} and {ahead}; ReCoVer is ahead in every "
+            "larger step that was tried."
         )
 
     def _break_even(self) -> str:
@@ -188,12 +221,14 @@ def answer(scenario: Scenario, results: Mapping[str, SystemResult], more: bool) 
         other = scenario.but(job__accum=2 * job.accum, job__tokens=job.tokens // 2, job__microbatch_s=half)
         finer = race(other, [OURS])[OURS]
     spare = race(scenario.but(cluster__spares=scenario.cluster.spares + 1), [OURS, THEIRS])
-    even = break_even(scenario, OURS, THEIRS)
-    return ClusterAnswer(scenario, found.ours, found.theirs, results, spare, finer, even, searched=True)
+    even, steps = break_even(scenario, OURS, THEIRS), even_steps(scenario, OURS, THEIRS)
+    return ClusterAnswer(
+        scenario, found.ours, found.theirs, results, spare, finer, even, steps, searched=True
+    )
 
 
 def understood(scenario: Scenario, origins: Mapping[str, str], words: Mapping[str, Any]) -> list[str]:
-    """How the question was read: the rate of failures in three ways, and the job."""
+    """How the question was read: the rate of failures in three ways, the job, and a step that is unusually large."""
     cluster, job = scenario.cluster, scenario.job
     node = DAY / scenario.failures.per_node_day / HOUR
     given = (
@@ -203,33 +238,43 @@ def understood(scenario: Scenario, origins: Mapping[str, str], words: Mapping[st
         f"({origins.get('failures.per_node_day', 'default')})"
     )
     rate = (
-        f"Understood: {given}: a GPU fails every {_figure(node * cluster.gpus_per_node)} hours, a node "
-        f"({cluster.gpus_per_node} GPUs) every {_figure(node)}, the job ({_nodes(cluster.nodes)}) every "
-        f"{_figure(node / cluster.nodes)}."
+        f"Understood: {given}: a GPU fails every {figure(node * cluster.gpus_per_node)} hours, a node "
+        f"({cluster.gpus_per_node} GPUs) every {figure(node)}, the job ({_nodes(cluster.nodes)}) every "
+        f"{figure(node / cluster.nodes)}."
     )
     if job.microbatch_s is None:
         source = origins.get("job.parameters", "default: set job.parameters")
-        model = f"a model of {_parameters(job.parameters)} parameters ({source})"
+        model = f"a model of {quantity(job.parameters)} parameters ({source})"
     else:
         model = f"microbatches of {job.microbatch_s:.3g} s"
+    step = f"{quantity(scenario.tokens_per_step)} tokens per step"
+    if origins.get("job.accum", "").startswith("usual"):
+        usual, models = usual_tokens(job.parameters)
+        step += f", nearest to the usual {quantity(usual)} ({models})"
     spares = _nodes(cluster.spares, "spare ")
     return [
         rate,
-        f"Assumed: {model} on {scenario.replicas:,} replicas of {job.replica_gpus:,} GPUs, {job.accum} microbatches "
-        f"each; a restart of the job takes {minutes(scenario.restart.seconds)} and a checkpoint "
-        f"{scenario.checkpoint.save_s:.3g} s, a broken node is back after {scenario.failures.repair_hours:.3g} hours, "
-        f"{spares}; `recover simulate --help` lists all keys.",
+        f"Assumed: {model} on {scenario.replicas:,} replicas of {many(job.replica_gpus, 'GPU')}, "
+        f"{many(job.accum, 'microbatch')} of {many(job.tokens, 'token')} each: {step}; a restart of the job takes "
+        f"{minutes(scenario.restart.seconds)} and a checkpoint {figure(scenario.checkpoint.save_s)} s, a broken node "
+        f"is back after {many(scenario.failures.repair_hours, 'hour')}, {spares}; `recover simulate --help` lists all "
+        "keys.",
+        *([unusual] if (unusual := far_above_usual(scenario)) else []),
     ]
 
 
 def hours(seconds: float) -> str:
     if seconds >= 1000 * HOUR:
-        return f"{seconds / DAY:,.3g} days" if seconds < 1000 * DAY else f"{seconds / DAY / 365:,.3g} years"
-    return f"{seconds / HOUR:,.3g} hours" if seconds >= 2 * HOUR else minutes(seconds)
+        return (
+            f"{figure(seconds / DAY)} days"
+            if seconds < 1000 * DAY
+            else f"{figure(seconds / DAY / 365)} years"
+        )
+    return f"{figure(seconds / HOUR)} hours" if seconds >= 2 * HOUR else minutes(seconds)
 
 
 def minutes(seconds: float) -> str:
-    return f"{seconds / 60:.3g} minutes" if seconds >= 120 else f"{seconds:.3g} s"
+    return f"{figure(seconds / 60)} minutes" if seconds >= 120 else f"{seconds:.3g} s"
 
 
 def _machines(scenario: Scenario) -> str:
@@ -241,7 +286,7 @@ def _machines(scenario: Scenario) -> str:
 
 
 def _count(gpus: float) -> str:
-    return f"{gpus:,.0f} GPUs" if gpus >= 9.5 else f"{gpus:.2g} GPUs"
+    return many(round(gpus) if gpus >= 9.5 else float(f"{gpus:.2g}"), "GPU")
 
 
 def _points(share: float) -> str:
@@ -253,16 +298,8 @@ def _signed(share: float) -> str:
 
 
 def _nodes(number: int, kind: str = "") -> str:
-    return f"{number:,} {kind}node{'' if number == 1 else 's'}"
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return many(number, f"{kind}node")
 
 
 def _round(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _parameters(number: float) -> str:
-    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from recover_lab.confidence import mean_interval
 from recover_lab.simulate.race import SystemResult, race
 from recover_lab.simulate.scenario import Scenario
 from recover_lab.simulate.scenario_keys import DAY
 
 FACTORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # times the scenario's rate of failures
-FEW_SEEDS, MOST_FAILURES = 5, 300  # of each point of a curve
-_NOTHING = 0.003  # of goodput: a smaller difference is a tie
+FEW_SEEDS, FEWEST_FAILURES, MOST_FAILURES = 5, 40, 300  # of each point of a curve
+_ROUNDING = 1e-9  # of goodput: a smaller difference is one of rounding
 _EVEN_SEEDS, _EVEN_FAILURES = 8, 40  # of each rate of a break-even
 _DECADES, _HALVINGS = (
     4,
     6,
 )  # searched below the scenario's rate; each halving halves the exponent that is left
+_LARGEST_ACCUM, _LARGER_STEPS = (
+    64,
+    16,
+)  # of the steps of a break-even: that many microbatches or times as many
+_LARGEST_BATCH = 2**17  # microbatches of such a step
 
 
 @dataclass(frozen=True)
@@ -30,15 +36,19 @@ class Curve:
     values: tuple[float, ...]
     goodput: dict[str, tuple[float, ...]]
     between: tuple[float, ...]  # seconds between failures
+    seeds: dict[str, tuple[tuple[float, ...], ...]] = field(
+        default_factory=dict
+    )  # goodput of each seed, by value
 
     def to_json(self) -> dict[str, Any]:
         return {"key": self.key, "values": self.values, "goodput": self.goodput, "between": self.between}
 
 
 def quick(scenario: Scenario, **changes: Any) -> Scenario:
-    """The same scenario, short enough to be run many times: few seeds, and days for some hundred failures."""
+    """The same scenario, short enough to be run many times: few seeds, and days for some dozen to hundred failures."""
     other = scenario.but(**changes)
-    days = min(other.run.days, max(0.1, MOST_FAILURES * other.between_failures / DAY))
+    failure = other.between_failures / DAY
+    days = min(max(other.run.days, FEWEST_FAILURES * failure), max(0.1, MOST_FAILURES * failure))
     return other.but(run__days=days, run__seeds=min(other.run.seeds, FEW_SEEDS))
 
 
@@ -47,13 +57,21 @@ def curve(
 ) -> Curve:
     names = list(systems or scenario.systems)
     goodput: dict[str, list[float]] = {name: [] for name in names}
+    seeds: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     between = []
     for value in values:
         other = quick(scenario, **{key.replace(".", "__"): value})
         between.append(other.between_failures)
         for name, result in race(other, names).items():
             goodput[name].append(result.goodput.mean)
-    return Curve(key, tuple(values), {name: tuple(row) for name, row in goodput.items()}, tuple(between))
+            seeds[name].append(result.goodputs)
+    return Curve(
+        key,
+        tuple(values),
+        {name: tuple(row) for name, row in goodput.items()},
+        tuple(between),
+        {name: tuple(row) for name, row in seeds.items()},
+    )
 
 
 def rates(scenario: Scenario, systems: Sequence[str] | None = None) -> Curve:
@@ -62,14 +80,34 @@ def rates(scenario: Scenario, systems: Sequence[str] | None = None) -> Curve:
     return curve(scenario, "failures.per_node_day", values, systems)
 
 
-def crossings(found: Curve, one: str, other: str) -> list[float]:
-    """Values at which one system overtakes the other, interpolated in logarithms between those simulated."""
-    gaps = [a - b for a, b in zip(found.goodput[one], found.goodput[other], strict=True)]
+def signs(found: Curve, one: str, other: str) -> list[int]:
+    """At each value: 1 where `one` is ahead of `other`, -1 where it is behind, 0 where the seeds show no difference."""
     places = []
-    for (left, gap), (right, next_gap) in pairwise(zip(found.values, gaps, strict=True)):
-        if gap * next_gap < 0 and max(abs(gap), abs(next_gap)) > _NOTHING:
-            part = gap / (gap - next_gap)
-            places.append(math.exp(math.log(left) + part * math.log(right / left)))
+    for place, (mine, theirs) in enumerate(zip(found.goodput[one], found.goodput[other], strict=True)):
+        mean = low = high = mine - theirs
+        if found.seeds:
+            pairs = zip(found.seeds[one][place], found.seeds[other][place], strict=True)
+            mean, low, high = mean_interval([a - b for a, b in pairs])
+        shown = abs(mean) > _ROUNDING and not low <= 0 <= high
+        places.append(0 if not shown else 1 if mean > 0 else -1)
+    return places
+
+
+def crossings(found: Curve, one: str, other: str) -> list[float]:
+    """Values at which one system overtakes the other, interpolated in logarithms between those simulated.
+
+    However small a difference is, it counts if all seeds together show it: the votes of every step are such a one.
+    """
+    gaps = [a - b for a, b in zip(found.goodput[one], found.goodput[other], strict=True)]
+    shown = [(place, sign) for place, sign in enumerate(signs(found, one, other)) if sign]
+    places = []
+    for (first, sign), (last, next_sign) in pairwise(shown):
+        if sign == next_sign:
+            continue
+        right = next(place for place in range(first + 1, last + 1) if sign * gaps[place] <= 0)
+        part = gaps[right - 1] / (gaps[right - 1] - gaps[right])
+        low, high = found.values[right - 1], found.values[right]
+        places.append(math.exp(math.log(low) + part * math.log(high / low)))
     return places
 
 
@@ -101,6 +139,34 @@ def break_even(scenario: Scenario, ours: str, theirs: str) -> float | None:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if gap(middle) > 0 else (middle, high)
     return math.sqrt(low * high) * rate
+
+
+def even_steps(scenario: Scenario, ours: str, theirs: str) -> tuple[int, int | None]:
+    """Microbatches per replica between which `ours` overtakes `theirs`, at the scenario's rate of failures.
+
+    The second is the fewest from which on `ours` yields more at every size tried, None if it does not at the largest.
+    The first is the most below it at which `ours` does not, 0 if there is none. The same seeds for every size.
+    """
+    most = max(_LARGEST_ACCUM, _LARGER_STEPS * scenario.job.accum)
+    sizes = [2**power for power in range(most.bit_length())]
+    sizes = [size for size in sizes if size * scenario.replicas <= _LARGEST_BATCH] or [scenario.job.accum]
+    days = min(scenario.run.days, MOST_FAILURES * scenario.between_failures / DAY)
+
+    def yields_more(accum: int) -> bool:
+        found = race(scenario.but(job__accum=accum, run__days=days), [ours, theirs])
+        return found[ours].goodput.mean > found[theirs].goodput.mean
+
+    ahead: int | None = None
+    behind = 0
+    for size in reversed(sizes):
+        if not yields_more(size):
+            behind = size
+            break
+        ahead = size
+    while ahead is not None and behind and ahead - behind > 1:
+        middle = (behind + ahead) // 2
+        behind, ahead = (behind, middle) if yields_more(middle) else (middle, ahead)
+    return behind, ahead
 
 
 def leaders(found: Curve) -> list[str]:

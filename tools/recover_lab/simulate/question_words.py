@@ -1,4 +1,7 @@
-"""Words of a question that stand for keys: `gpus=`, `mtbf_hours=` and `mtbf_of=`."""
+"""Words of a question that stand for keys: `gpus=`, `mtbf_hours=`, `mtbf_of=` and `job.tokens_per_step=`.
+
+The last one depends on all keys of the job, and is read by `step_tokens.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ from typing import Any
 
 from recover.job.config_keys import ConfigError, nearest, parse_keys
 from recover_lab.simulate.memory import smallest_replica
+from recover_lab.simulate.number_words import many
 from recover_lab.simulate.scenario_keys import Machinery, TrainingJob
 
 WORDS = {
     "gpus": "GPUs of the job, instead of cluster.nodes; job.replica_gpus is then the fewest that hold the model",
     "mtbf_hours": "mean hours between failures, instead of failures.per_node_day; needs mtbf_of",
     "mtbf_of": "of what mtbf_hours is: gpu, node or job",
+    "job.tokens_per_step": "tokens of a step of all replicas, instead of job.accum; without both, what is usual for a "
+    "model of this size",
 }
 _OWNERS = ("gpu", "node", "job")
 
@@ -23,6 +29,11 @@ def translate(given: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, A
     for key in keys:
         if "." not in key and (hint := nearest(key, WORDS, "")):
             raise ConfigError(f"there is no key {key!r}; {hint} The words are {', '.join(WORDS)}")
+    if "job.tokens_per_step" in given and "job.accum" in given:
+        raise ConfigError(
+            f"job.tokens_per_step={given['job.tokens_per_step']} and job.accum={given['job.accum']} both give the size "
+            "of a step; give one of them"
+        )
     if "gpus" in given:
         keys |= _nodes(given, {**below, **keys})
     if "mtbf_hours" in given or "mtbf_of" in given:
@@ -84,8 +95,8 @@ def _rate(given: Mapping[str, Any], cluster: Machinery) -> float:
         raise ConfigError(f"mtbf_hours={given['mtbf_hours']!r} must be a number of hours above 0") from None
     if "failures.per_node_day" in given:
         raise ConfigError(
-            f"mtbf_hours={hours:g} and failures.per_node_day={given['failures.per_node_day']} both give the rate of "
-            "failures; give one of them"
+            f"mtbf_hours={given['mtbf_hours']} and failures.per_node_day={given['failures.per_node_day']} both give "
+            "the rate of failures; give one of them"
         )
     owner = given.get("mtbf_of")
     if owner is None:
@@ -95,9 +106,9 @@ def _rate(given: Mapping[str, Any], cluster: Machinery) -> float:
             for name in _OWNERS
         }
         readings = ", ".join(
-            f"with mtbf_of={name} the job fails every {every[name]:.3g} hours" for name in _OWNERS
+            f"with mtbf_of={name} the job fails every {many(every[name], 'hour')}" for name in _OWNERS
         )
-        raise ConfigError(f"mtbf_hours={hours:g} does not say of what; add mtbf_of: {readings}")
+        raise ConfigError(f"mtbf_hours={given['mtbf_hours']} does not say of what; add mtbf_of: {readings}")
     if owner not in _OWNERS:
         hint = nearest(str(owner), _OWNERS, "choose one of them")
         raise ConfigError(f"mtbf_of={owner!r} must be gpu, node or job; {hint}")

@@ -161,6 +161,10 @@ class Scenario(Keys):
         return self.replicas * self.job.accum
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.job.tokens
+
+    @property
     def gpus(self) -> int:
         """All GPUs that are paid for, with spares."""
         return (self.cluster.nodes + self.cluster.spares) * self.cluster.gpus_per_node

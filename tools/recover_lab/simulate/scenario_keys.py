@@ -80,7 +80,11 @@ class SlowNodes(Keys):
 
 class TrainingJob(Keys):
     replica_gpus: PositiveInt = Field(default=128, description="GPUs that hold one copy of the model")
-    accum: PositiveInt = Field(default=16, description="microbatches that each replica accumulates in a step")
+    accum: PositiveInt = Field(
+        default=16,
+        description="microbatches that each replica accumulates in a step; without it and job.tokens_per_step, as many "
+        "as make the usual step of a model of this size (the default, where job.microbatch_s is given)",
+    )
     tokens: PositiveInt = Field(default=8192, description="tokens in a microbatch")
     microbatch_s: PositiveFloat | None = Field(
         default=None, description="seconds of a microbatch; null: from parameters, mfu and peak_tflops"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recover_lab.simulate.account import PARTS
-from recover_lab.simulate.break_even import FEW_SEEDS
+from recover_lab.simulate.break_even import FEW_SEEDS, signs
+from recover_lab.simulate.number_words import quantity
 from recover_lab.simulate.published import Compared
 from recover_lab.simulate.replay import ReplayComparison
 from recover_lab.simulate.scenario import flat_scenario, keys_of_scenario
@@ -13,6 +14,13 @@ from recover_lab.simulate.study import Question, Study, name_of, span
 
 Rows = list[list[str]]
 CHANGES = f"What a change is worth (shorter runs, at most {FEW_SEEDS} seeds)"
+
+
+_NEVER_CROSSED = {
+    1: "is ahead or even at every rate tried, against",
+    0: "is even at every rate tried with",
+    -1: "is behind or even at every rate tried, against",
+}
 
 
 def system_rows(study: Study) -> Rows:
@@ -37,7 +45,7 @@ def system_rows(study: Study) -> Rows:
             [
                 name_of(name),
                 f"{good.mean:.1%} ({good.low:.1%} to {good.high:.1%})",
-                quantity_of_tokens(result.tokens_per_day.mean),
+                quantity(result.tokens_per_day.mean, " "),
                 f"{days.mean:,.1f}" if days.mean < 1e5 else "never",
                 held,
                 f"{result.restarts:,.0f}",
@@ -72,18 +80,16 @@ def crossing_rows(study: Study) -> Rows:
     for one, other, rate in study.crossed:
         between = scenario.between_failures * scenario.failures.per_node_day / rate
         rows.append([f"{name_of(one)} and {name_of(other)} are even", f"{rate:.2g}", span(between)])
-    for one in dict.fromkeys(one for one in ("recover-return", "recover") if one in study.results):
-        others = [name for name in study.results if name not in ("recover-return", "recover")]
-        met = {other for first, other, _ in study.crossed if first == one}
-        behind = [name_of(name) for name in others if name not in met and _ahead(study, one, name)]
-        if behind:
-            rows.append([f"{name_of(one)} is ahead at every rate tried of", "; ".join(behind), ""])
+    for one in (one for one in ("recover-return", "recover") if one in study.results):
+        groups: dict[str, list[str]] = {}
+        for other in study.results:
+            if other in ("recover-return", "recover"):
+                continue
+            found = set(signs(study.rates, one, other)) - {0}
+            if (one, other) not in {place[:2] for place in study.crossed}:
+                groups.setdefault(_NEVER_CROSSED[max(found, default=0)], []).append(name_of(other))
+        rows += [[f"{name_of(one)} {told}", "; ".join(others), ""] for told, others in groups.items()]
     return rows if len(rows) > 1 else []
-
-
-def _ahead(study: Study, one: str, other: str) -> bool:
-    assert study.rates is not None
-    return all(a >= b for a, b in zip(study.rates.goodput[one], study.rates.goodput[other], strict=True))
 
 
 def rate_rows(study: Study) -> Rows:
@@ -129,10 +135,3 @@ def held_rows(held: ReplayComparison) -> Rows:
     for step, (took, said, apart) in held.incidents.items():
         rows.append([f"incident in step {step}", f"{took:.2f} s", f"{said:.2f} s", f"{apart:+.1%}"])
     return rows
-
-
-def quantity_of_tokens(tokens: float) -> str:
-    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:,.3g} {name}"
-    return f"{tokens:,.0f}"
