@@ -138,7 +138,8 @@ class RecoverTrainer(Trainer):
                     labels=labels if has_stages else labels[0],
                     global_valid_tokens=one,
                 )
-                record(total.detach().reshape(()) * self._loss_parts / max(tokens, 1))
+                loss = total.detach().full_tensor() if hasattr(total, "full_tensor") else total.detach()
+                record(loss.reshape(()) * self._loss_parts / max(tokens, 1))
             began = time.perf_counter()
         self._in_step, self.step = False, recovery.index
         self._count(rates)
