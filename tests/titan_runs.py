@@ -45,14 +45,20 @@ class Run:
     out: Path
 
     @property
+    def _logged(self) -> list[dict[str, Any]]:
+        """Of all processes."""
+        files = self.out.glob("metrics-*.jsonl")
+        found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        return sorted(found, key=lambda line: int(line["step"]))
+
+    @property
     def lines(self) -> list[dict[str, Any]]:
-        """What torchtitan logged, of all processes."""
-        found = [
-            json.loads(line)
-            for path in self.out.glob("metrics-*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
-        return sorted((line for line in found if "loss" in line), key=lambda line: line["step"])
+        """Metrics of steps, as torchtitan logged them."""
+        return [line for line in self._logged if "loss" in line]
+
+    @property
+    def validations(self) -> dict[int, float]:
+        return {line["step"]: line["validation"] for line in self._logged if "validation" in line}
 
     @property
     def losses(self) -> dict[int, float]:

@@ -183,3 +183,26 @@ def test_replica_that_returns_ends_with_the_bits_of_the_calm_run(titan: Titan) -
     assert run.code == 0, run.output
     assert len(run.ends) == 2, run.output  # both replicas have ended, the one that came back as well
     assert run.digest == calm.digest
+
+
+def test_asynchronous_checkpoint_of_a_lost_writer_is_replaced(titan: Titan) -> None:
+    """The writer of step 3 dies in step 5, after which the other one saves. Each validation is logged once. A run with
+    another batch does not know where its loaders are."""
+    checkpoints = ["--checkpoint.async-mode", "async", "--checkpoint.interval", "3"]
+    texts = ["--validator.dataloader.dataset", "c4_test"]
+    texts += ["--validator.dataloader.dataset-path", str(titan.assets / "texts")]
+    validation = ["--validator.enable", "--validator.freq", "4", "--validator.steps", "2", *texts]
+    arguments = ["--training.steps", "8", *checkpoints, *validation]
+    run = titan.recover("asynchronous", 2, "llama3", arguments, kills=["5:0:vote"])
+    assert run.code == 0, run.output
+    folder = titan.place / "asynchronous" / "dump" / "checkpoint"
+    saved = {int(path.parent.name.removeprefix("step-")) for path in folder.glob("*/.metadata")}
+    assert saved >= {0, 5, 6, 8}
+    assert sorted(run.validations) == [1, 4, 8]
+    assert run.validations[8] < run.validations[1]
+    other = titan.recover(
+        "other-batch", 1, "llama3", ["--training.global-batch-size", "2"], folder="asynchronous"
+    )
+    assert other.code != 0
+    assert "has the positions of 4 data loaders, and this run has 2" in other.output
+    assert "--checkpoint.exclude-from-loading dataloader" in other.output
