@@ -142,8 +142,8 @@ def markers_of(file: Path, name: str) -> Iterator[Marker]:
 
 def markers(tests: Path = ROOT / "tests") -> list[Marker]:
     """All markers of the suite, by file and line."""
-    files = sorted(tests.glob("*/test_*.py"))
-    return [one for file in files for one in markers_of(file, f"tests/{file.parent.name}/{file.name}")]
+    files = sorted(tests.glob("*/**/test_*.py"))
+    return [one for file in files for one in markers_of(file, f"tests/{file.relative_to(tests).as_posix()}")]
 
 
 def page(found: Sequence[Marker]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
@@ -33,7 +34,14 @@ from recover.step.loop.clock import clock_of
 from recover.step.loop.early_leaves import EarlyLeaves
 from recover.step.loop.habits import Habits
 from recover.step.loop.stragglers import Stragglers
-from recover.step.loop.weights import Weight, losses_of, refuse_other_backwards, weighted, weights_of
+from recover.step.loop.weights import (
+    Weight,
+    losses_of,
+    refuse_earlier_gradients,
+    refuse_other_backwards,
+    weighted,
+    weights_of,
+)
 from recover.step.model_checks import ModelAndOptimizer
 from recover.step.on_first import OnFirst
 from recover.step.position import Position, refuse_other_size
@@ -140,6 +148,8 @@ class StepEngine:
         )
         self._run: Run | None = None  # the step in progress, or the last one
         self._by_rounds = False
+        # What was handed out last: whether its buckets are posted, and its slots.
+        self._posts, self._expected = False, SlotSet()
         self._compares_all = False  # the next vote compares all state, not only parameters and settings
         self._joinable_checks = 2
         if not world.outside:
@@ -250,6 +260,43 @@ class StepEngine:
             if loss.requires_grad:
                 weighted(loss, weights).backward()
         self.gradients.collect()
+        self._finish(loss, weights)
+
+    @contextmanager
+    def own_backward(self, weight: Weight) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Around the forward and backward passes that the caller runs; see `Step.own_backward`."""
+        if len(self._in_flight.pending) != 1 or self._by_rounds:
+            raise RuntimeError(
+                f"step.own_backward was called with {len(self._in_flight.pending)} microbatch(es) in flight, in "
+                f"step.{'rounds' if self._by_rounds else 'microbatches'}; call it once for each microbatch of "
+                "step.microbatches (after a round, step.backward records what its pipeline has run)"
+            )
+        if not isinstance(self.gradients, OwnedGradients):
+            raise ValueError(
+                f"step.own_backward was called with gradients={type(self.gradients).__name__}, which counts one "
+                "backward for each microbatch; give Step the plain module, without gradients="
+            )
+        refuse_earlier_gradients(self.gradients.have_arrived, "step.own_backward")
+        recorded: list[torch.Tensor] = []
+        self.world.hooks("backward")
+        # A parameter may get several gradients, so no bucket is full before the context ends.
+        self.gradients.expect(None, self._expected, in_round=True)
+        yield lambda loss: recorded.append(loss.detach())
+        if len(recorded) != 1:
+            raise RuntimeError(
+                f"step.own_backward has recorded {len(recorded)} losses of one microbatch; call the function that it "
+                "yields once, with the loss: `with step.own_backward(weight) as record: ...; record(loss)`"
+            )
+        weights = weights_of(weight, None, recorded[0], 1, self.exact_sum)
+        self.buffers.take()
+        self.gradients.collect()
+        if self._posts:
+            self.gradients.post_all(self.transaction.post)
+        self._finish(recorded[0], weights)
+
+    def _finish(self, loss: torch.Tensor, weights: list[float]) -> None:
+        """The gradients of what is in flight are in the local sums."""
+        pending, transaction = self._in_flight.pending, self.transaction
         for (slot, sample), value, each in zip(pending, losses_of(loss, len(pending)), weights, strict=True):
             transaction.attempt.finish_slot(slot, sample, value, each)
         self.world.hooks.computed(self._in_flight.seconds)
@@ -351,8 +398,8 @@ class StepEngine:
         self.world.hooks(place)
         batches = self._in_flight.read(stream, self.transaction.index, slots)
         self.buffers.hand_out()
-        expected = SlotSet((slot, slot + 1) for slot in slots)
-        self.gradients.expect(self.transaction.post if post else None, expected, self._by_rounds)
+        self._posts, self._expected = post, SlotSet((slot, slot + 1) for slot in slots)
+        self.gradients.expect(self.transaction.post if post else None, self._expected, self._by_rounds)
         self._habits.handed_out()
         self.seed_microbatch(0)
         return batches
@@ -417,11 +464,13 @@ class StepEngine:
         totals = self.transaction.totals
         factors = self._clipping.factors([norm / totals.weight for norm in self.transaction.grad_norms])
         self.gradients.install(totals.weight, factors, totals.used.tolist())
+        # Before the optimizers: hooks of theirs may read statistics of the whole step, such as the
+        # number of tokens of each expert.
+        self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
         self._randomness.update(number)
         with self._habits.updating():
             for optimizer in self._optimizers:
                 optimizer.step()
-        self.buffers.settle(torch.from_numpy(totals.changes), len(totals.samples))
 
     def _end(self) -> None:
         """The script has ended, perhaps with an unfinished iterator in a variable."""

@@ -229,6 +229,22 @@ class Step:
         """
         self._engine.backward(loss, weight)
 
+    def own_backward(self, weight: Weight = None) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+        """A context around forward and backward of the microbatch in flight, for trainers that run
+        backward themselves: a pipeline schedule, or a loss that goes back chunk by chunk.
+
+            with step.own_backward(weight=tokens) as record:
+                loss_sum = schedule.step(batch)      # calls backward(), as often as it likes
+                record(loss_sum / tokens)
+
+        It replaces `backward`. The gradients must be those of `weight` times the loss of the
+        microbatch: a loss that is summed over tokens has the weight of their number. The function
+        that it yields records the loss itself, and runs nothing. Buckets are reduced after the
+        context, because a parameter may get several gradients inside; changes of `buffers=` by
+        recomputation in backward count.
+        """
+        return self._engine.own_backward(weight)
+
     def seed_microbatch(self, number: int, stage: int = 0) -> None:
         """Seed the random generators for microbatch `number` (from 0) of the round in flight.
 

@@ -94,13 +94,17 @@ def refuse_other_backwards(loss: torch.Tensor, have_arrived: bool, by_rounds: bo
     """
     if by_rounds:
         return
-    if have_arrived:
-        raise RuntimeError(
-            "the microbatch has gradients before step.backward: somebody has called backward() on a loss of it, which "
-            "would count beside this one; leave loss.backward() out, or give the sum of all losses to step.backward"
-        )
+    refuse_earlier_gradients(have_arrived, "step.backward")
     if not loss.requires_grad:
         raise ValueError(
             "the loss has no graph to go back through (was it detached, or made under no_grad?); only a round "
             "whose backward passes have run already may be recorded without one"
+        )
+
+
+def refuse_earlier_gradients(have_arrived: bool, before: str) -> None:
+    if have_arrived:
+        raise RuntimeError(
+            f"the microbatch has gradients before {before}: somebody has called backward() on a loss of it, which "
+            "would count beside this one; leave loss.backward() out, or give the sum of all losses to step.backward"
         )

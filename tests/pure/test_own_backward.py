@@ -1,0 +1,147 @@
+"""`step.own_backward`: trainers that run backward themselves, as often as they like for one microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lone_world import BATCH, World, begin
+
+STEPS = 3
+TOKENS = [5, 3, 8, 1]  # of each slot
+
+
+class Data:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        tokens = TOKENS[index % BATCH]
+        return torch.randn(tokens, 6, generator=torch.Generator().manual_seed(index)), tokens
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+
+def losses_of(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().flatten()
+
+
+def parameters_after(own: bool, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
+    """Parameters and losses; `own`: the head goes back row by row, then the rest, as a chunked loss does."""
+    model = make_model()
+    step, losses = begin(World(), model, clip=0.1, **options), []
+    for _ in range(STEPS):
+        for rows, tokens in step.microbatches(Data()):
+            if not own:
+                step.backward(losses_of(model, rows).mean(), weight=tokens)
+                continue
+            with step.own_backward(weight=tokens) as record:
+                hidden = model[:2](rows)  # type: ignore[index]
+                cut, total = hidden.detach().requires_grad_(), torch.zeros(())
+                for chunk in cut:
+                    loss = losses_of(model[2:], chunk).sum()  # type: ignore[index]
+                    loss.backward()
+                    total += loss.detach()
+                hidden.backward(cut.grad)
+                record(total / tokens)
+        losses.append(step.loss)
+    return [p.detach().clone() for p in model.parameters()], losses
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_own_backward_in_several_pieces_equals_backward_of_the_step(reduction: str) -> None:
+    expected, losses = parameters_after(own=False, reduction=reduction)
+    found, own_losses = parameters_after(own=True, reduction=reduction)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert own_losses == pytest.approx(losses, rel=1e-6)
+
+
+def test_own_backward_posts_no_bucket_before_it_ends() -> None:
+    """A parameter may get another gradient: a bucket that was full before would be reduced without it."""
+    model, world = make_model(), World()
+    step = begin(world, model)
+    world.log.clear()
+    for number, (rows, _) in enumerate(step.microbatches(Data())):
+        with step.own_backward() as record:
+            for _ in range(2):
+                losses_of(model, rows).sum().backward()
+            assert "bucket" not in world.log
+            record(losses_of(model, rows).mean())
+        assert ("bucket" in world.log) is (number == BATCH - 1)
+
+
+@pytest.mark.parametrize("losses", [0, 2])
+def test_own_backward_without_one_recorded_loss_is_refused(losses: int) -> None:
+    model = make_model()
+    step = begin(World(), model)
+    batches = step.microbatches(Data())
+    rows, _ = next(batches)
+
+    def compute() -> None:
+        with step.own_backward() as record:
+            losses_of(model, rows).mean().backward()
+            for _ in range(losses):
+                record(torch.zeros(()))
+
+    with pytest.raises(RuntimeError, match=f"recorded {losses} losses"):
+        compute()
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        batches.close()  # type: ignore[attr-defined]
+
+
+def test_own_backward_after_another_backward_is_refused() -> None:
+    model = make_model()
+    step = begin(World(), model)
+    with pytest.raises(RuntimeError, match="0 microbatch"), step.own_backward():
+        pass
+    batches = step.microbatches(Data())
+    rows, _ = next(batches)
+    losses_of(model, rows).mean().backward()
+    with pytest.raises(RuntimeError, match=r"gradients before step\.own_backward"), step.own_backward():
+        pass
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        batches.close()  # type: ignore[attr-defined]
+
+
+def test_own_backward_inside_a_round_is_refused() -> None:
+    step = begin(World(), make_model())
+    rounds = step.rounds(Data())
+    next(rounds)
+    with pytest.raises(RuntimeError, match=r"in step\.rounds"), step.own_backward():
+        pass
+    with pytest.warns(UserWarning, match="left before it was complete"):
+        rounds.close()  # type: ignore[attr-defined]
+
+
+class Counting(torch.nn.Module):
+    """Counts rows in forward, as an expert counts its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.rows += len(rows)  # type: ignore[has-type]
+        return self.inner(rows)  # type: ignore[no-any-return]
+
+
+def test_optimizer_hook_sees_buffer_changes_of_the_whole_step() -> None:
+    """Such as the hook that balances experts: the counts of the last microbatch alone would differ by replica."""
+    model, seen = Counting(), []
+    step = begin(World(), model, buffers=["rows"])
+
+    def look(optimizer: Any, *_: Any) -> None:
+        seen.append(float(model.rows))
+        model.rows.zero_()
+
+    step._optimizer.register_step_pre_hook(look)  # type: ignore[union-attr]
+    for _ in range(STEPS):
+        for rows, tokens in step.microbatches(Data()):
+            with step.own_backward(tokens) as record:
+                loss = losses_of(model, rows).sum()
+                loss.backward()
+                record(loss / tokens)
+    assert seen == [sum(TOKENS) / BATCH] * STEPS
+    assert float(model.rows) == 0

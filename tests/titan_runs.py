@@ -1,0 +1,147 @@
+"""Runs torchtitan on CPUs, alone and on ReCoVer, on texts and a tokenizer made here; for tests/integrations/titan."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patience import PATIENCE
+from worlds import PROGRAMS as ALL_PROGRAMS
+
+PROGRAMS = ALL_PROGRAMS / "titan"
+WORDS = [f"w{number}" for number in range(400)]
+
+
+def make_assets(place: Path) -> Path:
+    """A tokenizer of words, and documents of very different lengths: slots read at different rates."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    (place / "texts").mkdir(parents=True)
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS[: 20 + n % 50], k=draw.randint(3, 120))) for n in range(400)]
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (place / "texts" / "train.jsonl").write_text("".join(lines))
+    return place
+
+
+@dataclass
+class Run:
+    code: int
+    output: str
+    out: Path
+
+    @property
+    def _logged(self) -> list[dict[str, Any]]:
+        """Of all processes."""
+        files = self.out.glob("metrics-*.jsonl")
+        found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        return sorted(found, key=lambda line: int(line["step"]))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Metrics of steps, as torchtitan logged them."""
+        return [line for line in self._logged if "loss" in line]
+
+    @property
+    def validations(self) -> dict[int, float]:
+        return {line["step"]: line["validation"] for line in self._logged if "validation" in line}
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in self.lines}
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.out.glob("end-*.json")]
+
+    @property
+    def digest(self) -> str:
+        (found,) = {end["digest"] for end in self.ends}
+        return str(found)
+
+
+class Titan:
+    """Starts runs under one directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.assets = place, make_assets(place / "assets")
+
+    def seed(self, config: str) -> None:
+        """A checkpoint of step 0, for runs that must begin alike in whatever shape."""
+        run = self.stock(f"seed-{config}", 1, config, ["--checkpoint.create-seed-checkpoint"])
+        assert run.code == 0, run.output
+
+    def stock(
+        self, name: str, ranks: int, config: str, arguments: Sequence[str] = (), folder: str = ""
+    ) -> Run:
+        """torchtitan alone, under torchrun."""
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        command += [str(PROGRAMS / "titan_train.py"), "--module", "titan_job", "--config", config]
+        return self._run(name, config, [*command, *arguments], folder)
+
+    def recover(
+        self,
+        name: str,
+        ranks: int,
+        config: str,
+        arguments: Sequence[str] = (),
+        folder: str = "",
+        options: Sequence[str] = (),
+        kills: Sequence[str] = (),
+        **environment: str,
+    ) -> Run:
+        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
+        command += ["--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
+        for kill in kills:
+            command += ["--kill", kill]
+        command += [str(PROGRAMS / "titan_train.py"), "--module", "recover.integrations.titan"]
+        command += ["--config", f"titan_job.{config}", *arguments]
+        return self._run(name, config, command, folder, **environment)
+
+    def _run(self, name: str, config: str, command: list[str], folder: str, **environment: str) -> Run:
+        """`folder`: for checkpoints and metrics; by default one of its own."""
+        out, dump = self.place / name, self.place / (folder or name) / "dump"
+        seed = self.place / f"seed-{config}" / "dump" / "checkpoint"
+        if seed.is_dir() and not (dump / "checkpoint").exists():
+            shutil.copytree(seed, dump / "checkpoint")
+        result = subprocess.run(
+            [*command, "--checkpoint.enable", "--dump-folder", str(dump)],
+            env={
+                **{key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")},
+                "PYTHONPATH": str(PROGRAMS),
+                "TITAN_ASSETS": str(self.assets),
+                "TITAN_OUT": str(out),
+                "HF_HOME": str(self.place / "huggingface"),
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
+            cwd=self.place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * PATIENCE,
+            check=False,
+        )
+        return Run(result.returncode, result.stdout, out)
