@@ -8,7 +8,7 @@ from recover.job.machine import version_of
 
 # Ascending; a version is added when the process tests have run with it. docs/explanation/assumptions.md says what was
 # run with others.
-TESTED = ("2.13.0",)
+TESTED = ("2.9.1", "2.13.0", "2.15.0")
 
 
 def untested(installed: str | None = None) -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from recover.launch.doctor import checks as doctor
 from recover.launch.hosts import agent
 from recover.launch.hosts.options import HostOptions
 from recover.launch.request import LaunchRequest
+from recover.parallel.threed import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +76,16 @@ def test_tested_torch_versions_match_documents_and_packages() -> None:
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (least,) = re.findall(r"^torch>=(\d+)\.(\d+)$", "\n".join(needed), re.M)
     assert all(tuple(map(int, version.split(".")[:2])) >= tuple(map(int, least)) for version in TESTED)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_pipelines_of_an_old_torch_are_refused(monkeypatch: pytest.MonkeyPatch, pp: int) -> None:
+    """Where the schedules have no `return_outputs`; everything else may be used."""
+    monkeypatch.setattr(build.Schedule1F1B, "step", lambda self, *args, target=None, losses=None: None)
+    if pp == 1:
+        build._refuse_old_pipelines(pp)
+    else:
+        with pytest.raises(
+            ValueError, match=r"pp=2: pipelines do not work with torch .* install torch 2\.11"
+        ):
+            build._refuse_old_pipelines(pp)

@@ -4,9 +4,11 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.pipelining import Schedule1F1B
 
 from recover.gradients.parts import local_part
 from recover.gradients.replica_interface import Sharing, mark
@@ -47,6 +49,7 @@ def threed(
     """
     cut = ModelCut(tp, pp, ep, schedule)
     cut.check_ranks(world.grid.replica_size)
+    _refuse_old_pipelines(pp)
     config: Any = model.config
     cut.check_model(config)
     device = next(model.parameters()).device
@@ -60,6 +63,16 @@ def threed(
     pipeline.make_stages()
     mark(pipeline, pipeline.replica)
     return pipeline
+
+
+def _refuse_old_pipelines(pp: int) -> None:
+    """Schedules of torch 2.9 refuse a round with fewer microbatches than stages, which a death can
+    leave over, and their set-up aborts on gloo."""
+    if pp > 1 and "return_outputs" not in signature(Schedule1F1B.step).parameters:
+        raise ValueError(
+            f"pp={pp}: pipelines do not work with torch {torch.__version__}, whose schedules refuse rounds with fewer "
+            "microbatches than stages; install torch 2.11 or later, or use pp=1"
+        )
 
 
 def _cut(pipeline: Pipeline, model: Any, mesh: ReplicaMesh) -> Iterator[tuple[torch.nn.Parameter, Sharing]]:
