@@ -117,7 +117,8 @@ def _check_ends(played: Played) -> None:
     drifted = set(grid.replicas_of(schedule.drifts))
     for members, lost, _ in played.censuses().values():
         if drifted and set(grid.replicas_of(rank for rank in members if rank < grid.ranks)) <= drifted:
-            struck |= {r for r in lost if r >= grid.ranks and simulation.dead.get(r) in REMOVED}
+            # The repair that removes them may have no census: nobody may have lived to complete it.
+            struck |= {r for r in (*members, *lost) if r >= grid.ranks and simulation.dead.get(r) in REMOVED}
     if schedule.stalls:
         struck |= {r for r, why in simulation.dead.items() if why == "fenced"}
     spoiled = {grid.replica(rank) for rank in struck}
