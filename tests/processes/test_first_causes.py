@@ -164,14 +164,39 @@ def test_oom_killer_is_named_when_a_control_group_is_out_of_memory(
 FULL = (
     ULFM
     + """
+import contextlib
+import threading
+
 filler = os.path.join(os.environ["RECOVER_RUN_DIR"], "filler")
-if rank == 1:
-    with open(filler, "wb", buffering=0) as file:
-        while True:
+filling = True
+
+
+def fill(path):
+    with open(path, "ab", buffering=0) as file:
+        while filling:
             file.write(b"x" * 4096)
+
+
+def keep_full():
+    # Records that are replaced free some room: take it, until rank 1 is dead.
+    while filling:
+        with contextlib.suppress(OSError):
+            fill(filler + "-more")
+
+
+if rank == 1:
+    while not os.path.exists(filler + "-more"):
+        time.sleep(0.01)
+    fill(filler)
+if rank == 0:
+    keeper = threading.Thread(target=keep_full)
+    keeper.start()
 wait_for_deaths(1)
 time.sleep(0.5)
 if rank == 0:
+    filling = False
+    keeper.join()
+    os.remove(filler + "-more")
     os.remove(filler)
 """
 )
