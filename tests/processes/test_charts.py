@@ -207,7 +207,8 @@ def test_joins_and_resumptions_have_labels_marks_and_counts(browser: Any, tmp_pa
 
 @pytest.mark.parametrize("kind", ["page", "report"])
 def test_marks_close_to_each_other_keep_the_labels_of_joins(browser: Any, tmp_path: Path, kind: str) -> None:
-    """A loss and its join a step later, twice, on a narrow chart: labels stand above each other."""
+    """A loss and its join a step later, twice, on a narrow chart: labels stand above each other, in three rows at most,
+    and those of losses are left out first."""
     run = make_run(tmp_path / "run", lost_at=None)
     write_lines(
         run / "incidents.jsonl",
@@ -222,7 +223,9 @@ def test_marks_close_to_each_other_keep_the_labels_of_joins(browser: Any, tmp_pa
         for chart in ("loss", "replicas"):
             seen.until(f"(document.querySelector('#{chart}').dataset.labels || '').includes('joined 5')")
             labels = json.loads(seen.page.get_attribute(f"#{chart}", "data-labels"))
-            assert sorted(labels) == ["joined 4", "joined 5", "lost 0", "lost 1"], chart
+            assert {"joined 4", "joined 5"} < set(labels) <= {"joined 4", "joined 5", "lost 0", "lost 1"}, (
+                chart
+            )
             # All rows are inside the canvas.
             room = seen.page.evaluate(f"charts.all.{chart}.u.bbox.top / uPlot.pxRatio")
             rows = seen.page.evaluate(
