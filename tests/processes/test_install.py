@@ -112,7 +112,7 @@ def try_out(python: str, place: Path, environment: dict[str, str]) -> None:
     job = run(*command, "run", "-n", "3", "--run-dir", "run", "--kill", "2:1:in-reduce", str(script))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("(0, 2)") == 2, job.stdout
-    assert str(ROOT) not in job.stdout, "this is the checkout, not the wheel"
+    assert f"{ROOT}/" not in job.stdout, "this is the checkout, not the wheel"
     assert "step 2: lost replica 1" in job.stderr
     assert json.loads((place / "run" / "summary.json").read_text())["failures"] == 1
     status = run(*command, "status", "run")
