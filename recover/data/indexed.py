@@ -73,9 +73,10 @@ def stream(
 class ReadAhead:
     """A stream over a user's dataset: microbatches are read here or ahead, with random generators of their own."""
 
-    def __init__(self, seed: int, workers: int, **settings: Any) -> None:
-        """`settings`: what decides, with the seed, about the items of a microbatch."""
-        self.settings = {"seed": seed, **settings}
+    def __init__(self, seed: int, workers: int, **order: int) -> None:
+        """`order`: arguments that decide, with the seed, which items a microbatch has."""
+        # Checkpoints hold it as JSON, and a seed may be a number of numpy or a string.
+        self.recover_order = {"seed": int(seed) if is_whole(seed) else str(seed), **order}
         self._randomness = Randomness(seed, shard=0)
         self._readers = Readers(self._read, self._read_here, workers)
 
@@ -113,7 +114,7 @@ class MapStream(ReadAhead):
         workers: int,
         epochs: int | None,
     ) -> None:
-        super().__init__(seed, workers, batch_size=batch_size, shuffle=shuffle, items=len(dataset))
+        super().__init__(seed, workers, batch_size=int(batch_size), shuffle=bool(shuffle), items=len(dataset))
         self._dataset, self._batch_size, self._collate = dataset, batch_size, collate_fn
         self._shuffle, self._seed, self.epochs = shuffle, seed, epochs
         self._pass, self._order = -1, Shuffle(0, "")
@@ -165,7 +166,7 @@ class IterableStream(ReadAhead):
         workers: int,
         window: int,
     ) -> None:
-        super().__init__(seed, workers, batch_size=batch_size)
+        super().__init__(seed, workers, batch_size=int(batch_size))
         self._iterable, self._batch_size, self._collate, self._window = (
             iterable,
             batch_size,

@@ -78,8 +78,8 @@ class Position:
         self.samples, self.stragglers, self._exponents = samples, stragglers, exponents
         self._global_batch = global_batch
         self._torn = False
-        self._stream: dict[str, Any] = {}  # settings of the stream that is read
-        self._saved_stream: dict[str, Any] = {}  # of the one that was read before the run was resumed
+        self._order: dict[str, Any] = {}  # arguments of the stream that is read
+        self._saved_order: dict[str, Any] = {}  # of the stream that was read before the run was resumed
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -97,14 +97,16 @@ class Position:
             )
 
     def read_from(self, stream: Any) -> str | None:
-        """Steps read from this stream from now on. Returns a warning for the first one after a
-        resume if its sample numbers stand for other samples than before."""
-        saved, self._saved_stream = self._saved_stream, {}
-        self._stream = getattr(stream, "settings", {})
+        """Note the stream that steps read from now on. Returns a warning if it is the first one
+        after a resume and its arguments differ from those before: the same sample numbers then
+        stand for other samples."""
+        saved, self._saved_order = self._saved_order, {}
+        # Only streams of recover.stream have it.
+        self._order = getattr(stream, "recover_order", {})
         other = {
-            name: (value, self._stream[name])
+            name: (value, self._order[name])
             for name, value in saved.items()
-            if self._stream.get(name, value) != value
+            if self._order.get(name, value) != value
         }
         if not other:
             return None
@@ -123,7 +125,7 @@ class Position:
             "global_batch": self._global_batch,
             "samples": {"mode": self.samples.mode, **self.samples.state_dict()},
             **({"exponents": self._exponents.state_dict()} if self._exponents else {}),
-            **({"stream": self._stream} if self._stream else {}),
+            **({"stream": self._order} if self._order else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rebatch: bool = False) -> None:
@@ -132,7 +134,7 @@ class Position:
         self.samples.load_state_dict(state["samples"])
         if self._exponents is not None and "exponents" in state:  # a run with fast sums has saved none
             self._exponents.load_state_dict(state["exponents"])
-        self._saved_stream = dict(state.get("stream", {}))  # a stream of the user's own has no settings
+        self._saved_order = dict(state.get("stream", {}))
 
     def give(self) -> dict[str, Any]:
         """For a replica that joins: it takes part in this very run, so it must know whose
@@ -146,7 +148,7 @@ class Position:
     def take(self, given: Mapping[str, Any]) -> None:
         self.samples.take_over(given["owners"])
         self.load_state_dict(given["step"])
-        self._saved_stream = {}  # the members have compared it
+        self._saved_order = {}  # the members have compared it
         self.stragglers.load_state_dict(given["paces"])
 
 

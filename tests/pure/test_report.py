@@ -265,6 +265,10 @@ def test_report_does_not_call_unknown_values_equal(tmp_path: Path) -> None:
     c = make_run(tmp_path / "c", seed=1)
     assert "sample numbers first differ at step 1; losses first differ at step 1" in compare([a, c])[0]
     assert "parameters differ; recorded differences: seed (0 against 1)" in compare([a, c])[0]
+    assert "never by more than" in compare([a, c])[0]
+    for missing in (None, math.nan):
+        edit(c, 4, loss=missing)
+        assert "never by more than" not in compare([a, c])[0]
 
 
 def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) -> None:

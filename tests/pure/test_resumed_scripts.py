@@ -1,4 +1,4 @@
-"""What a script is told at its checkpoints and after a resume: schedulers that no checkpoint holds, other streams."""
+"""Warnings of scripts at checkpoints and after a resume: unsaved schedulers, streams with other arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lone_world import BATCH, World
@@ -29,6 +30,15 @@ def train(step: recover.Step, model: torch.nn.Module, stream: Any, steps: int) -
     for _ in range(steps):
         for batch in step.microbatches(stream):
             step.backward(model(batch).square().mean())
+
+
+class WithSettings:
+    """A stream of the user's own, with attributes of its own."""
+
+    settings, order = object(), object()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return ITEMS[index]
 
 
 def resumed(place: Path, before: Any, after: Any) -> None:
@@ -69,6 +79,9 @@ def test_same_stream_and_a_stream_of_the_users_own_are_not_reported(
     resumed(tmp_path / "same", same, recover.stream(ITEMS, **SAME, workers=0))
     resumed(tmp_path / "own", ITEMS, ITEMS)
     resumed(tmp_path / "other kind", same, ITEMS)
+    resumed(tmp_path / "own settings", WithSettings(), WithSettings())
+    numpys = recover.stream(ITEMS, batch_size=np.int64(2), shuffle=True, seed=np.int64(3))  # type: ignore[arg-type]
+    resumed(tmp_path / "numpy", numpys, same)
     assert "another stream" not in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""What the adapter relies on in torchtitan, and what it refuses."""
+"""Checks of the adapter: signatures of torchtitan that it relies on, and configs that it refuses."""
 
 from __future__ import annotations
 

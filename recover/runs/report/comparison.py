@@ -82,7 +82,10 @@ def _first_difference(pairs: list[tuple[Line, Line]], key: str, noun: str, equal
 
 
 def _largest(pairs: list[tuple[Line, Line]]) -> str:
-    """The largest difference of two losses, by which rounding is told from another trajectory."""
+    """The largest difference of the losses of a step: rounding, or another trajectory. Empty if a
+    loss is missing or not finite."""
+    if any(line.get("loss") is None for pair in pairs for line in pair):
+        return ""
     differences = [abs(mine["loss"] - theirs["loss"]) for mine, theirs in pairs]
     return f", never by more than {max(differences):.1e}" if all(map(math.isfinite, differences)) else ""
 

@@ -83,7 +83,7 @@ class Joinable:
         unknown = undeclared_schedulers(optimizer, [scheduler, *self._extra.values(), *extra.values()])
         # Saved by hand: extra={"scheduler": scheduler.state_dict()}
         by_hand = [value.keys() for value in extra.values() if isinstance(value, Mapping)]
-        if unsaved := [each for each in unknown if each.state_dict().keys() not in by_hand]:
+        if unsaved := [each for each in unknown if not (by_hand and each.state_dict().keys() in by_hand)]:
             kinds = ", ".join(sorted({type(each).__name__ for each in unsaved}))
             self._tell(
                 f"checkpoints of this run lack the {kinds} that sets the learning rate, and a resumed run would begin "

@@ -1,4 +1,4 @@
-"""What `python -m torchtitan.train` does, on a CPU; leaves what was logged and the final parameters in TITAN_OUT."""
+"""Trains as `python -m torchtitan.train`, on a CPU. Writes the logged values and final parameters to TITAN_OUT."""
 
 from __future__ import annotations
 
