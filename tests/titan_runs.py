@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,28 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+from recover_lab.peers.titan_assets import make_assets
+from recover_lab.peers.titan_runs import PROGRAMS as LAB_PROGRAMS
 from worlds import PROGRAMS as ALL_PROGRAMS
 
 PROGRAMS = ALL_PROGRAMS / "titan"
-WORDS = [f"w{number}" for number in range(400)]
-
-
-def make_assets(place: Path) -> Path:
-    """A tokenizer of words, and documents of very different lengths: slots read at different rates."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    (place / "texts").mkdir(parents=True)
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.save(str(place / "tokenizer.json"))
-    (place / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(WORDS[: 20 + n % 50], k=draw.randint(3, 120))) for n in range(400)]
-    lines = (json.dumps({"text": text}) + "\n" for text in texts)
-    (place / "texts" / "train.jsonl").write_text("".join(lines))
-    return place
+PATHS = (PROGRAMS, LAB_PROGRAMS)  # of the job, and of what lets torchtitan run on a CPU
 
 
 @dataclass
@@ -129,7 +112,7 @@ class Titan:
             [*command, "--checkpoint.enable", "--dump-folder", str(dump)],
             env={
                 **{key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")},
-                "PYTHONPATH": str(PROGRAMS),
+                "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
                 "TITAN_ASSETS": str(self.assets),
                 "TITAN_OUT": str(out),
                 "HF_HOME": str(self.place / "huggingface"),

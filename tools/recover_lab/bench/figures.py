@@ -13,6 +13,7 @@ from recover_lab.bench import (
     several_hosts,
     simulations,
     sweep,
+    titan,
     training,
     trajectory,
 )
@@ -33,6 +34,7 @@ FIGURES = {
         rejoin_hosts.FIGURE,
         rejoin.FIGURE,
         gpu.FIGURE,
+        titan.FIGURE,
         simulations.FIGURE,
     )
 }

@@ -346,6 +346,58 @@ def bench_gpu(
     _measure(measure, sizes, ways, replicas, kill_replicas, turns, kills, pieces, device, json)
 
 
+@app.command("titan", context_settings={"ignore_unknown_options": True})
+def bench_titan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- --compile.enable ...]", help="Further options of torchtitan."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Llama 3 of torchtitan: debug or 1b.")] = "debug",
+    replicas: Annotated[int, typer.Option(min=2)] = 2,
+    accum: Accum = 1,
+    turns: Annotated[int, typer.Option(help="Launches of each system for the step.", min=2)] = 3,
+    lines: Annotated[int, typer.Option(help="Log lines of a launch that count.", min=3)] = 10,
+    every: Annotated[int, typer.Option(help="Steps between two log lines.", min=1)] = 5,
+    local: Annotated[int, typer.Option(help="Sequences of a microbatch.", min=1)] = 1,
+    seq_len: Annotated[int, typer.Option(min=1)] = 128,
+    attention: Annotated[str, typer.Option(help="On GPUs: flex, flex_flash or varlen.")] = "flex",
+    carrier: Annotated[str, typer.Option(help="Of ReCoVer: auto, mpi, gloo or nccl.")] = "auto",
+    parts: Annotated[str, typer.Option(help="Any of step, kill.")] = "step,kill",
+    systems: Annotated[str, typer.Option(help="Of the kill: any of ours, restart, torchft.")] = (
+        "ours,restart,torchft"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    venv: TorchftHome = None,
+    json: Json = None,
+) -> None:
+    """One torchtitan job on ReCoVer, under torchrun with restarts, and on torchft: a step, and a kill."""
+    from recover_lab.bench.titan import PARTS, TitanOptions
+    from recover_lab.bench.titan import bench_titan as measure
+    from recover_lab.peers.titan_runs import OURS, RESTART, TORCHFT
+
+    names = {"ours": OURS, "restart": RESTART, "torchft": TORCHFT}
+    with refusals("recover bench titan"):
+        _chosen("--model", model, ("debug", "1b"))
+        _chosen("--device", device, ("cpu", "cuda"))
+        pieces = _chosen("--parts", parts, PARTS)
+        chosen = [names[name] for name in _chosen("--systems", systems, names)]
+    options = TitanOptions(
+        model=model,
+        replicas=replicas,
+        accum=accum,
+        turns=turns,
+        lines=lines,
+        every=every,
+        local=local,
+        length=seq_len,
+        device=device,
+        attention=attention,
+        carrier=carrier,
+        arguments=tuple(words or ()),
+    )
+    _measure(measure, options, pieces, chosen, venv, json)
+
+
 @app.command("simulate")
 def bench_simulate(
     gpus: Annotated[str, typer.Option(help="GPUs of the clusters.")] = "1024,16384,131072,600000",
