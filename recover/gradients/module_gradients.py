@@ -248,6 +248,10 @@ class OwnedGradients:
             each.seen.clear()
         self._hooks.expect(each=in_round or self.sum.exact)
 
+    def pause(self) -> None:
+        """Take no gradient until the next `expect`."""
+        self._open, self._post = False, None
+
     def ready(self) -> None:
         pass  # reductions are out of place: nothing is ever rewound
 

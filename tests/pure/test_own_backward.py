@@ -57,6 +57,27 @@ def test_own_backward_in_several_pieces_equals_backward_of_the_step(reduction: s
     assert own_losses == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_own_backward_ignores_gradients_that_its_caller_drops(reduction: str) -> None:
+    """A pipeline of torch 2.15 probes its stages by a real backward pass, and sets `.grad` to None again."""
+
+    def after(probes: bool) -> list[torch.Tensor]:
+        model = make_model()
+        step = begin(World(), model, reduction=reduction)
+        for _ in range(STEPS):
+            for rows, tokens in step.microbatches(Data()):
+                with step.own_backward(weight=tokens) as record:
+                    if probes:
+                        losses_of(model, rows + 1).sum().backward()
+                        model.zero_grad(set_to_none=True)
+                    loss = losses_of(model, rows).sum()
+                    loss.backward()
+                    record(loss / tokens)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, after(probes=True), after(probes=False)))
+
+
 def test_own_backward_posts_no_bucket_before_it_ends() -> None:
     """A parameter may get another gradient: a bucket that was full before would be reduced without it."""
     model, world = make_model(), World()

@@ -86,7 +86,7 @@ def train() -> None:
     def noted(
         self: Any, step: int, loss: float, largest: float, norm: float, extra_metrics: Any = None
     ) -> None:
-        line = {"at": time.time(), "step": step, "loss": loss, **_size(known.get("trainer"))}
+        line = {"at": time.time(), "step": step, "loss": loss, "norm": norm, **_size(known.get("trainer"))}
         with open(out / f"steps-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         log(self, step, loss, largest, norm, extra_metrics)
