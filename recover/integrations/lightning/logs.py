@@ -1,0 +1,153 @@
+"""What is logged: `self.log` in training_step over all microbatches of a step, and loggers that write once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+_REDUCTIONS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "amax": "max",
+    "min": "min",
+    "amin": "min",
+}
+_OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")
+
+
+class StepLog:
+    """Values that training_step logs for the microbatches of one replica, and their combination over all."""
+
+    def __init__(self) -> None:
+        self.epoch: dict[str, list[Any]] = {}  # of all replicas, in this epoch so far: value, weight, options
+        self.losses: dict[int, float] = {}  # by the number of the microbatch
+        self._values: dict[int, dict[str, tuple[float, float, Any]]] = {}
+        self._arrived: dict[str, list[Any]] = {}
+
+    def begin(self) -> None:
+        self._values, self.losses = {}, {}
+
+    def arrive(self, epoch: dict[str, list[Any]]) -> None:
+        """A joining replica takes over what the members have logged in this epoch."""
+        self.epoch, self._arrived = epoch, dict(epoch)
+
+    @contextmanager
+    def collecting(self, module: Any, number: int, batch: Any) -> Iterator[None]:
+        """In place of `module.log`, while training_step runs for a microbatch. After a death it may run again:
+        the last run counts."""
+        values = self._values[number] = {}
+
+        def log(
+            name: str, value: Any, *, batch_size: Any = None, reduce_fx: Any = "mean", **options: Any
+        ) -> None:
+            how = _REDUCTIONS.get(getattr(reduce_fx, "__name__", str(reduce_fx)))
+            if not isinstance(value, torch.Tensor | int | float) or how is None:
+                raise TypeError(
+                    f"self.log({name!r}) in training_step was given a {type(value).__name__}, with reduce_fx="
+                    f"{reduce_fx!r}, which cannot be combined over the microbatches of several replicas; log a number "
+                    "(of a torchmetrics.Metric: what it returns), with reduce_fx mean, sum, min or max"
+                )
+            kept = {key: options[key] for key in _OPTIONS if key in options}
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            values[name] = (number, float(batch_size or _size(batch)), {**kept, "reduce_fx": how})
+
+        module.log = log
+        try:
+            yield
+        finally:
+            del module.log
+
+    def mine(self, numbers: Iterable[int]) -> bytes:
+        """Values of the microbatches that this replica contributed, for the others."""
+        found: dict[str, list[Any]] = {}
+        for number in numbers:
+            for name, (value, weight, options) in self._values[number].items():
+                is_loss = value == self.losses[number]
+                _merge(found, name, [value * weight, weight, value, value, value, is_loss, options])
+        return json.dumps(found).encode()
+
+    def write(self, log: Callable[..., None], every: Iterable[bytes], loss: float) -> None:
+        """Log what all replicas have collected, the same on all of them. The mean of what training_step returns as
+        its loss is that of the step, which no death changes."""
+        found: dict[str, list[Any]] = {}
+        for theirs in every:
+            for name, entry in json.loads(theirs).items():
+                _merge(found, name, entry)
+        arrived, self._arrived = self._arrived, {}
+        for name, (value, weight, options) in arrived.items():
+            log(name, value, batch_size=int(weight), **options)
+        for name, (product, weight, total, least, most, is_loss, options) in found.items():
+            mean, how = loss if is_loss else product / weight, options["reduce_fx"]
+            value = {"mean": mean, "sum": total, "min": least, "max": most}[how]
+            log(name, value, batch_size=int(weight), **options)
+            before, heavy, _ = self.epoch.get(name, [value, 0.0, options])
+            mean = (before * heavy + value * weight) / (heavy + weight)
+            both = {"mean": mean, "sum": before * bool(heavy) + value}
+            both |= {"min": min(before, value), "max": max(before, value)}
+            self.epoch[name] = [both[how], heavy + weight, options]
+
+
+def _merge(found: dict[str, list[Any]], name: str, entry: list[Any]) -> None:
+    """Add up: weighted sum, weight, sum, least, most, whether it is the loss."""
+    if (old := found.get(name)) is None:
+        found[name] = list(entry)
+        return
+    old[:3] = [one + two for one, two in zip(old[:3], entry[:3], strict=True)]
+    old[3:6] = min(old[3], entry[3]), max(old[4], entry[4]), old[5] and entry[5]
+
+
+def _size(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # no tensor in it
+        return 1
+
+
+def write_once(loggers: Iterable[Any], once: Callable[..., None]) -> None:
+    """Let these loggers write on the first living replica alone; `once` calls a function there."""
+    for logger in loggers:
+        for name in ("log_metrics", "log_hyperparams"):
+            if not hasattr(write := getattr(logger, name), "is_once"):
+                setattr(logger, name, _Once(logger, write, once))
+
+
+class _Once:
+    is_once = True
+
+    def __init__(self, logger: Any, write: Callable[..., None], once: Callable[..., None]) -> None:
+        self._logger, self._write, self._once = logger, write, once
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        self._once(self._act, *arguments, **named)
+
+    def _act(self, *arguments: Any, **named: Any) -> None:
+        rank_zero_only.rank = 0
+        if isinstance(self._logger, CSVLogger):
+            _go_on(self._logger)
+        self._write(*arguments, **named)
+        self._logger.save()
+
+
+def _go_on(logger: CSVLogger) -> None:
+    """Go on with the file of a lost replica, which a new experiment would delete, and under its columns."""
+    path = Path(logger.log_dir, "metrics.csv")
+    kept = path.with_name("metrics.csv.kept")
+    if logger._experiment is None and path.is_file():
+        path.rename(kept)
+    experiment: Any = logger.experiment
+    if kept.is_file():
+        kept.rename(path)
+    if path.is_file() and not experiment.metrics:
+        with path.open() as file:
+            experiment.metrics_keys = file.readline().strip().split(",")
