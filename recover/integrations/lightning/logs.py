@@ -74,23 +74,25 @@ class StepLog:
         for number in numbers:
             for name, (value, weight, options) in self._values[number].items():
                 is_loss = value == self.losses[number]
-                _merge(found, name, [value * weight, weight, value, value, value, is_loss, options])
+                _merge(found, name, [value * weight, weight, value, 1, value, value, is_loss, options])
         return json.dumps(found).encode()
 
-    def write(self, log: Callable[..., None], every: Iterable[bytes], loss: float) -> None:
-        """Log what all replicas have collected, the same on all of them. The mean of what training_step returns as
-        its loss is that of the step, which no death changes."""
+    def write(self, log: Callable[..., None], every: Iterable[bytes], loss: float, batches: int) -> None:
+        """Log what all replicas have collected, the same on all of them. A replica that died after it had contributed
+        `batches` to the step is missing: what it logged is taken to be the mean of the others. The mean of what
+        training_step returns as its loss is that of the step, which no death changes."""
         found: dict[str, list[Any]] = {}
         for theirs in every:
             for name, entry in json.loads(theirs).items():
                 _merge(found, name, entry)
         arrived, self._arrived = self._arrived, {}
         for name, (value, weight, options) in arrived.items():
-            log(name, value, batch_size=int(weight), **options)
-        for name, (product, weight, total, least, most, is_loss, options) in found.items():
-            mean, how = loss if is_loss else product / weight, options["reduce_fx"]
+            log(name, value, batch_size=round(weight), **options)
+        for name, (product, known, total, count, least, most, is_loss, options) in found.items():
+            mean, how = loss if is_loss else product / known, options["reduce_fx"]
+            weight, total = known * batches / count, total * batches / count
             value = {"mean": mean, "sum": total, "min": least, "max": most}[how]
-            log(name, value, batch_size=int(weight), **options)
+            log(name, value, batch_size=round(weight), **options)
             before, heavy, _ = self.epoch.get(name, [value, 0.0, options])
             mean = (before * heavy + value * weight) / (heavy + weight)
             both = {"mean": mean, "sum": before * bool(heavy) + value}
@@ -99,12 +101,12 @@ class StepLog:
 
 
 def _merge(found: dict[str, list[Any]], name: str, entry: list[Any]) -> None:
-    """Add up: weighted sum, weight, sum, least, most, whether it is the loss."""
+    """Add up: weighted sum, weight, sum, number, least, most, whether it is the loss."""
     if (old := found.get(name)) is None:
         found[name] = list(entry)
         return
-    old[:3] = [one + two for one, two in zip(old[:3], entry[:3], strict=True)]
-    old[3:6] = min(old[3], entry[3]), max(old[4], entry[4]), old[5] and entry[5]
+    old[:4] = [one + two for one, two in zip(old[:4], entry[:4], strict=True)]
+    old[4:7] = min(old[4], entry[4]), max(old[5], entry[5]), old[6] and entry[6]
 
 
 def _size(batch: Any) -> int:

@@ -186,11 +186,11 @@ class RecoverStrategy(Strategy):
             step.load_state_dict({**here, "index": index, "samples": samples})
         first = step.index * self.global_batch
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if resumed and done:
-            data.draw_again({**resumed["data"], "first": first - done * self.global_batch})
         if resumed:
+            if done:
+                data.draw_again({**resumed["data"], "first": first - done * self.global_batch})
             set_generators(resumed["random"], torch.device("cpu"))
-            drawing = data.drawing()
+            drawing = drawing if done else data.drawing()
         if not (resumed and done):
             data.draw(drawing, first)
         if len(set(self._every(data.digest))) > 1:
@@ -230,7 +230,8 @@ class RecoverStrategy(Strategy):
         progress = module.trainer.fit_loop.epoch_loop.batch_progress
         progress.is_last_batch = progress.current.ready >= module.trainer.num_training_batches
         mine = self.log.mine(number - self.data.first for number in step.samples)
-        self.log.write(module.log, gather(self.world, mine, Call.AGREE), step.loss)
+        every = gather(self.world, mine, Call.AGREE)
+        self.log.write(module.log, every, step.loss, len(step.all_samples))
         return {**more, "loss": torch.tensor(step.loss, device=self.root_device)}
 
     def _microbatch(self, number: int, batch: Any, *, has_index: bool) -> dict[str, Any]:

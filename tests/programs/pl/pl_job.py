@@ -58,7 +58,7 @@ class Model(L.LightningModule):
             },
             "epoch": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)},
             "plateau": {
-                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1),
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
                 "monitor": "val_loss",
             },
         }
