@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ class StepLog:
         self.losses: dict[int, float] = {}  # by the number of the microbatch
         self._values: dict[int, dict[str, tuple[float, float, Any]]] = {}
         self._arrived: dict[str, list[Any]] = {}
+        self._deferred: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         self._values, self.losses = {}, {}
@@ -44,8 +46,7 @@ class StepLog:
 
     @contextmanager
     def collecting(self, module: Any, number: int, batch: Any) -> Iterator[None]:
-        """In place of `module.log`, while training_step runs for a microbatch. After a death it may run again:
-        the last run counts."""
+        """In place of `module.log`, while a microbatch runs. After a death it may run again: the last run counts."""
         values = self._values[number] = {}
 
         def log(
@@ -62,11 +63,14 @@ class StepLog:
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             values[name] = (number, float(batch_size or _size(batch)), {**kept, "reduce_fx": how})
 
-        module.log = log
-        try:
+        with _replaced(module, log):
             yield
-        finally:
-            del module.log
+
+    @contextmanager
+    def deferring(self, module: Any) -> Iterator[None]:
+        """A joining replica takes its first step before the trainer has begun a batch, in which alone it may log."""
+        with _replaced(module, lambda *arguments, **named: self._deferred.append((arguments, named))):
+            yield
 
     def mine(self, numbers: Iterable[int]) -> bytes:
         """Values of the microbatches that this replica contributed, for the others."""
@@ -88,6 +92,9 @@ class StepLog:
         arrived, self._arrived = self._arrived, {}
         for name, (value, weight, options) in arrived.items():
             log(name, value, batch_size=round(weight), **options)
+        deferred, self._deferred = self._deferred, []
+        for arguments, named in deferred:
+            log(*arguments, **named)
         for name, (product, known, total, count, least, most, is_loss, options) in found.items():
             mean, how = loss if is_loss else product / known, options["reduce_fx"]
             weight, total = known * batches / count, total * batches / count
@@ -98,6 +105,18 @@ class StepLog:
             both = {"mean": mean, "sum": before * bool(heavy) + value}
             both |= {"min": min(before, value), "max": max(before, value)}
             self.epoch[name] = [both[how], heavy + weight, options]
+
+
+@contextmanager
+def _replaced(module: Any, log: Callable[..., None]) -> Iterator[None]:
+    before = vars(module).get("log")
+    module.log = log
+    try:
+        yield
+    finally:
+        del module.log
+        if before is not None:
+            module.log = before
 
 
 def _merge(found: dict[str, list[Any]], name: str, entry: list[Any]) -> None:
@@ -147,7 +166,9 @@ def _go_on(logger: CSVLogger) -> None:
     kept = path.with_name("metrics.csv.kept")
     if logger._experiment is None and path.is_file():
         path.rename(kept)
-    experiment: Any = logger.experiment
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of files that would be deleted: none are
+        experiment: Any = logger.experiment
     if kept.is_file():
         kept.rename(path)
     if path.is_file() and not experiment.metrics:

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 import recover
 from recover.integrations.gathering import gather
@@ -203,10 +204,11 @@ class RecoverStrategy(Strategy):
         """Rehearse one microbatch, join, and go on where the members are."""
         self._is_inside = True
         loop = self.step.microbatches(self.data)
-        self._microbatch(*next(loop), has_index=True)
+        self._microbatch(*next(loop))
         self.log.begin()
-        self._begun = loop, next(loop, None)
-        self._call("on_train_epoch_start")
+        with self.log.deferring(self.lightning_module):
+            self._begun = loop, next(loop, None)
+            self._call("on_train_epoch_start")
 
     def training_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A whole step: the optimizer has been called when it returns."""
@@ -223,7 +225,7 @@ class RecoverStrategy(Strategy):
             (loop, batch), self._begun = self._begun, None
         self._is_inside, more = True, dict[str, Any]()
         while batch is not None:
-            more = self._microbatch(*batch, has_index=len(args) > 1)
+            more = self._microbatch(*batch)
             batch = next(loop, None)
         self._is_inside = False
         rank_zero_only.rank = self.global_rank
@@ -234,15 +236,15 @@ class RecoverStrategy(Strategy):
         self.log.write(module.log, every, step.loss, len(step.all_samples))
         return {**more, "loss": torch.tensor(step.loss, device=self.root_device)}
 
-    def _microbatch(self, number: int, batch: Any, *, has_index: bool) -> dict[str, Any]:
+    def _microbatch(self, number: int, batch: Any) -> dict[str, Any]:
         """Forward and backward. Returns what training_step returns beside the loss."""
         module = self.lightning_module
         batch = self.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = super().batch_to_device(batch)
-        with self.step.own_backward() as record:
-            with self.log.collecting(module, number, batch):
-                output = super().training_step(*((batch, number) if has_index else (batch,)))
+        with self.step.own_backward() as record, self.log.collecting(module, number, batch):
+            takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            output = super().training_step(*((batch, number) if takes_number else (batch,)))
             outputs = output if isinstance(output, dict) else {"loss": output}
             if not isinstance(loss := outputs.get("loss"), torch.Tensor):
                 raise TypeError(
