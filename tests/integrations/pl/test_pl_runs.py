@@ -115,6 +115,8 @@ def test_every_line_of_the_log_is_written_once(
     assert [step for step, _ in logged] == list(range(STEPS))
     assert [loss for _, loss in logged] == pytest.approx(list(run.losses.values()), rel=1e-6)
     assert len(run.column("lr-AdamW")) == STEPS
+    norms = [(step, min(norm, 0.5)) for step, norm in stock.column("norm")]
+    assert run.column("norm") == [(step, pytest.approx(norm, rel=1e-4)) for step, norm in norms]
 
 
 def test_callbacks_are_called_for_each_step_on_each_replica(rejoined: Run) -> None:
@@ -136,6 +138,13 @@ def test_checkpoint_of_a_dead_writer_is_written_by_the_next(deaths: Run) -> None
     assert deaths.saved == list(range(5, STEPS + 1, 5))
     assert (deaths.out / "died").exists()
     assert len(deaths.ends) == 1
+
+
+def test_half_a_checkpoint_is_not_under_its_name(lightning: Lightning) -> None:
+    """The only replica dies while it writes: `ckpt_path` finds what was complete before."""
+    run = lightning.recover("half", 1, [*CLIPPED, "--kill-writer", "10"])
+    assert run.code != 0, run.output
+    assert [path.name for path in (run.out / "checkpoints").glob("*.ckpt")] == ["step=5.ckpt"]
 
 
 @pytest.mark.guarantee("User code", RESUMES)

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 import recover
@@ -43,6 +44,11 @@ class Model(L.LightningModule):
         if self.trainer.global_step == self.options.kill_validation and not self.trainer.sanity_checking:
             die(self.options, 0)
         self.log("val_loss", torch.nn.functional.cross_entropy(self.net(x), y))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The norm of the clipped gradient; Lightning alone calls this before it clips."""
+        squares = [each.grad.square().sum() for each in self.parameters() if each.grad is not None]
+        self.log("norm", torch.stack(squares).sum().sqrt())
 
     def configure_optimizers(self) -> Any:
         kind = self.options.schedule
@@ -110,24 +116,18 @@ class Watch(Callback):
         self.write(saved=trainer.global_step)
 
 
-class LastMoments:
-    """Dies while it is saved, once per run."""
+class HalfWritten(TorchCheckpointIO):
+    """The first replica dies when half of the checkpoint of a step is on disk."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
 
-    def __reduce__(self) -> Any:
-        die(self._options, 0)
-        return str, ("saved",)
-
-
-class KillWriter(Callback):
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        if trainer.global_step == self._options.kill_writer:
-            checkpoint["zz"] = LastMoments(self._options)
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if checkpoint["global_step"] == self._options.kill_writer:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_bytes(b"half of it")
+            die(self._options, 0)
+        super().save_checkpoint(checkpoint, path, storage_options)
 
 
 def die(options: argparse.Namespace, replica: int) -> None:
@@ -187,7 +187,7 @@ def main() -> None:
         monitor=options.monitor,
         every_n_train_steps=options.save_every if options.monitor is None else None,
     )
-    callbacks = [Watch(options), LearningRateMonitor(), KillWriter(options), saver]
+    callbacks = [Watch(options), LearningRateMonitor(), saver]
     if options.patience is not None:
         callbacks.append(EarlyStopping("val_loss", patience=options.patience, min_delta=0.02))
     settings: dict[str, Any] = {
@@ -204,7 +204,7 @@ def main() -> None:
         from recover.integrations.lightning import RecoverStrategy
 
         strategy = RecoverStrategy(**{"global_batch": BATCH, **options.strategy})
-        trainer = L.Trainer(strategy=strategy, **settings, **options.trainer)
+        trainer = L.Trainer(strategy=strategy, plugins=HalfWritten(options), **settings, **options.trainer)
     else:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         plugins = LightningEnvironment()
