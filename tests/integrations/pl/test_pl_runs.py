@@ -22,12 +22,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 STEPS, MIDDLE = 30, 15  # step 15 is the seventh of the second epoch
 CLIPPED = ["--steps", str(STEPS), "--trainer", '{"gradient_clip_val": 0.5}']
 WITHIN = 1e-5
-KEEPS = (
-    "Lightning keeps the losses, learning rates and validation losses of one process to 1e-5 through deaths."
-)
-RESUMES = (
-    "Checkpoints of Lightning on ReCoVer and of Lightning alone resume each other, on any number of replicas."
-)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +77,10 @@ def check(run: Run, expected: Run, steps: range) -> None:
         assert run.validations[step] == pytest.approx(expected.validations[step], rel=WITHIN)
 
 
-@pytest.mark.guarantee("User code", KEEPS)
+@pytest.mark.guarantee(
+    "User code",
+    "Lightning keeps the losses, learning rates and validation losses of one process to 1e-5 through deaths.",
+)
 @pytest.mark.parametrize("which", ["deaths", "rejoined"])
 def test_lightning_keeps_its_losses_through_deaths(
     stock: Run, which: str, request: pytest.FixtureRequest
@@ -147,7 +144,10 @@ def test_half_a_checkpoint_is_not_under_its_name(lightning: Lightning) -> None:
     assert [path.name for path in (run.out / "checkpoints").glob("*.ckpt")] == ["step=5.ckpt"]
 
 
-@pytest.mark.guarantee("User code", RESUMES)
+@pytest.mark.guarantee(
+    "User code",
+    "Checkpoints of Lightning on ReCoVer and of Lightning alone resume each other, on any number of replicas.",
+)
 def test_recover_resumes_a_checkpoint_of_lightning(
     lightning: Lightning, stock: Run, resumed_alone: Run
 ) -> None:
@@ -158,7 +158,10 @@ def test_recover_resumes_a_checkpoint_of_lightning(
     assert len(run.ends) == 1
 
 
-@pytest.mark.guarantee("User code", RESUMES)
+@pytest.mark.guarantee(
+    "User code",
+    "Checkpoints of Lightning on ReCoVer and of Lightning alone resume each other, on any number of replicas.",
+)
 def test_lightning_resumes_a_checkpoint_of_recover(
     lightning: Lightning, deaths: Run, resumed_alone: Run
 ) -> None:
