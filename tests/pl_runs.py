@@ -78,8 +78,8 @@ class Lightning:
     def __init__(self, place: Path) -> None:
         self.place = place
 
-    def stock(self, name: str, arguments: Sequence[str]) -> Run:
-        return self._run(name, [sys.executable, str(PROGRAMS / "pl_job.py"), "stock"], arguments)
+    def stock(self, name: str, arguments: Sequence[str], program: str = "pl_job.py") -> Run:
+        return self._run(name, [sys.executable, str(PROGRAMS / program), "stock"], arguments)
 
     def command(self, name: str, ranks: int, options: Sequence[str], kills: Sequence[str]) -> list[str]:
         command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
@@ -95,9 +95,10 @@ class Lightning:
         arguments: Sequence[str],
         options: Sequence[str] = (),
         kills: Sequence[str] = (),
+        program: str = "pl_job.py",
     ) -> Run:
         command = self.command(name, ranks, options, kills)
-        return self._run(name, [*command, str(PROGRAMS / "pl_job.py"), "recover"], arguments)
+        return self._run(name, [*command, str(PROGRAMS / program), "recover"], arguments)
 
     def program(self, name: str, command: Sequence[str]) -> Run:
         return self._run(name, command, (), with_out=False)

@@ -93,6 +93,8 @@ def _obstacles(strategy: Any, trainer: pl.Trainer, module: pl.LightningModule) -
         yield "a microbatch has statistics of its own (sync_batchnorm is True); leave sync_batchnorm out"
     if every := trainer.reload_dataloaders_every_n_epochs:
         yield f"joining replicas have one data loader (reload_dataloaders_every_n_epochs is {every}); leave it out"
+    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
+        yield f"clocks of replicas differ (val_check_interval is {seconds:g} seconds); give a number of steps"
     if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         yield "a checkpoint must be complete before training goes on (AsyncCheckpointIO is given); leave it out"
     if is_overridden("configure_gradient_clipping", module):

@@ -99,7 +99,9 @@ class Epochs:
 
     def _take(self, order: list[Any], first: int) -> None:
         self.order, self.first, self._epoch = order, first, self._epoch + 1
-        self.digest = zlib.crc32(repr(order).encode())
+        self.digest = 0
+        for items in order:
+            self.digest = zlib.crc32(repr(items).encode(), self.digest)
 
     def __getitem__(self, number: int) -> tuple[int, Any]:
         """The number of a microbatch in its epoch, and the batch."""

@@ -32,8 +32,8 @@ class StepLog:
 
     def __init__(self) -> None:
         self.epoch: dict[str, list[Any]] = {}  # of all replicas, in this epoch so far: value, weight, options
-        self.losses: dict[int, float] = {}  # by the number of the microbatch
-        self._values: dict[int, dict[str, tuple[float, float, Any]]] = {}
+        self.losses: dict[int, torch.Tensor] = {}  # by the number of the microbatch
+        self._values: dict[int, dict[str, tuple[Any, float, Any]]] = {}  # on a device until the step is over
         self._arrived: dict[str, list[Any]] = {}
         self._deferred: list[tuple[Any, Any]] = []
 
@@ -60,8 +60,8 @@ class StepLog:
                     "(of a torchmetrics.Metric: what it returns), with reduce_fx mean, sum, min or max"
                 )
             kept = {key: options[key] for key in _OPTIONS if key in options}
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-            values[name] = (number, float(batch_size or _size(batch)), {**kept, "reduce_fx": how})
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            values[name] = (value, float(batch_size or _size(batch)), {**kept, "reduce_fx": how})
 
         with _replaced(module, log):
             yield
@@ -76,8 +76,8 @@ class StepLog:
         """Values of the microbatches that this replica contributed, for the others."""
         found: dict[str, list[Any]] = {}
         for number in numbers:
-            for name, (value, weight, options) in self._values[number].items():
-                is_loss = value == self.losses[number]
+            for name, (logged, weight, options) in self._values[number].items():
+                value, is_loss = float(logged), float(logged) == float(self.losses[number])
                 _merge(found, name, [value * weight, weight, value, 1, value, value, is_loss, options])
         return json.dumps(found).encode()
 

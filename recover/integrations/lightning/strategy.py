@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 import recover
@@ -77,12 +78,18 @@ class RecoverStrategy(Strategy):
         self.model.to(self.root_device)
 
     def _every(self, value: Any) -> list[Any]:
-        """The value of each replica, the first living one first. Inside a step, and before this replica has joined,
-        only its own."""
-        if self.world.outside or self._is_inside:
+        """The value of each replica, the first living one first. Inside a step, before this replica has joined, and
+        after an exception, only its own."""
+        if self.world.outside or self._is_inside or self._is_leaving:
             return [value]
         mine = json.dumps(value, default=str).encode()
         return [json.loads(each) for each in gather(self.world, mine, Call.AGREE)]
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether an exception ends the fit of this replica, while others may go on."""
+        module = self.lightning_module
+        return module is not None and module.trainer.interrupted and len(self.world.replicas) > 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """That of the first living replica, in the types of JSON."""
@@ -106,6 +113,8 @@ class RecoverStrategy(Strategy):
         if self.step is None:
             if self.is_global_zero:
                 act(*arguments, **named)
+        elif self._is_leaving:
+            pass
         elif self._is_inside and not self._begun:
             raise RuntimeError(
                 "Lightning on ReCoVer: a logger was called in training_step, which runs for the microbatches of one "
@@ -153,7 +162,7 @@ class RecoverStrategy(Strategy):
         )
         optimizer.register_step_pre_hook(lambda *_: self._call("on_before_optimizer_step", optimizer))
         for holder in (module, trainer.datamodule):
-            if holder is not None:
+            if holder is not None and is_overridden("on_before_batch_transfer", holder):
                 holder.on_before_batch_transfer = partial(_unless_number, holder.on_before_batch_transfer)
 
     def _call(self, hook: str, *arguments: Any) -> None:
@@ -253,7 +262,7 @@ class RecoverStrategy(Strategy):
                 )
             super().backward(loss, None)
             record(loss)
-        self.log.losses[number] = float(loss.detach())
+        self.log.losses[number] = loss.detach()
         return outputs
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -265,7 +274,8 @@ class RecoverStrategy(Strategy):
         return closure()  # Step calls the optimizers
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if not self.has_stopped:  # the last step is saved then, and its epoch is not over
+        # After a stop the last step is saved, and its epoch is not over.
+        if not self.has_stopped and not self._is_leaving:
             checkpoints.as_lightning_saves(checkpoint, self.global_batch, self.data)
             checkpoints.write(self, checkpoint, str(filepath), storage_options)
 

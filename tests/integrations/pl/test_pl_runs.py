@@ -241,6 +241,29 @@ def test_first_stop_saves_after_the_step_and_resumes(lightning: Lightning, stock
     check(run, stock, range(1, STEPS + 1))
 
 
+@pytest.mark.soak
+def test_features_of_lightning_keep_their_values(lightning: Lightning) -> None:
+    """tests/programs/pl/pl_features.py. A replica joins in the first step of an epoch, another one raises."""
+    alone = lightning.stock("features-alone", (), "pl_features.py")
+    run = lightning.recover(
+        "features",
+        3,
+        ["--wait", "7", "--fail", "22"],
+        ["--return"],
+        ["5:1:backward"],
+        "pl_features.py",
+    )
+    check(run, alone, range(1, 41))
+    assert "joined" in run.output
+    assert "on purpose" in run.output
+    assert run.saved == alone.saved
+    for name in ("mean", "twice", "largest", "val_loss", "test_loss"):
+        ours, theirs = run.column(name), alone.column(name)
+        assert ours == [(step, pytest.approx(value, rel=WITHIN)) for step, value in theirs], name
+    for end in run.ends:
+        assert end == alone.ends[0] | {"tested": pytest.approx(alone.ends[0]["tested"], rel=WITHIN)}
+
+
 def test_two_optimizers_step_together(lightning: Lightning) -> None:
     """Lightning alone refuses them in automatic optimization: against one process of ReCoVer."""
     arguments = ["--steps", "10", "--schedule", "two"]
@@ -267,6 +290,7 @@ REFUSED = {
     "scaler": ('precision is "16-mixed"', 'precision="bf16-mixed"'),
     "batchnorm": ("sync_batchnorm is True", "leave sync_batchnorm out"),
     "reload": ("reload_dataloaders_every_n_epochs is 1", "leave it out"),
+    "clock": ("val_check_interval is 600 seconds", "a number of steps"),
     "asynchronous": ("AsyncCheckpointIO", "leave it out"),
     "clipping-hook": ("configure_gradient_clipping is overridden", "gradient_clip_val"),
     "callback": ("GradientAccumulationScheduler", "leave it out"),
