@@ -1,0 +1,122 @@
+"""Runs a small Lightning job, alone and on ReCoVer; for tests/integrations/pl."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patience import PATIENCE
+from worlds import PROGRAMS as ALL_PROGRAMS
+
+PROGRAMS = ALL_PROGRAMS / "pl"
+
+
+@dataclass
+class Run:
+    code: int
+    output: str
+    out: Path
+
+    def seen(self, key: str) -> list[list[dict[str, Any]]]:
+        """What callbacks of each process wrote of this kind."""
+        files = [path.read_text().splitlines() for path in sorted(self.out.glob("seen-*.jsonl"))]
+        return [[line for line in map(json.loads, lines) if key in line] for lines in files]
+
+    @property
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Loss, rate and counts of each step: the same in all processes that took it."""
+        found: dict[int, dict[str, Any]] = {}
+        for lines in self.seen("step"):
+            assert len({line["step"] for line in lines}) == len(lines), "a step is twice in a process"
+            for line in lines:
+                assert found.setdefault(line["step"], line) == line, self.output
+        return dict(sorted(found.items()))
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {number: line["loss"] for number, line in self.steps.items()}
+
+    @property
+    def rates(self) -> dict[int, float]:
+        return {number: line["rate"] for number, line in self.steps.items()}
+
+    @property
+    def validations(self) -> dict[int, float]:
+        return {line["validated"]: line["loss"] for lines in self.seen("validated") for line in lines}
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Of the CSV logger."""
+        (path,) = self.out.glob("logs/*/metrics.csv")
+        with path.open() as file:
+            return list(csv.DictReader(file))
+
+    def column(self, name: str) -> list[tuple[int, float]]:
+        return [(int(row["step"]), float(row[name])) for row in self.rows if row[name]]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.out.glob("end-*.json")]
+
+    @property
+    def saved(self) -> list[int]:
+        names = [path.name for path in (self.out / "checkpoints").iterdir()]
+        assert all(name.startswith("step=") and name.endswith(".ckpt") for name in names), names
+        return sorted(int(name.removeprefix("step=").removesuffix(".ckpt")) for name in names)
+
+
+class Lightning:
+    """Starts runs under one directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def stock(self, name: str, arguments: Sequence[str], program: str = "pl_job.py") -> Run:
+        return self._run(name, [sys.executable, str(PROGRAMS / program), "stock"], arguments)
+
+    def command(self, name: str, ranks: int, options: Sequence[str], kills: Sequence[str]) -> list[str]:
+        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
+        command += ["--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
+        for kill in kills:
+            command += ["--kill", kill]
+        return command
+
+    def recover(
+        self,
+        name: str,
+        ranks: int,
+        arguments: Sequence[str],
+        options: Sequence[str] = (),
+        kills: Sequence[str] = (),
+        program: str = "pl_job.py",
+    ) -> Run:
+        command = self.command(name, ranks, options, kills)
+        return self._run(name, [*command, str(PROGRAMS / program), "recover"], arguments)
+
+    def program(self, name: str, command: Sequence[str]) -> Run:
+        return self._run(name, command, (), with_out=False)
+
+    def _run(self, name: str, command: Sequence[str], arguments: Sequence[str], with_out: bool = True) -> Run:
+        out = self.place / name
+        result = subprocess.run(
+            [*command, *(["--out", str(out)] if with_out else []), *arguments],
+            env=self.environment(),
+            cwd=self.place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * PATIENCE,
+            check=False,
+        )
+        return Run(result.returncode, result.stdout, out)
+
+    def environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")}
+        return {**kept, "OMP_NUM_THREADS": "1"}
