@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 
-from recover.world.calls import Call
+from recover.integrations.gathering import gather
 from recover.world.world import World
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -121,21 +121,3 @@ class SlotLoaders(BaseDataLoader):
         if state := self.shared["states"].get(key):
             loader.load_state_dict({key: state, "world_size": self.loaders})
         return loader
-
-
-def gather(world: World, mine: bytes) -> list[bytes]:
-    """The bytes of every replica that lives in the end. All ranks call it: each exchanges with the
-    ranks of its number in other replicas."""
-    with world.call(Call.SAVE):
-        while True:
-            sizes = torch.zeros(world.cross.size, 1, dtype=torch.int64)
-            complete = world.cross.all_gather(torch.tensor([len(mine)]), sizes).wait()
-            if complete:
-                words = torch.zeros(-(-int(sizes.max()) // 8), dtype=torch.int64)
-                rows = torch.zeros(len(sizes), len(words), dtype=torch.int64)
-                words.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-                complete = world.cross.all_gather(words, rows).wait()
-            if world.agree(int(complete)) == 1:
-                every = zip(rows, sizes.flatten().tolist(), strict=True)
-                return [row.view(torch.uint8)[:size].numpy().tobytes() for row, size in every]
-            world.repair()

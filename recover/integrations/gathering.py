@@ -1,0 +1,26 @@
+"""Small exchanges between replicas, outside of steps."""
+
+from __future__ import annotations
+
+import torch
+
+from recover.world.calls import Call
+from recover.world.world import World
+
+
+def gather(world: World, mine: bytes) -> list[bytes]:
+    """The bytes of every replica that lives in the end, in the order of replicas. All ranks call it:
+    each exchanges with the ranks of its number in other replicas."""
+    with world.call(Call.SAVE):
+        while True:
+            sizes = torch.zeros(world.cross.size, 1, dtype=torch.int64)
+            complete = world.cross.all_gather(torch.tensor([len(mine)]), sizes).wait()
+            if complete:
+                words = torch.zeros(-(-int(sizes.max()) // 8), dtype=torch.int64)
+                rows = torch.zeros(len(sizes), len(words), dtype=torch.int64)
+                words.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+                complete = world.cross.all_gather(words, rows).wait()
+            if world.agree(int(complete)) == 1:
+                every = zip(rows, sizes.flatten().tolist(), strict=True)
+                return [row.view(torch.uint8)[:size].numpy().tobytes() for row, size in every]
+            world.repair()
