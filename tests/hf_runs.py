@@ -72,11 +72,27 @@ class HuggingFace:
         program: str = "hf_job.py",
         **settings: Any,
     ) -> Run:
-        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
-        command += ["--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
         for kill in kills:
-            command += ["--kill", kill]
+            options = [*options, "--kill", kill]
+        command = self._command(name, ranks, options)
         return self._run(name, [*command, *self._script(program, "ours", settings)])
+
+    def start(self, name: str, ranks: int, **settings: Any) -> subprocess.Popen[str]:
+        """The same, at work."""
+        out = self.place / name
+        out.mkdir()
+        return subprocess.Popen(
+            [*self._command(name, ranks), *self._script("hf_job.py", "ours", settings)],
+            env=environment(out),
+            cwd=out,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _command(self, name: str, ranks: int, options: Sequence[str] = ()) -> list[str]:
+        command = [sys.executable, "-m", "recover.cli", "run", "-n", str(ranks), "--page", "off"]
+        return [*command, "--run-dir", str(self.place / name / "run"), "--timeout", str(PATIENCE), *options]
 
     def _script(self, program: str, kind: str, settings: dict[str, Any]) -> list[str]:
         return [str(PROGRAMS / program), kind, json.dumps(settings)]

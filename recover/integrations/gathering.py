@@ -8,15 +8,15 @@ from recover.world.calls import Call
 from recover.world.world import World
 
 
-def gather(world: World, mine: bytes) -> list[bytes]:
+def gather(world: World, mine: bytes, call: Call = Call.SAVE) -> list[bytes]:
     """The bytes of every replica that lives in the end, in the order of replicas. All ranks call it:
     each exchanges with the ranks of its number in other replicas."""
-    with world.call(Call.SAVE):
+    with world.call(call):
         while True:
             sizes = torch.zeros(world.cross.size, 1, dtype=torch.int64)
             complete = world.cross.all_gather(torch.tensor([len(mine)]), sizes).wait()
             if complete:
-                words = torch.zeros(-(-int(sizes.max()) // 8), dtype=torch.int64)
+                words = torch.zeros(-(-max(int(sizes.max()), 1) // 8), dtype=torch.int64)
                 rows = torch.zeros(len(sizes), len(words), dtype=torch.int64)
                 words.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
                 complete = world.cross.all_gather(words, rows).wait()

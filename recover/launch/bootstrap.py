@@ -18,7 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from recover.job import code, process
 from recover.job.spec import current_job
-from recover.launch import rank_outputs
+from recover.launch import rank_outputs, trainers
 from recover.world import rank_exit
 
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +37,8 @@ def main() -> None:
     process.set_local_rank()
     process.given_environment = dict(os.environ)
     _record_code()
+    if process.rank() == 0:
+        trainers.watch()
     try:
         module, compiled = _find_module() if sys.argv[0] == "-m" else _find_script()
         script = sys.argv[0]

@@ -5,6 +5,7 @@ death on its successor, which begins them."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -43,11 +44,11 @@ class Callbacks:
         self._was_first = first
         if any(map(is_reporter, callbacks)):
             kept = {name: dict(value) if isinstance(value, dict) else value for name, value in named.items()}
-            report = self._report, event, args, copy.copy(state), copy.copy(control), kept
+            report = partial(self._report, event, args, copy.copy(state), copy.copy(control), kept)
             if event in KEPT and trainer.recovery is not None:
-                trainer.recovery.on_first(*report)
+                trainer.recovery.on_first(report)
             elif first:
-                report[0](*report[1:])
+                report()
         return self._call(self._others(), event, args, state, control, **named)
 
     def _others(self) -> list[TrainerCallback]:

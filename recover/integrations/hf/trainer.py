@@ -25,11 +25,12 @@ from recover.integrations.hf.checkpoints import OneWriter
 from recover.integrations.hf.compatibility import check_trainer, refuse, take_own_gpu
 from recover.integrations.hf.data import stream_of
 from recover.integrations.hf.reporting import Callbacks
+from recover.world.calls import Call
 
 # Fields of TrainerState that a replica does not take from another one.
 OWN = {"is_local_process_zero", "is_world_process_zero", "stateful_callbacks"}
 # Attributes of the trainer that its loop changes, and of TRL's trainers.
-LOOP = ["_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"]
+LOOP = ["_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"]
 LOOP += ["_initial_num_input_tokens_seen", "_total_train_tokens"]
 FLAGS = tuple(TrainerControl.__dataclass_fields__)
 _adapted: dict[type, type] = {}
@@ -87,7 +88,7 @@ class Recoverable(OneWriter, _Trainer):
         if self.world.job.run_dir:  # a successor continues the run of W&B
             os.environ.setdefault("WANDB_RUN_ID", Path(self.world.job.run_dir).name)
             os.environ.setdefault("WANDB_RESUME", "allow")
-        self._left = self._microbatches = 0  # placeholders of the step in progress
+        self._left = 0  # placeholders of the step in progress
         self._catches_up = False  # a joined replica whose loop has not come to the step that it joined in
         self._has_stopped = False
         self._counts: dict[int, dict[str, Any]] = {}  # of microbatches, until all replicas have them
@@ -263,6 +264,9 @@ class Recoverable(OneWriter, _Trainer):
         seen, trained = self.state.num_input_tokens_seen, getattr(self, "_total_train_tokens", 0)
         if runs:
             self._run_microbatch(model, number, batch)
+        elif metrics:
+            with torch.no_grad(), torch.random.fork_rng():
+                self.compute_loss(self.model, self._prepare_inputs(batch))
         self._track_num_input_tokens(batch)
         found = {
             "flos": float(self.floating_point_ops(batch)),
@@ -282,7 +286,7 @@ class Recoverable(OneWriter, _Trainer):
             self._has_stopped = control.should_training_stop = True
             control.should_save = self.args.save_strategy != SaveStrategy.NO
         mine = {"flags": [name for name in FLAGS if getattr(control, name)], "counts": self._counts}
-        rows = [json.loads(row) for row in gather(self.world, json.dumps(mine).encode())]
+        rows = [json.loads(row) for row in gather(self.world, json.dumps(mine).encode(), Call.AGREE)]
         for name in {name for row in rows for name in row["flags"]}:
             setattr(control, name, True)
         counts = {int(number): count for row in rows for number, count in row["counts"].items()}
@@ -311,10 +315,10 @@ class Recoverable(OneWriter, _Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """All replicas log the values of the first one: times differ, and metrics may."""
         if self.recovery is not None:
-            self.recovery.refuse_inside_step("trainer.log")
+            self.recovery.refuse_inside_step("trainer.log")  # replicas compute different microbatches
         if not self.world.outside:
             known = {name: value for name, value in logs.items() if isinstance(value, int | float | str)}
-            logs.update(json.loads(gather(self.world, json.dumps(known).encode())[0]))
+            logs.update(json.loads(gather(self.world, json.dumps(known).encode(), Call.AGREE)[0]))
         if self.recovery is not None and "eval_loss" in logs:
             self.recovery.record_heldout_loss(logs["eval_loss"])
         super().log(logs, start_time)
@@ -346,6 +350,7 @@ class _Progress:
             "control": {name: getattr(trainer.control, name) for name in FLAGS},
             "callbacks": [[type(each).__name__, each.state()["attributes"]] for each in self._exportable()],
             "loop": {name: getattr(trainer, name) for name in LOOP if hasattr(trainer, name)},
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),  # of steps since the last log
             "metrics": dict(getattr(trainer, "_metrics", {}).get("train", {})),
             "data": trainer._stream.place,
         }
@@ -361,6 +366,7 @@ class _Progress:
         for owner, name in ((trainer.state, "state"), (trainer.control, "control"), (trainer, "loop")):
             for key, value in received[name].items():
                 setattr(owner, key, value)
+        trainer._tr_loss = torch.tensor(received["loss"], device=trainer.args.device)
         for callback, (name, attributes) in zip(self._exportable(), received["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 for key, value in attributes.items():
