@@ -116,7 +116,7 @@ class HuggingFace:
 def environment(out: Path) -> dict[str, str]:
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("RECOVER_")},
-        "PYTHONPATH": str(PROGRAMS),
+        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
         "HF_OUT": str(out),
         "HF_HOME": str(out / "huggingface"),
         "HF_HUB_OFFLINE": "1",

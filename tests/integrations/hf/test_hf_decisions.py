@@ -39,7 +39,8 @@ def test_early_stopping_and_best_model_are_those_of_the_trainer_alone(hf: Huggin
     for each in (alone, run):
         assert [path.name for path in (each.out / "out").glob("*checkpoint*")] == ["checkpoint-6"]
     assert weights(run) == pytest.approx(weights(alone), rel=1e-4, abs=1e-5)
-    assert "best_model_checkpoint" in (run.out / "out" / "checkpoint-6" / "trainer_state.json").read_text()
+    state = json.loads((run.out / "out" / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(run.out / "out" / "checkpoint-6")
 
 
 def weights(run: Run) -> list[float]:

@@ -156,8 +156,9 @@ def test_checkpoint_written_on_replicas_resumes_in_the_trainer_alone(
     "Hugging Face's Trainer keeps its losses, evaluations and schedule to 1e-5 through deaths and rejoins.",
 )
 def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace, stock: Run) -> None:
-    """Replica 1 returns; then the first one dies in an evaluation, and the one that returned is alone until another
-    one comes."""
+    """Replica 1 returns, with the losses since the last log, and the counter of early stopping; then the first one dies
+    in an evaluation, and the one that has returned logs, evaluates and saves."""
+    stopping = {"patience": 10, "metric_for_best_model": "loss", "greater_is_better": True}
     run = hf.recover(
         "rejoined",
         2,
@@ -165,13 +166,18 @@ def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace,
         kills=["2:1:backward"],
         kill={"0": "on_evaluate:20"},
         pace=1.0,
-        **COMMON,
+        **COMMON | stopping | {"logging_steps": 4},
     )
-    check(run, stock)
+    assert run.code == 0, run.output
     assert "replica 2 joined" in run.output
+    losses = stock.logged("loss")
+    means = {step: sum(losses[step - ago] for ago in range(4)) / 4 for step in range(4, STEPS + 1, 4)}
+    assert run.logged("loss") == pytest.approx(means, rel=1e-5)
+    assert run.logged("eval_loss") == pytest.approx(stock.logged("eval_loss"), rel=1e-5)
     assert len({end["digest"] for end in run.ends}) == 1
+    assert {end["patience"] for end in run.ends} == {2}
     assert all(end["history"] == run.ends[0]["history"] for end in run.ends)
-    assert run.history == pytest.approx(stock.history, rel=1e-5)
+    assert {end["seen"] for end in run.ends} == {stock.ends[0]["seen"]}
     assert {path.name for path in (run.out / "out").iterdir()} >= {
         f"checkpoint-{step}" for step in (12, 24, 30)
     }

@@ -22,7 +22,6 @@ import transformers
 from hf_parts import Rows, arguments, model, padded
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-torch.set_num_threads(1)
 OUT = Path(os.environ["HF_OUT"])
 SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
 CASE: dict[str, Any] = {
@@ -166,6 +165,7 @@ def main() -> None:
             {name: entry.get(name) for name in ("step", "loss", "eval_loss")} for entry in state.log_history
         ],
         first=trainer.is_world_process_zero(),
+        patience=[getattr(each, "early_stopping_patience_counter", None) for each in callbacks][-1],
     )
 
 

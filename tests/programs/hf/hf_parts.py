@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainingArguments
 
+torch.set_num_threads(1)
 ROWS, BATCH, STEPS = 50, 6, 30  # 25 microbatches: the last step of an epoch has 1 instead of 6
 
 

@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from hf_parts import model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-torch.set_num_threads(1)
 OUT = Path(os.environ["HF_OUT"])
 if sys.argv[1] == "ours":
     from recover.integrations.hf import recoverable
