@@ -34,6 +34,7 @@ class OneWriter(_Trainer):
     _stream: Any
     _saves_to: str | None = None
     _pushes = False
+    _saves = 0
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._saves_to or super()._get_output_dir(trial)
@@ -42,6 +43,7 @@ class OneWriter(_Trainer):
         place = Path(super()._get_output_dir(trial))
         name, best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.state.best_global_step
         write = super()._save_checkpoint
+        self._saves += 1
         self.recovery.confirm()  # a replica whose state differs must not write it
 
         def act() -> None:

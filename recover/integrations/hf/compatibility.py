@@ -20,40 +20,38 @@ logger = logging.get_logger("recover.integrations.hf")
 
 TESTED = ("5.22.2",)
 # Parameters of each method that is overridden, replaced or called with all of its arguments.
-SIGNATURES = {
-    "train": "self, resume_from_checkpoint, trial, ignore_keys_for_eval",
-    "get_train_dataloader": "self",
-    "_init_training_state": (
-        "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
-    ),
-    "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
-    "_run_epoch": (
-        "self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, "
-        "ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch"
-    ),
-    "get_batch_samples": "self, epoch_iterator, num_batches, device",
-    "training_step": "self, model, inputs, num_items_in_batch",
-    "_get_num_items_in_batch": "self, batch_samples, device",
-    "floating_point_ops": "self, inputs",
-    "_track_num_input_tokens": "self, inputs",
-    "_clip_grad_norm": "self, model",
-    "_get_grad_norm": "self, model, grad_norm",
-    "_get_learning_rate": "self",
-    "_maybe_log_save_evaluate": (
-        "self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate"
-    ),
-    "_evaluate": "self, trial, ignore_keys_for_eval, skip_scheduler",
-    "log": "self, logs, start_time",
-    "_get_output_dir": "self, trial",
-    "_save_checkpoint": "self, model, trial",
-    "_load_rng_state": "self, checkpoint",
-    "save_model": "self, output_dir, _internal_call",
-    "push_to_hub": "self, commit_message, blocking, token, revision, kwargs",
-    "_push_from_checkpoint": "self, checkpoint_folder",
-    "_finalize_training": "self, trial, num_train_samples, start_time",
-    "is_world_process_zero": "self",
-    "is_local_process_zero": "self",
-}
+SIGNATURES = dict(
+    line.split(" ", 1)
+    for line in """
+train self resume_from_checkpoint trial ignore_keys_for_eval
+get_train_dataloader self
+_init_training_state self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial
+_prepare_for_training self max_steps train_dataloader resume_from_checkpoint
+_run_epoch self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval \
+start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch
+get_batch_samples self epoch_iterator num_batches device
+training_step self model inputs num_items_in_batch
+compute_loss self model inputs return_outputs num_items_in_batch
+_get_num_items_in_batch self batch_samples device
+floating_point_ops self inputs
+_track_num_input_tokens self inputs
+_clip_grad_norm self model
+_get_grad_norm self model grad_norm
+_get_learning_rate self
+_maybe_log_save_evaluate self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate
+_evaluate self trial ignore_keys_for_eval skip_scheduler
+log self logs start_time
+_get_output_dir self trial
+_save_checkpoint self model trial
+_load_rng_state self checkpoint
+save_model self output_dir _internal_call
+push_to_hub self commit_message blocking token revision kwargs
+_push_from_checkpoint self checkpoint_folder
+_finalize_training self trial num_train_samples start_time
+is_world_process_zero self
+is_local_process_zero self
+""".strip().splitlines()
+)
 # Methods that are the loop: a trainer with its own loop, or its own batches, cannot be adapted.
 LOOP = (
     "_inner_training_loop",
@@ -84,12 +82,11 @@ def check_trainer(kind: type[transformers.Trainer]) -> None:
         logger.warning(
             f"recover.integrations.hf was tested with transformers {', '.join(TESTED)}, not {found}"
         )
-    functions: dict[Any, str] = {
-        getattr(transformers.Trainer, name, None): expected for name, expected in SIGNATURES.items()
-    }
-    functions[CallbackHandler.call_event] = "self, event, args, state, control, kwargs"
-    for (function, expected), name in zip(functions.items(), [*SIGNATURES, "call_event"], strict=True):
-        parameters = ", ".join(inspect.signature(function).parameters) if function else "there is none"
+    methods = [(transformers.Trainer, name, expected) for name, expected in SIGNATURES.items()]
+    methods.append((CallbackHandler, "call_event", "self event args state control kwargs"))
+    for owner, name, expected in methods:
+        function = getattr(owner, name, None)
+        parameters = " ".join(inspect.signature(function).parameters) if function else "there is none"
         if parameters != expected:
             raise RuntimeError(
                 f"{name}({parameters}) of transformers {found} has other parameters than ({expected}), which "

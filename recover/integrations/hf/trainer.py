@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,14 +87,21 @@ class Recoverable(OneWriter, _Trainer):
             refuse(given, self.world)
             take_own_gpu(given)
         if self.world.job.run_dir:  # a successor continues the run of W&B
-            os.environ.setdefault("WANDB_RUN_ID", Path(self.world.job.run_dir).name)
+            path = Path(self.world.job.run_dir).resolve()
+            os.environ.setdefault("WANDB_RUN_ID", f"{path.name}-{zlib.crc32(bytes(path)):08x}")
             os.environ.setdefault("WANDB_RESUME", "allow")
         self._left = 0  # placeholders of the step in progress
         self._catches_up = False  # a joined replica whose loop has not come to the step that it joined in
         self._has_stopped = False
-        self._counts: dict[int, dict[str, Any]] = {}  # of microbatches, until all replicas have them
+        self._counts: dict[int, dict[str, Any]] | None = None  # of a step, until all replicas have them
         super().__init__(*args, **named)
         refuse(self.args, self.world)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.accelerator.scaler is not None:
+            raise ValueError(
+                "transformers.Trainer on ReCoVer: variables of accelerate (ACCELERATE_USE_FSDP, "
+                "ACCELERATE_USE_DEEPSPEED, ACCELERATE_MIXED_PRECISION) ask for FSDP, DeepSpeed or fp16; unset them, "
+                "and set bf16=True"
+            )
         self.callback_handler.call_event = Callbacks(self).call_event
 
     def is_world_process_zero(self) -> bool:
@@ -173,7 +181,11 @@ class Recoverable(OneWriter, _Trainer):
             super()._load_rng_state(checkpoint)
 
     def _evaluate(self, *args: Any, **named: Any) -> Any:
-        return {} if self._catches_up else super()._evaluate(*args, **named)  # eval_on_start
+        if self._catches_up:
+            return {}  # eval_on_start
+        metrics = super()._evaluate(*args, **named)
+        self._agree()
+        return metrics
 
     # Steps
 
@@ -214,7 +226,7 @@ class Recoverable(OneWriter, _Trainer):
                 found[number] = {}
             else:
                 found[number] = self._count(model, number, batch, runs=True)
-        self._counts |= {number: found[number] for number in self.recovery.samples}
+        self._counts = {number: found[number] for number in self.recovery.samples}
 
     def _run_microbatch(self, model: Any, number: int, batch: Any) -> None:
         """The mean over the step is that over all items (tokens) if the loss is divided by their number, and that over
@@ -285,15 +297,15 @@ class Recoverable(OneWriter, _Trainer):
         if self.recovery.stop_agreed and not self._has_stopped:
             self._has_stopped = control.should_training_stop = True
             control.should_save = self.args.save_strategy != SaveStrategy.NO
-        mine = {"flags": [name for name in FLAGS if getattr(control, name)], "counts": self._counts}
+        mine = {"flags": [name for name in FLAGS if getattr(control, name)], "counts": self._counts or {}}
         rows = [json.loads(row) for row in gather(self.world, json.dumps(mine).encode(), Call.AGREE)]
         for name in {name for row in rows for name in row["flags"]}:
             setattr(control, name, True)
         counts = {int(number): count for row in rows for number, count in row["counts"].items()}
-        for number in set(self.recovery.all_samples) - counts.keys() if counts else ():
-            batch = self._stream[number][1]  # its replica has died since the commit
+        for number in () if self._counts is None else set(self.recovery.all_samples) - counts.keys():
+            batch = self._stream[number][1]  # its replica has died since its sums were taken
             counts[number] = self._count(None, number, batch, runs=False) if batch is not None else {}
-        self._counts = {}
+        self._counts = None
         metrics = getattr(self, "_metrics", {}).get("train", {})
         for _, count in sorted(counts.items()):
             self.current_flos += count.get("flos", 0)
@@ -306,10 +318,9 @@ class Recoverable(OneWriter, _Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         self._agree()
-        control = self.control
-        acts = control.should_log or control.should_evaluate or control.should_save
+        saves = self._saves
         super()._maybe_log_save_evaluate(*args, **named)
-        if acts:  # callbacks of these events may have decided to stop
+        if self._saves > saves:
             self._agree()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -322,6 +333,8 @@ class Recoverable(OneWriter, _Trainer):
         if self.recovery is not None and "eval_loss" in logs:
             self.recovery.record_heldout_loss(logs["eval_loss"])
         super().log(logs, start_time)
+        if self.is_in_train and not self._catches_up:
+            self._agree()  # callbacks may have decided something; as after an evaluation and a checkpoint
 
     def _finalize_training(self, *args: Any, **named: Any) -> Any:
         self.recovery.confirm()

@@ -98,6 +98,8 @@ def test_logs_are_written_once_by_the_first_living_replica(deaths: Run) -> None:
     assert len(folders) == 2  # of the first replica, and of its successor
     assert sorted(written) == list(range(1, STEPS + 1))
     assert {step for step, count in written.items() if count > 1} <= {SAVED}
+    firsts = {note["step"] for note in deaths.notes if "logs" in note and note["first"]}
+    assert firsts == set(range(1, STEPS + 1))  # as callbacks of the user see it
     assert all(note["first"] for note in deaths.ends)
 
 
@@ -138,10 +140,11 @@ def from_checkpoint_of(hf: HuggingFace, of: str, name: str, step: int = SAVED) -
 
 
 def test_checkpoint_of_the_trainer_alone_resumes_on_replicas(hf: HuggingFace, stock: Run) -> None:
-    """In the middle of an epoch, on two replicas, of which the first one dies while it logs."""
+    """In the middle of an epoch, on two replicas. The first one dies before it prints a line; its successor prints it."""
     from_checkpoint_of(hf, "stock", "resumed")
-    run = hf.recover("resumed", 2, kill={"0": "on_log:15"}, resume=True, **COMMON)
+    run = hf.recover("resumed", 2, kill={"0": "print:15"}, resume=True, **COMMON)
     check(run, stock, SAVED + 1)
+    assert run.printed("learning_rate") == [f"{rate:.4g}" for rate in run.logged("learning_rate").values()]
 
 
 def test_checkpoint_written_on_replicas_resumes_in_the_trainer_alone(

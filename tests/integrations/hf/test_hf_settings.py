@@ -44,6 +44,22 @@ def test_setting_that_cannot_work_is_refused_with_the_remedy(
         Trainer(model=model(), args=args, train_dataset=Rows(), data_collator=padded)
 
 
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_variables_of_accelerate_that_shard_the_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    name = "is_fsdp_enabled" if variable.endswith("FSDP") else "is_deepspeed_enabled"
+    create = Trainer.create_accelerator_and_postprocess
+
+    def created(self: Any) -> None:
+        create(self)
+        setattr(self, name, True)
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", created)
+    with pytest.raises(ValueError, match=f"{variable}.*unset them"):
+        Trainer(model=model(), args=arguments(tmp_path), train_dataset=Rows(), data_collator=padded)
+
+
 def test_batches_that_one_process_reads_for_all_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path, accelerator_config={"dispatch_batches": True})
     assert "dispatches or splits batches" in next(obstacles(args, 1))
@@ -124,7 +140,7 @@ def test_trainer_with_its_own_loop_is_refused() -> None:
 def test_method_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(transformers.Trainer, name, lambda self, another: None)
     with pytest.raises(
-        RuntimeError, match=rf"{name}\(self, another\) of transformers .* install transformers"
+        RuntimeError, match=rf"{name}\(self another\) of transformers .* install transformers"
     ):
         check_trainer(transformers.Trainer)
 

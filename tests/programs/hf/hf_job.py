@@ -20,16 +20,15 @@ import huggingface_hub
 import torch
 import transformers
 from hf_parts import Rows, arguments, model, padded
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 OUT = Path(os.environ["HF_OUT"])
 SETTINGS: dict[str, Any] = json.loads(sys.argv[2])
 CASE: dict[str, Any] = {
-    "adapter": True,
     "patience": 0,  # of early stopping
     "pace": 0.0,  # seconds of a step
     "resume": None,
-    "kill": {},  # by replica: an event of a callback and its step, "on_log:4", or "write:10" of a checkpoint
+    "kill": {},  # by replica: an event of a callback and its step, "on_log:4"; or "write:10", "print:7"
     "stops": "",  # REPLICA:STEP: this replica alone decides to stop
     "wait_for": 0,  # replicas without which the last steps take longer
     "hub": False,
@@ -38,7 +37,7 @@ CASE: dict[str, Any] = {
 }
 CASE |= {name: SETTINGS.pop(name) for name in list(SETTINGS) if name in CASE}
 ours = sys.argv[1] == "ours"
-if ours and CASE["adapter"]:
+if ours:
     from recover.integrations.hf import Trainer
 
     Trainer.step_options = {"reduction": CASE["reduction"]}
@@ -127,8 +126,20 @@ def kill_writer(save: Any) -> Any:
     return killing
 
 
+def kill_printer(on_log: Any) -> Any:
+    """The replica dies before it prints a line."""
+
+    def killing(self: Any, args: Any, state: Any, *more: Any, **named: Any) -> Any:
+        if is_due("print", state.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return on_log(self, args, state, *more, **named)
+
+    return killing
+
+
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
+    PrinterCallback.on_log = kill_printer(PrinterCallback.on_log)
     if CASE["hub"]:
         transformers.trainer.hf_api = Hub
     torch.save = kill_writer(torch.save)
