@@ -168,7 +168,7 @@ def test_rejoined_replica_catches_up_and_succeeds_the_first_one(hf: HuggingFace,
         options=["--return"],
         kills=["2:1:backward"],
         kill={"0": "on_evaluate:20"},
-        pace=1.0,
+        wait_after=9,
         **COMMON | stopping | {"logging_steps": 4},
     )
     assert run.code == 0, run.output

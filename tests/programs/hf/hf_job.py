@@ -30,7 +30,7 @@ CASE: dict[str, Any] = {
     "resume": None,
     "kill": {},  # by replica: an event of a callback and its step, "on_log:4"; or "write:10", "print:7"
     "stops": "",  # REPLICA:STEP: this replica alone decides to stop
-    "wait_for": 0,  # replicas without which the last steps take longer
+    "wait_after": 0,  # a step after which the others wait until a lost replica asks to join
     "hub": False,
     "set": [],  # values of the metric `set`, one for each evaluation
     "reduction": "fast",
@@ -82,8 +82,8 @@ class Notes(TrainerCallback):
             time.sleep(CASE["pace"])
             if CASE["stops"] and CASE["stops"] == f"{world().replica}:{step}":
                 control.should_training_stop = True
-            if step >= state.max_steps - 5 and CASE["wait_for"] and len(world().replicas) < CASE["wait_for"]:
-                time.sleep(4)
+            while step == CASE["wait_after"] and len(world().replicas) < 2 and not world().asking:
+                time.sleep(0.05)
         return control
 
 
