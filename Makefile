@@ -75,7 +75,7 @@ soak: setup $(INTEGRATIONS)/.installed
 	$(BIN)/python -m pytest -m soak tests/pure tests/simulated tests/processes tests/lab
 	$(INTEGRATIONS)/bin/python -m pytest -m soak tests/integrations
 
-mutants: setup
+mutants: setup $(INTEGRATIONS)/.installed
 	$(BIN)/python tests/mutate.py $(if $(SHARD),--shard $(SHARD))
 
 dist: setup

@@ -97,7 +97,11 @@ def run(test: str, tree: Path, limit: float = LIMIT) -> str:
 
     No process that it started remains.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
+    # Tests with other trainers' packages have an environment of their own (make test-integrations).
+    integrations = ROOT / ".venv-integrations" / "bin" / "python"
+    apart = test.startswith("tests/integrations/") and integrations.exists()
+    python = str(integrations) if apart else sys.executable
+    command = [python, "-m", "pytest", "-x", "-m", "soak or not soak", "-p", "no:cacheprovider", test]
     environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tools'}"}
     # A file, not a pipe: a rank that outlives pytest would hold the pipe open, and its reader would wait for it.
     output = tree / "pytest.log"

@@ -16,6 +16,7 @@ class Adapter(NamedTuple):
     package: str  # its name in a sentence
     module: str  # the adapter
     remedy: str
+    method: str = "__init__"  # of the class: called when an object is made
 
 
 _LIGHTNING = Adapter(
@@ -28,6 +29,15 @@ _LIGHTNING = Adapter(
 ADAPTERS = {
     "lightning.pytorch.trainer.trainer": _LIGHTNING,
     "pytorch_lightning.trainer.trainer": _LIGHTNING,
+    # Made before the trainer; fails where LOCAL_RANK is set. Its subclasses have an __init__ of their own.
+    "transformers.training_args": Adapter(
+        "TrainingArguments",
+        "transformers",
+        "recover.integrations.hf",
+        "write `from recover.integrations.hf import Trainer`, or `recoverable(SFTTrainer)` for a subclass, at the top: "
+        "docs/guides/huggingface-trainer.md",
+        "__post_init__",
+    ),
 }
 
 
@@ -59,7 +69,7 @@ def _look(trainer: Any, adapter: Adapter) -> None:
     """Let the class tell, when its first object is made and the adapter was not imported before."""
     if trainer is None:
         return
-    make, said = trainer.__init__, list[bool]()
+    make, said = getattr(trainer, adapter.method), list[bool]()
 
     @functools.wraps(make)
     def made(self: Any, *arguments: Any, **named: Any) -> None:
@@ -73,4 +83,4 @@ def _look(trainer: Any, adapter: Adapter) -> None:
             )
         make(self, *arguments, **named)
 
-    trainer.__init__ = made
+    setattr(trainer, adapter.method, made)
