@@ -49,7 +49,7 @@ def save(step: Step, path: str | Path, extra: Mapping[str, Any] | None = None, k
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1")
-    step.refuse_inside_step("recover.save")
+    step.refuse_on_one_replica("recover.save")
     if not step.index:
         raise ValueError("there is nothing to save before the first step is committed; save after one")
     with step.world.call(Call.SAVE), step.saving():
@@ -124,6 +124,7 @@ def resume(
 
     rebatch:  allow another global batch; no sample is used twice, none is left out
     """
+    step.refuse_on_one_replica("recover.resume")
     kept = _kept(step)
     kept.path, kept.resumes = Path(path), True
     for name, value in (extra or {}).items():
@@ -171,6 +172,7 @@ def _resume(
             if name.startswith(StepState.EXTRA)
         }
     step.load_state_dict(facts["position"], rebatch=rebatch)
+    step.report_resume(str(found.path), saved)
     return saved
 
 

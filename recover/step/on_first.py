@@ -8,6 +8,7 @@ may run twice, on a rank that died over it and on its successor.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,9 +37,18 @@ class OnFirst:
     def __init__(self, world: World, randomness: Randomness) -> None:
         self._world, self._randomness = world, randomness
         self._held: list[_Call] = []  # not known to be done
+        self._acting: dict[int, str] = {}  # by thread: the name of the call that it runs
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # the last call of the thread
         world.closing.append(self.finish)
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise RuntimeError in a function that runs on one rank, where `what` needs all replicas."""
+        if name := self._acting.get(threading.get_ident()):
+            raise RuntimeError(
+                f"{what} was called in {name}, which step.on_first runs on one replica, and all replicas must call "
+                f"{what}; call it outside of step.on_first, on all of them (one replica writes)"
+            )
 
     def call(self, step: int, act: Callable[[], Any], name: str, background: bool) -> None:
         """Called by all replicas after the same step."""
@@ -93,9 +103,13 @@ class OnFirst:
 
     def _try(self, call: _Call) -> None:
         """An exception is reported, and ends nothing."""
+        thread = threading.get_ident()
+        self._acting[thread] = call.name
         try:
             call.act()
         except Exception as error:
             said = f"{call.name} after step {call.step} raised {type(error).__name__}: {error}"
             rank_exit.log(f"{said}\n{traceback.format_exc()}")
             print(f"recover: {said}; training goes on (the traceback is in the rank's log)", flush=True)
+        finally:
+            del self._acting[thread]

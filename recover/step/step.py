@@ -315,7 +315,7 @@ class Step:
         training continues; it may then neither draw nor use the model. In a sharded replica
         `act` runs on one rank only and must not compute with the model.
         """
-        self.refuse_inside_step("step.on_first")
+        self.refuse_on_one_replica("step.on_first")
         name = getattr(act, "__qualname__", repr(act))
         with self._engine.records.spending("evaluation_ms"):
             self._engine.on_first.call(self.index, partial(act, *arguments, **named), name, background)
@@ -341,6 +341,16 @@ class Step:
                 f"{what} was called inside the loop over microbatches, which no two replicas go through alike; call it "
                 "after the loop: the step is committed when it ends"
             )
+
+    def refuse_on_one_replica(self, what: str) -> None:
+        """Raise RuntimeError where not all replicas come along: inside the loop over microbatches, and in a function
+        for `on_first`."""
+        self.refuse_inside_step(what)
+        self._engine.on_first.refuse_inside(what)
+
+    def report_resume(self, place: str, saved: Mapping[str, Any]) -> None:
+        """`recover.resume` has filled this step from a checkpoint with these extras."""
+        self._engine.joinable.resumed(self.index, place, saved)
 
     def state(self, extra: Mapping[str, Any] | None = None) -> StepState:
         """The whole state after the last committed step; `extra`: entries of the user in

@@ -113,6 +113,57 @@ def test_scheduler_that_a_checkpoint_lacks_is_named_once(
     assert all("LambdaLR" in line and 'extra={"scheduler": scheduler}' in line for line in lines)
 
 
+@pytest.mark.parametrize("saved", SAVES)
+def test_resume_names_its_checkpoint_and_a_scheduler_that_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: str
+) -> None:
+    """Before the next save: the resumed run trains with another learning rate from its first step on."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
+        step = recover.Step(World(), model, optimizer, BATCH)  # type: ignore[arg-type]
+        capsys.readouterr()
+        if recover.resume(step, tmp_path) is None:
+            assert not capsys.readouterr().out
+            train(step, model, ITEMS, 1)
+            scheduler.step()
+            recover.save(step, tmp_path, SAVES[saved](scheduler))
+    first, *others = capsys.readouterr().out.splitlines()
+    place = tmp_path / "checkpoints" / "step-1"
+    assert f"resumed after step 1 from {place}" in first
+    assert len(others) == (saved == "not at all"), others
+    assert all(f"{place} lacks the LambdaLR" in line and "begins again" in line for line in others)
+
+
+@pytest.mark.guarantee(
+    "User code", "A collective call in a function for `step.on_first` is refused there, and costs no replica."
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_collective_calls_in_a_function_for_on_first_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], background: bool
+) -> None:
+    """One replica runs it: the others would wait for calls that never come. Afterwards all may call them again."""
+    step, model = make()
+    train(step, model, ITEMS, 1)
+    calls: dict[str, Callable[[], Any]] = {
+        "recover.save": lambda: recover.save(step, tmp_path),
+        "recover.resume": lambda: recover.resume(step, tmp_path),
+        "step.on_first": lambda: step.on_first(print),
+    }
+    for name, call in calls.items():
+        step.on_first(call, background=background)
+        step._engine.on_first.finish()
+        said = capsys.readouterr().out
+        assert f"{name} was called in" in said
+        assert f"all replicas must call {name}" in said
+        assert "training goes on" in said
+    assert not list(tmp_path.iterdir())
+    recover.save(step, tmp_path)
+    assert (tmp_path / "checkpoints" / "step-1").is_dir()
+
+
 def test_scheduler_that_step_was_given_is_saved_and_not_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

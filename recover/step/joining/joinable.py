@@ -64,7 +64,18 @@ class Joinable:
         self._saved_alone = self._saved_alone - self._extra.keys() | alone
         if alone:
             self.report()
-        self._report_unsaved_schedulers(extra)
+        self._report_schedulers(
+            extra,
+            "checkpoints of this run lack the {} that sets the learning rate, and a resumed run would begin its "
+            "schedule again",
+        )
+
+    def resumed(self, step: int, place: str, saved: Mapping[str, Any]) -> None:
+        """`recover.resume` has read a checkpoint with these extras, on all replicas alike."""
+        self._tell(f"resumed after step {step} from {place}")
+        self._report_schedulers(
+            saved, f"{place} lacks the {{}} that sets the learning rate, so its schedule begins again"
+        )
 
     def report(self) -> None:
         """Report once why no replica can join, in a job whose lost replicas may be restarted."""
@@ -73,9 +84,8 @@ class Joinable:
         self._reported = why
         self._tell(f"no replica can join this job: {why}")
 
-    def _report_unsaved_schedulers(self, extra: Mapping[str, Any]) -> None:
-        """Report at the first checkpoint which schedulers it lacks: a resumed run would begin their
-        schedules again."""
+    def _report_schedulers(self, extra: Mapping[str, Any], what: str) -> None:
+        """Report once which schedulers neither `Step` nor these extras hold; `what` has a place for their names."""
         if self._has_looked_for_schedulers:
             return
         self._has_looked_for_schedulers = True
@@ -85,10 +95,7 @@ class Joinable:
         by_hand = [value.keys() for value in extra.values() if isinstance(value, Mapping)]
         if unsaved := [each for each in unknown if not (by_hand and each.state_dict().keys() in by_hand)]:
             kinds = ", ".join(sorted({type(each).__name__ for each in unsaved}))
-            self._tell(
-                f"checkpoints of this run lack the {kinds} that sets the learning rate, and a resumed run would begin "
-                f"its schedule again: {GIVE_SCHEDULER}"
-            )
+            self._tell(f"{what.format(kinds)}: {GIVE_SCHEDULER}")
 
     def _tell(self, text: str) -> None:
         rank_exit.report(text, self._world.rank == min(self._world.members))
