@@ -90,7 +90,7 @@ def simulate(
     from recover_lab.simulate import simulation_tables as tables
 
     headline, *reasons = found.answer.sentences() if found.answer else [NO_ANSWER]
-    typer.echo(f"{headline}\n")
+    typer.echo("\n".join(filter(None, [headline, question.assumed_model])) + "\n")
     for sentence in (*reasons, *question.understood):
         typer.echo(f"- {sentence}")
     typer.echo("")
