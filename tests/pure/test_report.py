@@ -197,6 +197,10 @@ def test_report_counts_the_losses_of_each_launch(tmp_path: Path) -> None:
     run = make_eventful_run(tmp_path / "resumed")
     page = build([run], tmp_path / "out").read_text()
     assert "1 of 4 replicas lost, 1 joined, resumed on 2</h1>" in page
+    (run / "summary.json").write_text(json.dumps({"replicas_start": 2, "replicas_end": 2}))
+    text = re.sub(r"<[^>]*>|\s+", " ", build([run], tmp_path / "out").read_text())
+    assert "replicas at the start 4 replicas at the end 2" in " ".join(text.split())
+    (run / "summary.json").unlink()
     assert charts_of(page)[0]["resumed"] == [{"step": 41, "replicas": 2}]
     with open(run / "incidents.jsonl", "a") as file:
         file.write(json.dumps(incident_line(50, [0], epoch=4)) + "\n")
