@@ -316,6 +316,15 @@ def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) 
     assert result.stdout.count("\n") == 1
 
 
+def test_comparison_of_different_runs_has_exit_code_0_as_its_help_says(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)]
+    result = CliRunner().invoke(app, ["report", *map(str, runs), "--compare"])
+    assert "parameters differ" in result.output
+    assert result.exit_code == 0
+    told = CliRunner().invoke(app, ["report", "--help"], env={"COLUMNS": "200"}).output
+    assert "The exit code is 0 also if they differ." in " ".join(told.split())
+
+
 def test_report_refuses_what_is_no_run_in_one_sentence(tmp_path: Path) -> None:
     run, nothing = make_run(tmp_path / "a", steps=2), tmp_path / "nothing"
     nothing.mkdir()
