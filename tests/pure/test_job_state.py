@@ -126,9 +126,16 @@ def test_status_tells_of_a_rank_that_raised_in_a_run_that_finished(
     if planned is not None:
         (run / "config.yaml").write_text(f"steps: {planned}")
     (run / "summary.json").write_text(json.dumps({"steps": 20}))
-    text = "finished, but rank 1 raised KeyError at ex.py:20 (exit code 4)"
+    text = "finished, but rank 1 raised KeyError: 'x', at ex.py:20 (exit code 4)"
     assert f"run: {text} step 20" in asked("status", str(run))
     assert asked("status", str(tmp_path)).endswith(text)
+    early = raised(
+        1, ordinary=False, detail="RuntimeError: the script has ended after step 2; let all take the same"
+    )
+    write_lines(run / "job.jsonl", [start, early, *done, end()])
+    told = asked("status", str(run))
+    assert "rank 1 raised RuntimeError: the script has ended after step 2, at ex.py:20 (exit code 4)" in told
+    write_lines(run / "job.jsonl", [start, raised(1, ordinary=False), *done, end()])
     (run / "summary.json").unlink()
     if planned is None:  # a script that takes no step has no summary
         assert text.replace("finished", "ended") in asked("status", str(run))

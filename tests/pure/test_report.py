@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from recorded import incident_line, make_eventful_run, start_line, write_lines
+from recorded import START, exit_line, incident_line, make_eventful_run, start_line, write_lines
 from typer.testing import CliRunner
 
 from recover.cli import app
@@ -303,6 +303,10 @@ def test_comparison_with_a_killed_run_takes_nothing_unknown_for_a_difference(tmp
         assert "recorded differences: seed (" in line
         assert "torch" not in line
         assert line.count("b has no summary: the launcher was killed (pid ") == 1
+    raised = exit_line(0, START + 50, words={"end": "raised", "detail": "KeyError: 'x'"})
+    write_lines(b / "job.jsonl", [start_line(4, owner=killed), raised, {"what": "end", "at": START + 60}])
+    (b / "config.yaml").unlink()
+    assert "(b has no summary: failed after step 24: no rank finished); " in compare([a, b])[0]
 
 
 def test_report_is_written_into_the_first_run_or_the_given_path(tmp_path: Path) -> None:

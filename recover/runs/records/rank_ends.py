@@ -15,13 +15,14 @@ def went_well(exit: Line) -> bool:
 
 
 def raised_outside_step(exits: Iterable[Line]) -> str:
-    """`rank 1 raised KeyError at script.py:20`; "" if no rank raised outside of any step."""
+    """`rank 1 raised KeyError: 'x', at script.py:20`; "" if no rank raised outside of any step."""
     groups: dict[str, list[int]] = {}
     for line in exits:
         words = line.get("words", {})
         if words.get("end") == "raised" and words.get("ordinary") is False:  # older versions do not tell
-            what = f"{words.get('kind', 'an exception')} at {words.get('place') or 'the end'}"
-            groups.setdefault(f"raised {what}", []).append(line["rank"])
+            # The details of our own exceptions go on with a remedy, after a semicolon.
+            what = str(words.get("detail") or words.get("kind") or "an exception").partition(";")[0]
+            groups.setdefault(f"raised {what}, at {words.get('place') or 'the end'}", []).append(line["rank"])
     return _in_words(groups)
 
 

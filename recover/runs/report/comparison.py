@@ -97,7 +97,7 @@ def _parameters(one: Run, two: Run) -> str:
     unknown = [run for run, digest in zip((one, two), digests, strict=True) if not digest]
     if unknown:
         why = (
-            f"{run.name} has {'recorded none' if run.summary else f'no summary: {run.state.text}'}"
+            f"{run.name} has {'recorded none' if run.summary else f'no summary: {_first_clause(run.state.text)}'}"
             for run in unknown
         )
         return f"parameters not known ({', and '.join(why)})"
@@ -129,3 +129,7 @@ def _flat(mapping: Line, prefix: str = "") -> Line:
     for key, value in mapping.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _first_clause(text: str) -> str:
+    return text.partition(";")[0]
